@@ -1,0 +1,41 @@
+# Two targets do all the set-up: `make demo` and `make test`. Both are idempotent; the second time they install nothing.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check lint types pytest clean help install
+
+help:
+	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
+	@echo "make test    install into $(VENV) when needed, then lint, type check and run all tests"
+	@echo "make clean   remove $(VENV) and the demo's output"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("tierplan needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,notebooks,cluster,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/tierplan demo
+
+test: $(STAMP) lint types pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: lint types
+
+clean:
+	rm -rf $(VENV) tierplan-demo

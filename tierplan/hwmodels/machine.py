@@ -1,0 +1,144 @@
+"""A machine as the simulator and the planner see it: tiers, streams with rates, and shared limits.
+
+People describe a machine by its parts (GPU, host, drives, links) in a TOML file; `tierplan.hwmodels.description` turns
+that into a `Machine`. Errors:
+
+    MachineError(ValueError)   a description or request that no machine can answer; says what is missing and what exists
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Literal, TypeVar
+
+from tierplan.hwmodels.costs import NO_DEMAND, Cost
+
+__all__ = ["Machine", "MachineError", "Rate", "SharedLimit", "Stream", "TierSpec"]
+
+SECONDS = "s"
+"""Work kind of ops whose time is known (measured): one second of work takes one second, on any stream."""
+
+
+class MachineError(ValueError):
+    """A machine that contradicts itself, or a question that it cannot answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """A place with a capacity."""
+
+    name: str
+    kind: Literal["device", "host", "nvme"]
+    capacity_bytes: int
+    """Usable by a plan: what the part has, less context and reserve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Units of work per second: a constant, or a curve over the amount of one op, interpolated in log-log."""
+
+    points: tuple[tuple[float, float], ...]
+    """(amount, units per second), by rising amount; below the first and above the last point the rate is constant."""
+
+    @classmethod
+    def constant(cls, per_s: float) -> Rate:
+        return cls(((1.0, per_s),))
+
+    def at(self, amount: float) -> float:
+        """Units per second for an op of this amount."""
+        points = self.points
+        if len(points) == 1 or amount <= points[0][0]:
+            return points[0][1]
+        if amount >= points[-1][0]:
+            return points[-1][1]
+        k = bisect.bisect_right(points, (amount, float("inf")))
+        (x0, y0), (x1, y1) = points[k - 1], points[k]
+        return float(y0 * (y1 / y0) ** (log(amount / x0) / log(x1 / x0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """A serial executor with a rate for each kind of work that it takes."""
+
+    name: str
+    rates: Mapping[str, Rate]
+    """By work kind: `bytes`, `parameters`, `matmul_bf16_flops`, ..."""
+    latency_s: float = 0.0
+    """Paid once per op."""
+    takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Shared limits that its work loads: limit name -> work kind -> units of the limit per unit of work."""
+    share: float = 1.0
+    """Weight under contention, see `Cost.share`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLimit:
+    """A linear inequality on concurrent stream rates: the sum of what they take per second is at most `limit`."""
+
+    name: str
+    limit: float
+
+
+_T = TypeVar("_T", TierSpec, Stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Tiers, streams and shared limits."""
+
+    name: str
+    tiers: tuple[TierSpec, ...]
+    streams: tuple[Stream, ...]
+    shared_limits: tuple[SharedLimit, ...] = ()
+    nameplate: tuple[str, ...] = ()
+    """Names of the numbers that come from a data sheet rather than from a measurement, for reports."""
+    description: Mapping[str, object] = field(default_factory=dict)
+    """The parts it was built from; empty for a machine made in code."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Units per second by name of the shared limit, as the engine takes them."""
+        return {limit.name: limit.limit for limit in self.shared_limits}
+
+    def tier(self, name: str) -> TierSpec:
+        return _named("tier", name, self.tiers)
+
+    def stream(self, name: str) -> Stream:
+        return _named("stream", name, self.streams)
+
+    def cost(self, stream_name: str, work: Mapping[str, float]) -> Cost:
+        """What one op of this work costs on the stream. Work of several kinds is done one after the other.
+
+        Raises `MachineError` when the stream has no rate for a kind of work.
+        """
+        stream = self.stream(stream_name)
+        seconds = 0.0
+        taken: dict[str, float] = {}
+        for kind, amount in work.items():
+            if amount == 0:
+                continue
+            if kind == SECONDS:
+                seconds += amount
+            elif kind in stream.rates:
+                seconds += amount / stream.rates[kind].at(amount)
+            else:
+                raise MachineError(
+                    f"stream {stream_name!r} of machine {self.name!r} has no rate for {kind!r}; "
+                    f"it has {', '.join(sorted(stream.rates)) or 'none'}"
+                )
+            for limit, weights in stream.takes.items():
+                if weight := weights.get(kind, 0.0):
+                    taken[limit] = taken.get(limit, 0.0) + weight * amount
+        if not taken or seconds == 0.0:
+            return Cost(stream.latency_s, seconds, NO_DEMAND, stream.share)
+        return Cost(stream.latency_s, seconds, {k: v / seconds for k, v in taken.items()}, stream.share)
+
+
+def _named(what: str, name: str, items: tuple[_T, ...]) -> _T:
+    for item in items:
+        if item.name == name:
+            return item
+    raise MachineError(f"no {what} {name!r}; this machine has {', '.join(i.name for i in items) or 'none'}")

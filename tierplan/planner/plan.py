@@ -1,0 +1,87 @@
+"""A plan: the decisions, readable by a person. `tierplan.planner.lowering` turns one into a schedule.
+
+    PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tierplan.sim.workload import Workload
+
+__all__ = ["Plan", "PlanError", "UnitPlan"]
+
+Place = Literal["device", "host", "nvme"]
+Action = Literal["keep", "recompute", "host", "nvme"]
+Semantics = Literal["in-backward", "exact-clip", "delayed-1"]
+PLACES = ("device", "host", "nvme")
+ACTIONS = ("keep", "recompute", "host", "nvme")
+
+
+class PlanError(ValueError):
+    """A plan that contradicts itself, its workload or its machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """Where one unit's bytes live, and what happens to what its forward saves."""
+
+    params: Place = "device"
+    grads: Place = "device"
+    """Where gradients wait for the update (and accumulate). Backward makes them on the device."""
+    states: Place = "device"
+    """Where optimizer states live between steps; the update runs on the device for `device`, else on the host's cores."""
+    input: Literal["keep", "host", "nvme"] = "keep"
+    """What happens to the unit's input between forward and backward."""
+    acts: Action | tuple[Action, ...] = "keep"
+    """What happens to the saved tensors: one action for all, or one per slot."""
+
+    def action(self, index: int) -> Action:
+        return self.acts if isinstance(self.acts, str) else self.acts[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All decisions for one training step of one workload on one device."""
+
+    policy: str
+    """Who decided: a policy's name or `planner`."""
+    units: tuple[UnitPlan, ...]
+    """Parallel to `Workload.units`."""
+    semantics: Semantics = "in-backward"
+    """When updates happen, hence which numbers training gives: see docs/design.md."""
+    order: Literal["horizontal", "vertical"] = "horizontal"
+    """Horizontal: all units of a micro-batch, then the next. Vertical: all micro-batches of a unit, then the next."""
+    prefetch_params_units: int = 1
+    """How many units ahead of compute parameters may be fetched; 0 fetches on demand."""
+    prefetch_acts_units: int = 1
+    """How many units ahead of backward offloaded activations may be fetched."""
+    prefetch_states_units: int = 1
+    """How many updates ahead optimizer states may be read from NVMe."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The policy's own settings, for the record; lowering does not look at them."""
+
+    def check(self, workload: Workload) -> Plan:
+        """The plan itself, or `PlanError` if it does not fit the workload or what training asks for."""
+        if len(self.units) != len(workload.units):
+            raise PlanError(
+                f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "
+                f"{len(workload.units)}; make the plan from this workload"
+            )
+        for unit, choice in zip(workload.units, self.units, strict=True):
+            if not isinstance(choice.acts, str) and len(choice.acts) != len(unit.saved):
+                raise PlanError(
+                    f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
+                    "for it; give one action for all, or one per tensor"
+                )
+            actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
+            if unknown := sorted(actions - set(ACTIONS)):
+                raise PlanError(f"unit {unit.name!r} has action {unknown[0]!r}; choose among {', '.join(ACTIONS)}")
+        if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
+            raise PlanError(
+                f"training asks for clipping at norm {workload.training.max_grad_norm}, but the plan updates in "
+                "backward, before the norm is known; use semantics 'exact-clip' or drop max_grad_norm"
+            )
+        return self

@@ -1,0 +1,316 @@
+"""The schedule language: ops on streams, buffers in tiers, and nothing else.
+
+A `Schedule` is an ordered list of ops. Two executors run it, the SimPy engine (`tierplan.sim.engine`) and the PyTorch
+runtime (`tierplan.runtime.executor`), and both obey the same four rules:
+
+1. A stream runs its ops in list order.
+2. An op starts when the buffers that it reads are complete (and the ops that it comes `after` have ended) and those
+   that it writes have been granted.
+3. Each tier grants memory in list order, to an op that is next on its stream and whose inputs are complete.
+4. A buffer is freed when its last reader ends; at once, when the writer ends, if it has none.
+
+Buffers that exist before the step (`initial`) or outlive it (`becomes`) are declared. A buffer may take over the bytes
+of another one that its writer reads (`reuses`): that is how an in-place update is written, and it needs no grant.
+
+Rules 1 and 3 fix every order, so whether a schedule completes does not depend on how long its ops take. Errors:
+
+    ScheduleError(ValueError)   a schedule that breaks a rule of the language; names the op or buffer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "unroll", "validate"]
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule of the language. The message names the op or the buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A place with a capacity: `gpu0`, `host`, `nvme`."""
+
+    name: str
+    capacity_bytes: int
+    """What the schedule may hold here at any moment, initial buffers included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Bytes in one tier, written by one op (or there before the step), read by others, freed after the last reader."""
+
+    name: str
+    tier: str
+    size_bytes: int
+    content: str
+    """What the bytes are, the same in every tier they visit: `params/L3`, `acts/L3/mb0/2`. The runtime's key."""
+    kind: str
+    """Class for reports: `params`, `grads`, `states`, `acts`, `work`."""
+    initial: bool = False
+    """Exists before the step, with no writer."""
+    reuses: str | None = None
+    """Takes over the bytes of this buffer, which its writer reads; of the same tier and size. An in-place update."""
+    becomes: str | None = None
+    """Outlives the step, and is this initial buffer in the next one (its own name if nothing rewrites it)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """Work on one stream. `key` is the same in plan, schedule, both traces and the report."""
+
+    key: str
+    stream: str
+    kind: str
+    """What the runtime does: see the table of kinds in docs/design.md. The engine does not look at it."""
+    unit: str = ""
+    """The part of the model: `embed`, `L12`, `head`."""
+    micro_batch: int = 0
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Amounts by work kind: `{"matmul_bf16_flops": 2e12}`, `{"bytes": 1e9}`, `{"parameters": 7e6}`, `{"s": 0.1}`."""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    """Keys of ops that must have ended, beside those implied by `reads`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """An ordered list of ops over declared tiers and buffers; `meta` says what it was made from and for."""
+
+    name: str
+    tiers: tuple[Tier, ...]
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    meta: Mapping[str, object] = field(default_factory=dict)
+    """Facts for the runtime and reports: training settings, semantics, hashes of model and machine. JSON values."""
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams, in order of first use."""
+        return tuple(dict.fromkeys(op.stream for op in self.ops))
+
+    def buffers_by_name(self) -> dict[str, Buffer]:
+        return {b.name: b for b in self.buffers}
+
+    def readers(self) -> dict[str, list[str]]:
+        """Keys of the ops that read each buffer, in list order."""
+        found: dict[str, list[str]] = {b.name: [] for b in self.buffers}
+        for op in self.ops:
+            for name in op.reads:
+                found[name].append(op.key)
+        return found
+
+    def writers(self) -> dict[str, str]:
+        """Key of the op that writes each buffer; initial buffers are absent."""
+        return {name: op.key for op in self.ops for name in op.writes}
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that each stream moves in the step: the sum of `bytes` work, over streams that have any."""
+        moved: dict[str, int] = {}
+        for op in self.ops:
+            if "bytes" in op.work:
+                moved[op.stream] = moved.get(op.stream, 0) + int(op.work["bytes"])
+        return moved
+
+    def initial_bytes(self) -> dict[str, int]:
+        """Bytes that each tier holds before the step."""
+        held = {t.name: 0 for t in self.tiers}
+        for b in self.buffers:
+            if b.initial:
+                held[b.tier] += b.size_bytes
+        return held
+
+
+def validate(schedule: Schedule) -> Schedule:
+    """The schedule itself, if it obeys the language; otherwise `ScheduleError` naming the op or buffer.
+
+    Checks names and references, one writer per buffer, list order (a buffer's writer comes before its readers, `after`
+    points backwards, a reused buffer's other readers come before), sizes, and that what is declared to outlive the
+    step is consistent. Whether memory suffices is the engine's question, not this function's.
+    """
+    tiers = _unique("tier", (t.name for t in schedule.tiers))
+    _unique("buffer", (b.name for b in schedule.buffers))
+    _unique("op", (op.key for op in schedule.ops))
+    buffers = schedule.buffers_by_name()
+    for t in schedule.tiers:
+        if t.capacity_bytes < 0:
+            raise ScheduleError(f"tier {t.name!r} has a capacity of {t.capacity_bytes} bytes; it must be 0 or more")
+    for b in schedule.buffers:
+        if b.tier not in tiers:
+            raise ScheduleError(f"buffer {b.name!r} is in tier {b.tier!r}, which is not declared; have {sorted(tiers)}")
+        if b.size_bytes < 0:
+            raise ScheduleError(f"buffer {b.name!r} has {b.size_bytes} bytes; a size must be 0 or more")
+    writer_of, last_read_at = _check_ops(schedule, buffers)
+    _check_lifetimes(schedule, buffers, writer_of, last_read_at)
+    for tier_name, held in schedule.initial_bytes().items():
+        capacity = next(t.capacity_bytes for t in schedule.tiers if t.name == tier_name)
+        if held > capacity:
+            raise ScheduleError(
+                f"the initial buffers in tier {tier_name!r} hold {held} bytes, but its capacity is {capacity}; "
+                "place fewer there or raise the capacity"
+            )
+    return schedule
+
+
+def _unique(what: str, names: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    for name in names:
+        if not name:
+            raise ScheduleError(f"a {what} has an empty name; every {what} needs one")
+        if name in seen:
+            raise ScheduleError(f"{what} {name!r} is declared twice; names are unique")
+        seen.add(name)
+    return seen
+
+
+def _check_ops(schedule: Schedule, buffers: Mapping[str, Buffer]) -> tuple[dict[str, int], dict[str, int]]:
+    """Position of each buffer's writer and of its last reader in the list."""
+    written_at: dict[str, int] = {}
+    last_read_at: dict[str, int] = {}
+    done: set[str] = set()
+    for position, op in enumerate(schedule.ops):
+        if not op.stream:
+            raise ScheduleError(f"op {op.key!r} has no stream; every op runs on one")
+        for amount_name, amount in op.work.items():
+            if not amount >= 0:  # also catches nan
+                raise ScheduleError(f"op {op.key!r} has {amount_name} = {amount}; an amount of work must be 0 or more")
+        for name in (*op.reads, *op.writes):
+            if name not in buffers:
+                raise ScheduleError(f"op {op.key!r} uses buffer {name!r}, which is not declared")
+        if len(set(op.reads)) < len(op.reads) or len(set(op.writes)) < len(op.writes):
+            raise ScheduleError(f"op {op.key!r} names a buffer twice; list each once")
+        for name in op.reads:
+            if not buffers[name].initial and name not in written_at:
+                raise ScheduleError(f"op {op.key!r} reads {name!r}, but no op before it in the list writes that")
+            last_read_at[name] = position
+        for key in op.after:
+            if key not in done:
+                raise ScheduleError(f"op {op.key!r} comes after {key!r}, which is not before it in the list")
+        for name in op.writes:
+            if buffers[name].initial:
+                raise ScheduleError(f"op {op.key!r} writes {name!r}, which exists before the step and has no writer")
+            if name in written_at:
+                other = schedule.ops[written_at[name]].key
+                raise ScheduleError(f"op {op.key!r} writes {name!r}, which {other!r} has written; one writer each")
+            written_at[name] = position
+        done.add(op.key)
+    return written_at, last_read_at
+
+
+def _check_lifetimes(
+    schedule: Schedule, buffers: Mapping[str, Buffer], written_at: Mapping[str, int], last_read_at: Mapping[str, int]
+) -> None:
+    reused_by: dict[str, str] = {}
+    became: dict[str, str] = {}
+    for b in schedule.buffers:
+        if not b.initial and b.name not in written_at:
+            raise ScheduleError(f"buffer {b.name!r} is neither initial nor written by any op; remove it or declare it")
+        if b.reuses is not None:
+            _check_reuse(schedule, buffers, written_at, last_read_at, b)
+            if b.reuses in reused_by:
+                raise ScheduleError(f"buffers {reused_by[b.reuses]!r} and {b.name!r} both reuse {b.reuses!r}; one may")
+            reused_by[b.reuses] = b.name
+        if b.becomes is not None:
+            target = buffers.get(b.becomes)
+            if target is None or not target.initial:
+                raise ScheduleError(f"buffer {b.name!r} becomes {b.becomes!r}, which is not an initial buffer")
+            if (target.tier, target.size_bytes, target.content) != (b.tier, b.size_bytes, b.content):
+                raise ScheduleError(f"buffer {b.name!r} becomes {b.becomes!r}: tier, size and content must be equal")
+            if b.becomes in became:
+                raise ScheduleError(f"buffers {became[b.becomes]!r} and {b.name!r} both become {b.becomes!r}; one may")
+            became[b.becomes] = b.name
+    for old, new in reused_by.items():
+        if buffers[old].becomes is not None:
+            raise ScheduleError(f"buffer {old!r} is to outlive the step, but {new!r} reuses its bytes; drop one of both")
+
+
+def _check_reuse(
+    schedule: Schedule,
+    buffers: Mapping[str, Buffer],
+    written_at: Mapping[str, int],
+    last_read_at: Mapping[str, int],
+    b: Buffer,
+) -> None:
+    assert b.reuses is not None
+    old = buffers.get(b.reuses)
+    if old is None:
+        raise ScheduleError(f"buffer {b.name!r} reuses {b.reuses!r}, which is not declared")
+    if b.initial:
+        raise ScheduleError(f"buffer {b.name!r} exists before the step, so it cannot reuse {b.reuses!r}")
+    if (old.tier, old.size_bytes) != (b.tier, b.size_bytes):
+        raise ScheduleError(
+            f"buffer {b.name!r} ({b.size_bytes} bytes in {b.tier}) reuses {old.name!r} ({old.size_bytes} bytes in "
+            f"{old.tier}); tier and size must be equal"
+        )
+    writer = schedule.ops[written_at[b.name]]
+    if b.reuses not in writer.reads:
+        raise ScheduleError(f"op {writer.key!r} writes {b.name!r} over {b.reuses!r}, so it must also read that")
+    if last_read_at[b.reuses] > written_at[b.name]:
+        late = schedule.ops[last_read_at[b.reuses]].key
+        raise ScheduleError(f"op {late!r} reads {b.reuses!r} after {writer.key!r} has written {b.name!r} over it")
+
+
+def unroll(schedule: Schedule, num_steps: int) -> Schedule:
+    """`num_steps` steps as one schedule: keys and buffers get the prefix `s0/`, `s1/`, ...
+
+    A buffer that outlives step i is the initial buffer that it `becomes` in step i+1. Streams run on from one step into
+    the next, so work may overlap across the boundary exactly as rules 1 to 4 allow; that is the steady state.
+    """
+    if num_steps < 1:
+        raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
+    initial = {b.name for b in schedule.buffers if b.initial}
+    successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
+    if num_steps > 1 and (lost := sorted(initial - successor.keys())):
+        raise ScheduleError(
+            f"initial buffer {lost[0]!r} has no buffer that becomes it, so a second step would lack it; "
+            "declare `becomes` on the buffer that outlives the step"
+        )
+
+    def instance(step: int, name: str) -> str:
+        while step > 0 and name in initial:
+            step, name = step - 1, successor[name]
+        return f"s{step}/{name}"
+
+    outlives = {instance(num_steps, name): f"s0/{name}" for name in successor}
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+    for step in range(num_steps):
+        for b in schedule.buffers:
+            if b.initial and step > 0:
+                continue
+            buffers.append(
+                Buffer(
+                    name=f"s{step}/{b.name}",
+                    tier=b.tier,
+                    size_bytes=b.size_bytes,
+                    content=b.content,
+                    kind=b.kind,
+                    initial=b.initial,
+                    reuses=instance(step, b.reuses) if b.reuses else None,
+                    becomes=outlives.get(f"s{step}/{b.name}"),
+                )
+            )
+        for op in schedule.ops:
+            ops.append(
+                Op(
+                    key=f"s{step}/{op.key}",
+                    stream=op.stream,
+                    kind=op.kind,
+                    unit=op.unit,
+                    micro_batch=op.micro_batch,
+                    work=op.work,
+                    reads=tuple(instance(step, name) for name in op.reads),
+                    writes=tuple(f"s{step}/{name}" for name in op.writes),
+                    after=tuple(f"s{step}/{key}" for key in op.after),
+                )
+            )
+    return Schedule(
+        name=f"{schedule.name} x{num_steps}",
+        tiers=schedule.tiers,
+        buffers=tuple(buffers),
+        ops=tuple(ops),
+        meta={**schedule.meta, "num_steps": num_steps},
+    )

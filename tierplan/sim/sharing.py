@@ -1,0 +1,44 @@
+"""Who gets how much of what is shared: weighted max-min fairness under linear limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["max_min_speeds"]
+
+
+def max_min_speeds(
+    demands: Sequence[Mapping[str, float]], shares: Sequence[float], limits: Mapping[str, float]
+) -> list[float]:
+    """Speeds in (0, 1], fractions of full speed, one per flow; no limit is exceeded and no speed can grow fairly.
+
+    Flow i at speed s takes `s * demands[i][limit]` of each limit that it names. All speeds grow together, in proportion
+    to `shares`, until a flow reaches full speed or a limit is full; those flows stop, the others go on. This is
+    progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2), exact for linear limits. A limit of 0 that a flow
+    needs gives it speed 0.
+    """
+    speeds = [0.0] * len(demands)
+    left = {name: limits[name] for demand in demands for name in demand}
+    growing = [i for i in range(len(demands)) if all(left[name] > 0 or need <= 0 for name, need in demands[i].items())]
+    while growing:
+        pull: dict[str, float] = {}
+        for i in growing:
+            for name, need in demands[i].items():
+                if need > 0:
+                    pull[name] = pull.get(name, 0.0) + need * shares[i]
+        level = min((1.0 - speeds[i]) / shares[i] for i in growing)
+        for name, total in pull.items():
+            level = min(level, left[name] / total)
+        for i in growing:
+            speeds[i] += level * shares[i]
+        full = set()
+        for name, total in pull.items():
+            left[name] -= level * total
+            if left[name] <= 1e-12 * limits[name]:
+                full.add(name)
+        growing = [
+            i
+            for i in growing
+            if speeds[i] < 1.0 - 1e-12 and not any(need > 0 and name in full for name, need in demands[i].items())
+        ]
+    return [1.0 if speed > 1.0 - 1e-12 else speed for speed in speeds]

@@ -1,0 +1,149 @@
+"""What happened: spans by op, bytes by tier over time. The same record from the simulator and from the runtime."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["MemoryEvent", "Span", "Trace", "TraceError"]
+
+FORMAT = "tierplan-trace"
+VERSION = 1
+
+
+class TraceError(ValueError):
+    """A trace file that is not one, or of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op's life on its stream. All times are integer nanoseconds since the trace began."""
+
+    key: str
+    stream: str
+    free_ns: int
+    """The stream reached this op: its predecessor there had ended."""
+    ready_ns: int
+    """All that the op waits for was complete: what it reads, what it comes after."""
+    start_ns: int
+    """Memory was granted and the work began; at or after both of the above."""
+    end_ns: int
+    alone_ns: int = -1
+    """What the op would have taken with nothing beside it; -1 where that is not known (measured traces)."""
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    @property
+    def waited_input_ns(self) -> int:
+        """Time that the stream stood idle because an input was not complete."""
+        return max(0, self.ready_ns - self.free_ns)
+
+    @property
+    def waited_memory_ns(self) -> int:
+        """Time that the stream stood idle because memory was not granted, after inputs were complete."""
+        return self.start_ns - max(self.free_ns, self.ready_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """A tier's holdings of one kind of buffer changed."""
+
+    time_ns: int
+    tier: str
+    kind: str
+    delta_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Spans in order of start, and the memory events, with what the tiers held at the beginning."""
+
+    name: str
+    spans: tuple[Span, ...]
+    memory: tuple[MemoryEvent, ...]
+    """The holdings at time 0 are events at time 0."""
+    capacity_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+    """Exact highest holding per tier."""
+    meta: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def duration_ns(self) -> int:
+        """From the beginning to the end of the last op; 0 for an empty trace."""
+        return max((s.end_ns for s in self.spans), default=0)
+
+    @property
+    def duration_s(self) -> float:
+        return self.duration_ns / 1e9
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each stream worked."""
+        busy: dict[str, int] = {}
+        for s in self.spans:
+            busy[s.stream] = busy.get(s.stream, 0) + s.duration_ns
+        return {stream: ns / 1e9 for stream, ns in busy.items()}
+
+    def by_key(self) -> dict[str, Span]:
+        return {s.key: s for s in self.spans}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trace as JSON, replacing the file atomically."""
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "capacity_bytes": dict(self.capacity_bytes),
+            "peak_bytes": dict(self.peak_bytes),
+            "meta": dict(self.meta),
+            "spans": [[s.key, s.stream, s.free_ns, s.ready_ns, s.start_ns, s.end_ns, s.alone_ns] for s in self.spans],
+            "memory": [[m.time_ns, m.tier, m.kind, m.delta_bytes] for m in self.memory],
+        }
+        write_atomically(path, json.dumps(record, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Reads what `save` wrote. Raises `TraceError` with the path and the reason."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            if record["format"] != FORMAT or record["version"] != VERSION:
+                raise TraceError(
+                    f"{path} has format {record['format']!r} version {record['version']!r}; "
+                    f"this reader takes {FORMAT!r} version {VERSION}"
+                )
+            return cls(
+                name=record["name"],
+                spans=tuple(Span(*row) for row in record["spans"]),
+                memory=tuple(MemoryEvent(*row) for row in record["memory"]),
+                capacity_bytes=record["capacity_bytes"],
+                peak_bytes=record["peak_bytes"],
+                meta=record["meta"],
+            )
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path} is not a trace: {error!r}; write one with Trace.save") from error
+
+
+def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]:
+    """Highest holding per tier when the events are added up in their order."""
+    held = {name: 0 for name in tiers}
+    peak = dict(held)
+    for event in memory:
+        held[event.tier] += event.delta_bytes
+        peak[event.tier] = max(peak[event.tier], held[event.tier])
+    return peak
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Replaces the file's content in one step: a reader sees the old text or the new, never a part."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""One training step of a model, as amounts: what each part computes, keeps for backward, and owns.
+
+A `Workload` describes one micro-batch through an ordered chain of units: `embed`, blocks `L0` ... `Ln`, `head` (final
+norm, output projection and loss). The planner decides what happens to each amount; nothing here says where it lives.
+
+    WorkloadError(ValueError)   a model or setting that cannot be described; says which and what is supported
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["SavedTensor", "Training", "Unit", "Workload", "WorkloadError"]
+
+DType = Literal["fp32", "bf16", "fp16"]
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class WorkloadError(ValueError):
+    """A model or a training setting that cannot be described."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Training settings, under the names that `transformers` users know."""
+
+    per_device_train_batch_size: int = 1
+    """Sequences in one micro-batch."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in one optimizer step."""
+    sequence_length: int = 1024
+    dtype: DType = "bf16"
+    """Of parameters, activations and gradients."""
+    master_weights: bool = True
+    """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    attention: Literal["flash", "plain"] = "flash"
+    max_grad_norm: float | None = None
+    """Clip gradients by their global norm; None for no clipping."""
+    backend: Literal["cpu", "cuda"] = "cuda"
+    """Whose kernels run: PyTorch saves different tensors for backward on each."""
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+        if self.dtype not in DTYPE_BYTES:
+            raise WorkloadError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise WorkloadError(f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or none for no clipping")
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the states hold an fp32 copy of the parameters."""
+        return self.master_weights and self.dtype != "fp32"
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes per parameter of the working copy."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes per parameter of a gradient as backward makes it."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of the optimizer states: master copy (if any) and moments."""
+        moments = {"adamw": 8, "sgd": 0}[self.optimizer]
+        return moments + (4 if self.has_master else 0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A storage that autograd keeps from forward to backward inside one unit, for one micro-batch.
+
+    Deduplicated by storage; parameters, views of them, the unit's input and tensors from outside the unit are left out.
+    """
+
+    index: int
+    """Order of first save inside the unit: the runtime's slot number."""
+    name: str
+    """Producer, for people: `mlp.act/aten.mul`. Nothing matches on it."""
+    size_bytes: int
+    dtype: str
+    recompute: Mapping[str, float] = field(default_factory=dict)
+    """Work to make it again from `needs`, by work kind (`matmul_bf16_flops`, `elementwise_bytes`, ...)."""
+    needs: tuple[int, ...] = ()
+    """Slots of this unit that the recomputation starts from, beside the unit's input and parameters."""
+    replayable: bool = True
+    """False where making it again would draw random numbers: then only a rerun of the whole unit does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A part of the model that is executed, moved and planned as a whole. Amounts are for one micro-batch."""
+
+    name: str
+    """`embed`, `L0`, `L1`, ..., `head`."""
+    kind: Literal["embed", "block", "head"]
+    num_parameters: int
+    """Parameters that this unit owns. A tied head owns none of the shared matrix."""
+    shares: str | None = None
+    """Name of the unit whose parameters this one also uses (a tied head: `embed`)."""
+    forward: Mapping[str, float]
+    """Work by kind: `matmul_bf16_flops`, `attention_bf16_flops`, `elementwise_bytes`; or `s` where it was measured."""
+    backward: Mapping[str, float]
+    saved: tuple[SavedTensor, ...] = ()
+    input_bytes: int = 0
+    """Activations that the unit before hands over (token ids for `embed`: 0)."""
+    output_bytes: int = 0
+    """Activations handed to the next unit; the head's loss counts as 0."""
+    saves_input: bool = True
+    """Backward reads the unit's input."""
+    forward_work_bytes: int = 0
+    """Live at forward's peak beyond parameters, input, saved tensors and output."""
+    backward_work_bytes: int = 0
+    """Live at backward's peak beyond parameters, input, saved tensors, output gradient, and all gradients it makes."""
+    spread: float = 0.0
+    """Relative standard deviation of measured times; 0 where they are modelled."""
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(t.size_bytes for t in self.saved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """An ordered chain of units with the settings they were computed for."""
+
+    name: str
+    model_type: str
+    training: Training
+    units: tuple[Unit, ...]
+    shared_bytes: int = 0
+    """Tensors made once per micro-batch and used by every block (masks, rotary tables): on the device throughout."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """The `config.json` it came from: what the runtime builds the model from."""
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise WorkloadError(f"workload {self.name!r} has no units; a model needs at least one")
+
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        return tuple(u for u in self.units if u.kind == "block")
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(u.num_parameters for u in self.units)
