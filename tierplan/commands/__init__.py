@@ -1,0 +1,8 @@
+"""The command line, one module per command.
+
+A command module has a docstring (its `--help`; the first line is the summary), `add_arguments(parser)` and
+`run(args) -> int`. It imports what it needs inside `run`, so that `tierplan --help` stays quick and free of torch.
+"""
+
+COMMANDS: tuple[str, ...] = ()
+"""Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`."""
