@@ -1,0 +1,148 @@
+"""The arguments that say what is trained where, shared by `simulate`, `plan`, `compare-policies` and others.
+
+    add_arguments(parser)      --model --machine --set --batch --seq --accumulation --dtype ... --semantics
+    read_machine(args)         the machine, with its overrides
+    read_workload(args, m)     the workload, for that machine's precision and kernels
+    read_scenario(args)        both
+
+This is no command: it is not listed in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tierplan.hwmodels.machine import Machine
+    from tierplan.sim.workload import Training, Workload
+
+__all__ = ["Scenario", "add_arguments", "read_machine", "read_scenario", "read_training", "read_workload"]
+
+SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
+COMPUTE = "gpu0.compute"
+PRECISIONS = ("bf16", "fp16", "fp32")
+"""In order of preference, for `--dtype auto`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A model with its training settings, and the machine."""
+
+    workload: Workload
+    machine: Machine
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) -> None:
+    """Adds the arguments of a scenario. `needs_model` makes `--model` required."""
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--model",
+        required=needs_model,
+        metavar="M",
+        help="config.json, a folder that holds one, or a name such as gpt-13b",
+    )
+    what.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="sequences in one micro-batch, per device (default 1)"
+    )
+    what.add_argument(
+        "--accumulation", type=int, default=1, metavar="G", help="micro-batches in one optimizer step (default 1)"
+    )
+    what.add_argument("--seq", type=int, default=1024, metavar="S", help="tokens in one sequence (default 1024)")
+    what.add_argument(
+        "--dtype",
+        choices=("auto", *PRECISIONS),
+        default="auto",
+        help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine has a rate for)",
+    )
+    what.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    what.add_argument(
+        "--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states"
+    )
+    what.add_argument("--attention", choices=("flash", "plain"), default="flash")
+    what.add_argument(
+        "--max-grad-norm", type=float, metavar="X", help="clip gradients by their global norm (default: no clipping)"
+    )
+    what.add_argument(
+        "--backend", choices=("auto", "cuda", "cpu"), default="auto", help="whose kernels run (default: the machine's)"
+    )
+    what.add_argument(
+        "--exact",
+        action="store_true",
+        help="run the model class on fake tensors instead of the closed forms (needs torch)",
+    )
+    what.add_argument(
+        "--semantics",
+        choices=SEMANTICS,
+        help="when updates happen (default: the policy's own; docs/design.md has the meanings)",
+    )
+    where = parser.add_argument_group("where it runs")
+    where.add_argument(
+        "--machine", default="here", metavar="X", help="a catalog name, a TOML file, or `here` (default here)"
+    )
+    where.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change the machine, e.g. nvme.drives=3",
+    )
+
+
+def read_machine(args: argparse.Namespace) -> Machine:
+    """The machine that the arguments name, with the changes that `--set` asks for."""
+    from tierplan.hwmodels import load_machine
+
+    return load_machine(args.machine, args.overrides)
+
+
+def read_training(args: argparse.Namespace, machine: Machine) -> Training:
+    """The training settings, with `auto` resolved against the machine."""
+    from tierplan.sim.workload import Training
+
+    return Training(
+        per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=args.accumulation,
+        sequence_length=args.seq,
+        dtype=precision_of(machine) if args.dtype == "auto" else args.dtype,
+        master_weights=not args.no_master_weights,
+        optimizer=args.optimizer,
+        attention=args.attention,
+        max_grad_norm=args.max_grad_norm,
+        backend=backend_of(machine) if args.backend == "auto" else args.backend,
+    )
+
+
+def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
+    """The workload that the arguments describe, from closed forms or (`--exact`) from fake tensors."""
+    training = read_training(args, machine)
+    if args.exact:
+        from tierplan.runtime.tracing import trace_workload
+
+        return trace_workload(args.model, training)
+    from tierplan.sim.models import load_workload
+
+    return load_workload(args.model, training)
+
+
+def read_scenario(args: argparse.Namespace) -> Scenario:
+    """The machine, and the workload for it."""
+    machine = read_machine(args)
+    return Scenario(workload=read_workload(args, machine), machine=machine)
+
+
+def precision_of(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
+    """The first of bf16, fp16, fp32 in which the machine's compute stream has a matmul rate."""
+    rates = machine.stream(COMPUTE).rates
+    for name in PRECISIONS:
+        if f"matmul_{name}_flops" in rates:
+            return name  # type: ignore[return-value]
+    return "fp32"
+
+
+def backend_of(machine: Machine) -> Literal["cuda", "cpu"]:
+    """`cpu` for a machine whose compute stream is the host's own cores, else `cuda`."""
+    shares_cores = "cores" in machine.stream(COMPUTE).takes
+    return "cpu" if shares_cores else "cuda"
