@@ -1,0 +1,77 @@
+"""Which ops the difference comes from: the simulator asked again, with measured durations instead of predicted ones.
+
+The durations of one group of ops (a stream and a kind) after the other are replaced by the measured ones, the groups
+that differ most first, and the schedule is simulated anew each time. What the step gains is that group's
+contribution: an op that was slower than predicted but is not on the critical path contributes nothing. What is left
+between the last simulation and the measured step is named `hand-over and variation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.sim.engine import simulate
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.validation.steps import cut_steps
+
+__all__ = ["Contribution", "attribute"]
+
+NUM_STEPS = 4
+MAX_GROUPS = 8
+MAX_SIMULATED_OPS = 400_000
+"""Ops simulated in one call; beyond it, fewer groups are told apart (about 10 s)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """Seconds of the step, measured minus predicted, that a group of ops accounts for."""
+
+    stream: str
+    kind: str
+    """Kind of op; `other ops`: all groups not told apart; `hand-over and variation`: what no op's length explains."""
+    seconds: float
+
+
+def attribute(
+    schedule: Schedule,
+    predicted_ns: Mapping[str, float],
+    measured_ns: Mapping[str, float],
+    predicted_step_s: float,
+    measured_step_s: float,
+) -> tuple[Contribution, ...]:
+    """Contributions that add up to `measured_step_s - predicted_step_s`; durations are by key, in nanoseconds."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for op in schedule.ops:
+        groups.setdefault((op.stream, op.kind), []).append(op.key)
+    order = sorted(groups, key=lambda g: -abs(sum(measured_ns[k] - predicted_ns[k] for k in groups[g])))
+    num_groups = min(MAX_GROUPS, max(1, MAX_SIMULATED_OPS // (NUM_STEPS * len(schedule.ops)) - 2))
+    told_apart, others = order[:num_groups], order[num_groups:]
+
+    repeated = unroll(schedule, NUM_STEPS)
+    durations = dict(predicted_ns)
+    before = first = _step_s(repeated, durations)
+    found = []
+    for stream, kind in told_apart:
+        durations.update({key: measured_ns[key] for key in groups[stream, kind]})
+        now = _step_s(repeated, durations)
+        found.append(Contribution(stream=stream, kind=kind, seconds=now - before))
+        before = now
+    if others:
+        durations.update({key: measured_ns[key] for group in others for key in groups[group]})
+        now = _step_s(repeated, durations)
+        found.append(Contribution(stream="", kind="other ops", seconds=now - before))
+        before = now
+    # The prediction itself may differ from what its own median durations give, by what contention varies over steps.
+    rest = (measured_step_s - before) - (predicted_step_s - first)
+    found.append(Contribution(stream="", kind="hand-over and variation", seconds=rest))
+    return tuple(found)
+
+
+def _step_s(repeated: Schedule, duration_ns: Mapping[str, float]) -> float:
+    costs = {}
+    for op in repeated.ops:
+        _, _, key = op.key.partition("/")
+        costs[op.key] = Cost(duration_ns[key] / 1e9, 0.0)
+    return cut_steps(simulate(repeated, costs)).step_s

@@ -1,0 +1,138 @@
+"""Why the ops of one kind took longer than predicted: rate, overhead, contention; and how streams spent a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Span
+from tierplan.validation.steps import Steps
+
+__all__ = ["StreamTime", "mean_ns", "overlap_ns", "split_difference", "stream_times", "wants_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTime:
+    """How one stream spent a step, in seconds; means over the steady steps."""
+
+    busy_s: float
+    waiting_input_s: float
+    waiting_memory_s: float
+    overhead_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The sum of all parts."""
+        return self.busy_s + self.waiting_input_s + self.waiting_memory_s + self.overhead_s
+
+
+def split_difference(
+    predicted: np.ndarray, alone: np.ndarray, measured: np.ndarray, overlap: np.ndarray
+) -> tuple[float, float, float]:
+    """Nanoseconds of `measured - predicted` due to rate, overhead per op, and contention; all summed over the ops.
+
+    Fits measured = rate * alone + overhead + slowdown * overlap, all factors at least 0. A term that the ops do not
+    determine is left out: overhead where all ops are of about one size, slowdown where all overlap with others to
+    about the same degree. Contention is then taken to be as predicted, and the rest counts as rate.
+    """
+    lost = predicted - alone
+    if alone.sum() <= 0:
+        return 0.0, float((measured - predicted).sum()), 0.0
+    columns = [alone]
+    enough = len(alone) >= 6
+    has_overhead = enough and bool(np.std(alone) > 0.2 * np.mean(alone))
+    has_slowdown = enough and bool(np.std(overlap / np.maximum(measured, 1.0)) > 0.15)
+    target = measured if has_slowdown else measured - lost
+    if has_overhead:
+        columns.append(np.ones_like(alone))
+    if has_slowdown:
+        columns.append(overlap)
+    if len(columns) == 1:
+        return float((target - alone).sum()), 0.0, 0.0
+    factors, _ = nnls(np.column_stack(columns), target)
+    rate = float((factors[0] - 1.0) * alone.sum())
+    overhead = float(factors[1] * len(alone)) if has_overhead else 0.0
+    contention = float(factors[-1] * overlap.sum() - lost.sum()) if has_slowdown else 0.0
+    return rate, overhead, contention
+
+
+def overlap_ns(steps: Steps) -> dict[str, float]:
+    """Mean nanoseconds that other streams worked while the op ran, summed over those streams, by key."""
+    by_stream: dict[str, list[Span]] = {}
+    for spans in steps.spans.values():
+        for span in spans.values():
+            by_stream.setdefault(span.stream, []).append(span)
+    worked = {}
+    for stream, spans_of in by_stream.items():
+        spans_of.sort(key=lambda s: s.start_ns)
+        starts = np.array([s.start_ns for s in spans_of], dtype=float)
+        ends = np.array([s.end_ns for s in spans_of], dtype=float)
+        worked[stream] = (np.column_stack([starts, ends]).ravel(), np.cumsum(ends - starts))
+    total: dict[str, float] = {}
+    for k in steps.steady:
+        for key, span in steps.spans[k].items():
+            others = (_worked_until(*w, span.end_ns) - _worked_until(*w, span.start_ns)
+                      for stream, w in worked.items() if stream != span.stream)  # fmt: skip
+            total[key] = total.get(key, 0.0) + sum(others)
+    return {key: ns / len(steps.steady) for key, ns in total.items()}
+
+
+def _worked_until(edges: np.ndarray, done: np.ndarray, at_ns: float) -> float:
+    """Nanoseconds of work before `at_ns`, of a stream whose ops begin and end at `edges` in turn."""
+    k = int(np.searchsorted(edges, at_ns, side="right"))
+    before = float(done[k // 2 - 1]) if k >= 2 else 0.0
+    return before + (at_ns - float(edges[k - 1]) if k % 2 else 0.0)
+
+
+def mean_ns(steps: Steps) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for k in steps.steady:
+        for key, span in steps.spans[k].items():
+            total[key] = total.get(key, 0.0) + span.duration_ns
+    return {key: ns / len(steps.steady) for key, ns in total.items()}
+
+
+def wants_memory(schedule: Schedule) -> set[str]:
+    """Keys of the ops that must be granted memory before they begin."""
+    granted = {b.name for b in schedule.buffers if b.reuses is None and b.size_bytes > 0}
+    return {op.key for op in schedule.ops if any(name in granted for name in op.writes)}
+
+
+def stream_times(steps: Steps, with_memory: Collection[str]) -> dict[str, StreamTime]:
+    """How each stream spent a steady step. `with_memory`: the ops whose last wait may be for memory.
+
+    A stream's step lasts from the end of its last op of the step before to the end of its own last op.
+    """
+    parts: dict[str, list[int]] = {}
+    last_end: dict[str, int] = {}
+    steady = set(steps.steady)
+    ordered = sorted(
+        ((span.start_ns, k, key, span) for k, spans in steps.spans.items() for key, span in spans.items()),
+        key=lambda entry: entry[:2],
+    )
+    for start, k, key, span in ordered:
+        before = last_end.get(span.stream, 0)
+        last_end[span.stream] = span.end_ns
+        if k not in steady:
+            continue
+        gap = max(0, start - before)
+        on_input = min(max(0, span.ready_ns - before), gap)
+        rest = gap - on_input
+        busy, waited_input, waited_memory, overhead = parts.get(span.stream, (0, 0, 0, 0))
+        parts[span.stream] = [
+            busy + span.duration_ns,
+            waited_input + on_input,
+            waited_memory + (rest if key in with_memory else 0),
+            overhead + (0 if key in with_memory else rest),
+        ]
+    scale = 1e9 * len(steps.steady)
+    return {
+        stream: StreamTime(
+            busy_s=p[0] / scale, waiting_input_s=p[1] / scale, waiting_memory_s=p[2] / scale, overhead_s=p[3] / scale
+        )
+        for stream, p in parts.items()
+    }

@@ -1,0 +1,278 @@
+"""Predicted against measured: signed errors, and where they come from.
+
+`compare` takes the schedule that both executors ran and the two traces. An error is `predicted / measured - 1`: above
+zero, the prediction was too slow or too large. A stream's step is made of five parts that add up to it exactly:
+
+    busy              ops ran; of that, `contention`: how much longer they took than alone
+    waiting (input)   the next op's inputs were not complete
+    waiting (memory)  its memory was not granted
+    overhead          the stream was free, inputs and memory were there, and the op had not begun
+
+The difference between predicted and measured is attributed in two ways. `StreamComparison.causes` splits it on one
+stream by kind of cause; `Comparison.attribution` asks the simulator what the step would have taken, had it known the
+measured durations of one group of ops after the other (`tierplan.validation.attribution`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Trace, write_atomically
+from tierplan.validation.attribution import Contribution, attribute
+from tierplan.validation.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times, wants_memory
+from tierplan.validation.steps import Steps, cut_steps
+
+__all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "StreamTime", "TierComparison", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One figure, predicted and measured. `measured` is None where the run did not count it."""
+
+    predicted: float
+    measured: float | None
+
+    @property
+    def error_frac(self) -> float | None:
+        """`predicted / measured - 1`; None where that has no value."""
+        if self.measured is None:
+            return None
+        if self.measured == 0:
+            return 0.0 if self.predicted == 0 else None
+        return self.predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindComparison:
+    """All ops of one kind on one stream, per step; what their measured time exceeds the predicted one by, split."""
+
+    stream: str
+    kind: str
+    num_ops: int
+    predicted_s: float
+    measured_s: float
+    rate_s: float
+    """Because the work went at another rate than predicted."""
+    overhead_s: float
+    """Because each op took a fixed time more, whatever its size."""
+    contention_s: float
+    """Because more, or less, was lost to ops that ran beside it."""
+    variation_s: float
+    """What steps slower than the median add, and what the split does not explain."""
+
+    @property
+    def seconds(self) -> Pair:
+        return Pair(self.predicted_s, self.measured_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamComparison:
+    """One stream's step, predicted and measured."""
+
+    stream: str
+    predicted: StreamTime
+    measured: StreamTime
+    causes: Mapping[str, float]
+    """Seconds, measured minus predicted, by cause; they add up to the difference of the two steps on this stream."""
+
+    @property
+    def busy_s(self) -> Pair:
+        return Pair(self.predicted.busy_s, self.measured.busy_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierComparison:
+    """The highest holding of one tier."""
+
+    tier: str
+    capacity_bytes: int
+    peak_bytes: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was predicted, what was measured, and where the difference comes from."""
+
+    name: str
+    step_s: Pair
+    measured_steps_s: tuple[float, ...]
+    """All measured steps in order, warm-up first."""
+    warmup_steps: int
+    """How many of them are left out of every figure."""
+    interval_s: tuple[float, float] | None
+    """The predicted 90 % interval of the step time, where one was predicted."""
+    streams: tuple[StreamComparison, ...]
+    kinds: tuple[KindComparison, ...]
+    tiers: tuple[TierComparison, ...]
+    moved_bytes: Mapping[str, Pair]
+    """Bytes per step by stream."""
+    attribution: tuple[Contribution, ...]
+    """Seconds of the step, measured minus predicted, by group of ops; they add up to the difference."""
+
+    @property
+    def step_error_frac(self) -> float:
+        """Signed error of the predicted step time: below zero, the run was slower than predicted."""
+        error = self.step_s.error_frac
+        assert error is not None, "a measured step takes time"
+        return error
+
+    @property
+    def deciding_stream(self) -> StreamComparison:
+        """The stream that was busiest in the run: its parts explain the step best."""
+        return max(self.streams, key=lambda s: s.measured.busy_s)
+
+    @property
+    def bytes_agree(self) -> bool:
+        """Whether every stream moved exactly the bytes that were predicted. False where a count is missing."""
+        return all(pair.predicted == pair.measured for pair in self.moved_bytes.values())
+
+    def record(self) -> dict[str, object]:
+        """The comparison as JSON values."""
+        record = asdict(self)
+        record["step_error_frac"] = self.step_error_frac
+        record["bytes_agree"] = self.bytes_agree
+        return record
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `record` as JSON, replacing the file atomically."""
+        write_atomically(path, json.dumps(self.record(), indent=1) + "\n")
+
+
+def compare(
+    schedule: Schedule,
+    predicted: Trace,
+    measured: Trace,
+    *,
+    predicted_step_s: float | None = None,
+    interval_s: tuple[float, float] | None = None,
+    moved_bytes: Mapping[str, float] | None = None,
+    warmup_steps: int = 2,
+) -> Comparison:
+    """The comparison of two traces of `schedule`, each of one step or several (keys `s<step>/<key>`).
+
+    Parameters
+    ----------
+    schedule
+        One step, as it was simulated and run.
+    predicted_step_s
+        The step time in steady state, where the simulator has found it; else the median of the predicted steps.
+    interval_s
+        The predicted 90 % interval of the step time.
+    moved_bytes
+        Bytes per step that the run counted, by stream; without it, `measured.meta["bytes_per_step"]` if it is there.
+    warmup_steps
+        Steps at the beginning of both traces that no figure takes in, as far as at least one remains.
+
+    Raises
+    ------
+    ValueError
+        When a trace lacks ops of the schedule or has others: it is of another schedule.
+    """
+    steps_p, steps_m = cut_steps(predicted, warmup_steps), cut_steps(measured, warmup_steps)
+    for trace, steps in ((predicted, steps_p), (measured, steps_m)):
+        _check_same_ops(schedule, trace, steps)
+    if moved_bytes is None:
+        found = measured.meta.get("bytes_per_step")
+        moved_bytes = found if isinstance(found, Mapping) else None
+    kinds = _compare_kinds(schedule, steps_p, steps_m)
+    step_s = Pair(steps_p.step_s if predicted_step_s is None else predicted_step_s, steps_m.step_s)
+    durations = steps_m.durations_s
+    return Comparison(
+        name=schedule.name,
+        step_s=step_s,
+        measured_steps_s=tuple(durations[k] for k in sorted(durations)),
+        warmup_steps=len(durations) - len(steps_m.steady),
+        interval_s=interval_s,
+        streams=_compare_streams(schedule, steps_p, steps_m, kinds),
+        kinds=kinds,
+        tiers=tuple(
+            TierComparison(
+                tier=t.name,
+                capacity_bytes=t.capacity_bytes,
+                peak_bytes=Pair(predicted.peak_bytes.get(t.name, 0), measured.peak_bytes.get(t.name)),
+            )
+            for t in schedule.tiers
+        ),
+        moved_bytes={
+            stream: Pair(moved, None if moved_bytes is None else moved_bytes.get(stream, 0))
+            for stream, moved in schedule.bytes_moved().items()
+        },
+        attribution=attribute(schedule, steps_p.median_ns(), steps_m.median_ns(), step_s.predicted, steps_m.step_s),
+    )
+
+
+def _check_same_ops(schedule: Schedule, trace: Trace, steps: Steps) -> None:
+    wanted = {op.key for op in schedule.ops}
+    for k in steps.steady:
+        seen = set(steps.spans[k])
+        if seen != wanted:
+            missing, foreign = sorted(wanted - seen), sorted(seen - wanted)
+            what = f"lacks op {missing[0]!r}" if missing else f"has op {foreign[0]!r}, which the schedule has not"
+            raise ValueError(
+                f"trace {trace.name!r} {what} in step {k} ({len(missing)} missing, {len(foreign)} foreign); "
+                f"compare traces of the schedule that made them (here {schedule.name!r})"
+            )
+
+
+# ---- kinds of op ----
+
+
+def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[KindComparison, ...]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for op in schedule.ops:
+        groups.setdefault((op.stream, op.kind), []).append(op.key)
+    duration_p, alone_p, duration_m = steps_p.median_ns(), steps_p.median_ns("alone_ns"), steps_m.median_ns()
+    overlap_m = overlap_ns(steps_m)
+    mean_m = mean_ns(steps_m)
+    found = []
+    for (stream, kind), keys in groups.items():
+        predicted = np.array([duration_p[k] for k in keys])
+        alone = np.array([alone_p[k] if alone_p[k] >= 0 else duration_p[k] for k in keys])
+        middle = np.array([duration_m[k] for k in keys])
+        overlap = np.array([overlap_m[k] for k in keys])
+        rate, overhead, contention = split_difference(predicted, alone, middle, overlap)
+        total_p, total_m = float(predicted.sum()), float(sum(mean_m[k] for k in keys))
+        found.append(
+            KindComparison(
+                stream=stream,
+                kind=kind,
+                num_ops=len(keys),
+                predicted_s=total_p / 1e9,
+                measured_s=total_m / 1e9,
+                rate_s=rate / 1e9,
+                overhead_s=overhead / 1e9,
+                contention_s=contention / 1e9,
+                variation_s=(total_m - total_p - rate - overhead - contention) / 1e9,
+            )
+        )
+    return tuple(found)
+
+
+# ---- streams ----
+
+
+def _compare_streams(
+    schedule: Schedule, steps_p: Steps, steps_m: Steps, kinds: Sequence[KindComparison]
+) -> tuple[StreamComparison, ...]:
+    with_memory = wants_memory(schedule)
+    times_p, times_m = stream_times(steps_p, with_memory), stream_times(steps_m, with_memory)
+    found = []
+    for stream in schedule.streams:
+        p, m = times_p[stream], times_m[stream]
+        here = [k for k in kinds if k.stream == stream]
+        causes = {
+            "rate": sum(k.rate_s for k in here),
+            "contention": sum(k.contention_s for k in here),
+            "overhead": m.overhead_s - p.overhead_s + sum(k.overhead_s for k in here),
+            "waiting for input": m.waiting_input_s - p.waiting_input_s,
+            "waiting for memory": m.waiting_memory_s - p.waiting_memory_s,
+        }
+        causes["variation"] = m.step_s - p.step_s - sum(causes.values())
+        found.append(StreamComparison(stream=stream, predicted=p, measured=m, causes=causes))
+    return tuple(found)

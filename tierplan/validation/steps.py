@@ -1,0 +1,84 @@
+"""A trace of several steps, cut into steps.
+
+Keys of several steps are `s<step>/<key>`, as `tierplan.sim.schedule.unroll` writes them; a trace without the prefix is
+one step. A step lasts from the end of the last op of the step before to the end of its own last op: the sum over steps
+is the whole time, also where work of two steps overlaps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from tierplan.sim.trace import Span, Trace
+
+__all__ = ["Steps", "cut_steps", "split_key"]
+
+_PREFIX = re.compile(r"s(\d+)/(.+)", re.DOTALL)
+
+
+def split_key(key: str) -> tuple[int, str]:
+    """The step and the op's own key: `s3/fwd/L0/mb0` gives `(3, "fwd/L0/mb0")`; a key without a step is of step 0."""
+    found = _PREFIX.fullmatch(key)
+    return (int(found[1]), found[2]) if found else (0, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The steps of one trace: when each began and ended, and which count as steady."""
+
+    spans: Mapping[int, Mapping[str, Span]]
+    """By step, then by the op's own key."""
+    begin_ns: Mapping[int, int]
+    end_ns: Mapping[int, int]
+    steady: tuple[int, ...]
+    """The steps after warm-up: all figures are taken from these."""
+
+    @property
+    def durations_s(self) -> dict[int, float]:
+        return {k: (self.end_ns[k] - self.begin_ns[k]) / 1e9 for k in self.end_ns}
+
+    @property
+    def step_s(self) -> float:
+        """Median duration of the steady steps."""
+        durations = self.durations_s
+        return median(durations[k] for k in self.steady)
+
+    @property
+    def typical(self) -> int:
+        """The steady step whose duration is nearest to the median: the one to draw."""
+        durations, middle = self.durations_s, self.step_s
+        return min(self.steady, key=lambda k: abs(durations[k] - middle))
+
+    def median_ns(self, what: str = "duration_ns") -> dict[str, float]:
+        """Median over the steady steps of one field of the spans, by the op's own key."""
+        values: dict[str, list[int]] = {}
+        for k in self.steady:
+            for key, span in self.spans[k].items():
+                values.setdefault(key, []).append(getattr(span, what))
+        return {key: float(median(seen)) for key, seen in values.items()}
+
+
+def cut_steps(trace: Trace, warmup_steps: int = 2) -> Steps:
+    """The steps of `trace`; the first `warmup_steps` are not steady, as far as at least one step remains.
+
+    Raises `ValueError` for a trace without spans.
+    """
+    if not trace.spans:
+        raise ValueError(f"trace {trace.name!r} has no spans; there is nothing to compare")
+    spans: dict[int, dict[str, Span]] = {}
+    for span in trace.spans:
+        step, key = split_key(span.key)
+        spans.setdefault(step, {})[key] = span
+    order = sorted(spans)
+    end_ns: dict[int, int] = {}
+    begin_ns: dict[int, int] = {}
+    # The trace of a resumed run begins at some step; its clock begins with it.
+    before = 0
+    for step in order:
+        begin_ns[step] = before
+        before = end_ns[step] = max(before, *(s.end_ns for s in spans[step].values()), 0)
+    skipped = min(warmup_steps, len(order) - 1)
+    return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(order[skipped:]))
