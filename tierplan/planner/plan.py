@@ -1,6 +1,6 @@
 """A plan: the decisions, readable by a person. `tierplan.planner.lowering` turns one into a schedule.
 
-    PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
+PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
 """
 
 from __future__ import annotations

@@ -229,13 +229,16 @@ class _Run:
                 self._used[tier] += buffer.size_bytes
                 self._memory.append((0, b, 1))
                 self._peak[tier] = max(self._peak[tier], self._used[tier])
+        self._check_initial()
         for ops in self._streams.values():
             self.env.process(self._stream(ops))
         self.env.run()
         if any(end < 0 for end in self._end_ns):
             raise self._out_of_memory()
         spans = [
-            Span(op.key, op.stream, self._free_ns[i], self._ready_ns[i], self._start_ns[i], self._end_ns[i], alone_ns(c))
+            Span(
+                op.key, op.stream, self._free_ns[i], self._ready_ns[i], self._start_ns[i], self._end_ns[i], alone_ns(c)
+            )
             for i, (op, c) in enumerate(zip(schedule.ops, self._costs, strict=True))
         ]
         buffers = schedule.buffers
@@ -251,6 +254,19 @@ class _Run:
             meta=schedule.meta,
         )
 
+    def _check_initial(self) -> None:
+        for k, tier in enumerate(self.schedule.tiers):
+            if self._used[k] > tier.capacity_bytes:
+                initial = [(b.name, b.size_bytes) for b in self.schedule.buffers if b.initial and b.tier == tier.name]
+                raise OutOfMemory(
+                    op="(before the step)",
+                    tier=tier.name,
+                    wanted_bytes=self._used[k],
+                    free_bytes=tier.capacity_bytes,
+                    capacity_bytes=tier.capacity_bytes,
+                    holders=tuple(sorted(initial, key=lambda h: (-h[1], h[0]))),
+                )
+
     def _out_of_memory(self) -> OutOfMemory:
         schedule = self.schedule
         for k, tier in enumerate(schedule.tiers):
@@ -259,7 +275,9 @@ class _Run:
             i = self._grant_order[k][self._next_grant[k]]
             if self._eligible[i]:
                 held = [(b.name, b.size_bytes) for j, b in enumerate(schedule.buffers) if self._held[j]]
-                held = [(name, size) for name, size in held if schedule.buffers[self._buffer_index[name]].tier == tier.name]
+                held = [
+                    (name, size) for name, size in held if schedule.buffers[self._buffer_index[name]].tier == tier.name
+                ]
                 return OutOfMemory(
                     op=schedule.ops[i].key,
                     tier=tier.name,
