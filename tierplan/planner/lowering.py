@@ -89,7 +89,7 @@ def walk(plan: Plan, workload: Workload) -> list[_Stage]:
 
 
 class _Lowering:
-    """Builds the schedule by walking the compute stream; `*_now` and `*_home` say which buffer holds what at that point."""
+    """Builds the schedule by walking the compute stream; `*_home` says which buffer holds what at that point."""
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
         self.plan, self.workload, self.machine = plan, workload, machine

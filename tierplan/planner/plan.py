@@ -32,7 +32,7 @@ class UnitPlan:
     grads: Place = "device"
     """Where gradients wait for the update (and accumulate). Backward makes them on the device."""
     states: Place = "device"
-    """Where optimizer states live between steps; the update runs on the device for `device`, else on the host's cores."""
+    """Where optimizer states live between steps; `device` updates on the device, the others on the host's cores."""
     input: Literal["keep", "host", "nvme"] = "keep"
     """What happens to the unit's input between forward and backward."""
     acts: Action | tuple[Action, ...] = "keep"

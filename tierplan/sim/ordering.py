@@ -26,8 +26,8 @@ __all__ = ["order_by_readiness"]
 def order_by_readiness(schedule: Schedule, costs: Mapping[str, Cost]) -> Schedule:
     """The same ops, listed in the order of their starts when memory goes to whoever is ready.
 
-    A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its order,
-    and simulating it says where.
+    A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its
+    order, and simulating it says where.
     """
     ordering = _Ordering(schedule, costs)
     return replace(schedule, ops=tuple(schedule.ops[i] for i in ordering.starts())) if ordering.is_safe else schedule
