@@ -1,0 +1,96 @@
+"""The chunked update has the bits of PyTorch's own optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
+
+N = 10_007
+
+
+def gradients(dtype: torch.dtype, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(N, generator=generator).to(dtype) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 1000, 777])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_against_torch(chunk: int, weight_decay: float) -> None:
+    settings = OptimizerSettings(lr=3e-3, weight_decay=weight_decay)
+    start = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    reference = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([reference], lr=3e-3, weight_decay=weight_decay, fused=True)
+    params, states = start.clone(), torch.zeros(8 * N, dtype=torch.uint8)
+    regions = state_regions(states, optimizer="adamw", has_master=False)
+    for step, grad in enumerate(gradients(torch.float32, 5), 1):
+        reference.grad = grad.clone()
+        optimizer.step()
+        update_flat(params, grad, regions, settings, step=step, lr=settings.lr, chunk_elements=chunk)
+    assert torch.equal(params, reference.detach())
+    assert torch.equal(regions["second"], optimizer.state[reference]["exp_avg_sq"])
+
+
+def test_bf16_with_master_and_clipping_against_torch() -> None:
+    settings = OptimizerSettings(lr=1e-2)
+    start = torch.randn(N, generator=torch.Generator().manual_seed(1)).bfloat16()
+    master = torch.nn.Parameter(start.float())
+    optimizer = torch.optim.AdamW([master], lr=1e-2, fused=True)
+    params, states = start.clone(), torch.zeros(12 * N, dtype=torch.uint8)
+    regions = state_regions(states, optimizer="adamw", has_master=True)
+    regions["master"].copy_(start)
+    for step, grad in enumerate(gradients(torch.bfloat16, 5), 1):
+        working = torch.nn.Parameter(params.clone())
+        working.grad = grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_([working], 10.0, foreach=False)
+        clip = torch.clamp(10.0 / (norm + 1e-6), max=1.0)
+        master.grad = working.grad.float()
+        optimizer.step()
+        update_flat(params, grad, regions, settings, step=step, lr=settings.lr, clip=clip, chunk_elements=1000)
+    assert torch.equal(regions["master"], master.detach())
+    assert torch.equal(params, master.detach().bfloat16())
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd_against_torch(weight_decay: float) -> None:
+    start = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    reference = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([reference], lr=0.1, weight_decay=weight_decay, foreach=False)
+    params = start.clone()
+    settings = OptimizerSettings(name="sgd", lr=0.1, weight_decay=weight_decay)
+    for step, grad in enumerate(gradients(torch.float32, 3), 1):
+        reference.grad = grad.clone()
+        optimizer.step()
+        update_flat(params, grad, {}, settings, step=step, lr=0.1)
+    assert torch.equal(params, reference.detach())
+
+
+def test_parameters_of_odd_lengths_keep_their_bits() -> None:
+    """Each parameter's last, partial vector is rounded as when it is updated alone."""
+    lengths = (64, 48, 7, 19, 3)
+    generator = torch.Generator().manual_seed(2)
+    alone = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in lengths]
+    flat, states = torch.cat([p.detach() for p in alone]), torch.zeros(8 * sum(lengths), dtype=torch.uint8)
+    regions = state_regions(states, optimizer="adamw", has_master=False)
+    optimizer = torch.optim.AdamW(alone, lr=1e-2, fused=True)
+    for step in range(1, 30):
+        for p in alone:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+        grads = torch.cat([p.grad for p in alone if p.grad is not None])
+        update_flat(flat, grads, regions, OptimizerSettings(lr=1e-2), step=step, lr=1e-2, odd_lengths=lengths[2:])
+    assert torch.equal(flat, torch.cat([p.detach() for p in alone]))
+    assert torch.equal(regions["second"], torch.cat([optimizer.state[p]["exp_avg_sq"] for p in alone]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nothing_changes_when_a_gradient_is_not_finite(bad: float) -> None:
+    params, states = torch.ones(N), torch.zeros(8 * N, dtype=torch.uint8)
+    regions = state_regions(states, optimizer="adamw", has_master=False)
+    grad = torch.ones(N)
+    grad[N - 1] = bad
+    with pytest.raises(NonFiniteGradientError, match="gradient of L3 holds"):
+        update_flat(params, grad, regions, OptimizerSettings(), step=1, lr=1.0, label="L3", chunk_elements=100)
+    assert torch.equal(params, torch.ones(N))
+    assert not states.any()

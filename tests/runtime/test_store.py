@@ -1,0 +1,166 @@
+"""Extents hold what was written to them, over one folder or several, and every bad folder is one clear error."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tierplan.runtime.arena import PAGE_BYTES, Pool, map_host
+from tierplan.runtime.store import Store, StoreError, stripe_pattern
+
+
+def noise(size: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("num_folders", "weights"), [(1, ()), (2, ()), (3, (3.0, 1.0, 2.0))])
+def test_extents_hold_what_was_written(tmp_path: Path, num_folders: int, weights: tuple[float, ...]) -> None:
+    rng = random.Random(1)
+    store = Store([tmp_path / f"drive{k}" for k in range(num_folders)], weights=weights)
+    expected = {}
+    for turn in range(60):
+        if expected and rng.random() < 0.4:
+            extent = rng.choice(list(expected))
+            if rng.random() < 0.5:
+                store.free(extent)
+                del expected[extent]
+                continue
+        else:
+            extent = store.allocate(rng.choice([1, 100, PAGE_BYTES, 70_000, 3 << 20, (9 << 20) + 5]))
+        expected[extent] = noise(extent.size_bytes, turn)
+        store.write(extent, expected[extent])
+    ranges = sorted((e.offset_bytes, e.offset_bytes + e.size_bytes) for e in expected)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    for extent, data in expected.items():
+        found = torch.empty_like(data)
+        store.read(extent, found)
+        assert torch.equal(found, data)
+    store.sync()
+    store.close(remove=True)
+    assert not any(any((tmp_path / f"drive{k}").iterdir()) for k in range(num_folders))
+
+
+def test_aligned_memory_is_used_in_place(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    extent = store.allocate(10_000)
+    pool = Pool(map_host, 1 << 20)
+    block = pool.take(10_000)
+    block.data.copy_(noise(10_000, 3))
+    with mock.patch.object(store, "_staging", side_effect=AssertionError("copied through staging memory")):
+        store.write(extent, block.pages)
+        block.pages.zero_()
+        store.read(extent, block.pages)
+    assert torch.equal(block.data, noise(10_000, 3))
+    store.close()
+
+
+def test_known_extents_can_be_taken_again(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    kept = [store.allocate(5000) for _ in range(4)]
+    for k, extent in enumerate(kept):
+        store.write(extent, noise(5000, k))
+    store.close()
+    again = Store([tmp_path])
+    for k in (2, 0):
+        again.allocate_at(kept[k])
+    fresh = [again.allocate(5000) for _ in range(3)]
+    assert kept[0] not in fresh
+    assert kept[2] not in fresh
+    for k in (2, 0):
+        found = torch.empty(5000, dtype=torch.uint8)
+        again.read(kept[k], found)
+        assert torch.equal(found, noise(5000, k))
+    with pytest.raises(StoreError, match="overlaps one that is in use"):
+        again.allocate_at(kept[0])
+    again.close()
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match="give a folder that you may write to"):
+        Store([tmp_path / "file" / "sub"])
+
+
+def test_full_disk_is_an_error_before_the_run(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    with pytest.raises(StoreError, match="bytes free, but the plan needs") as caught:
+        store.reserve(1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+    store.close()
+
+
+def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    with pytest.raises(StoreError, match="in use by another run"):
+        Store([tmp_path])
+    store.close()
+    Store([tmp_path]).close()
+
+
+def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
+    real_open = os.open
+
+    def refuse_direct(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_open(path, flags, *rest)
+
+    with mock.patch("tierplan.runtime.store.os.open", refuse_direct):
+        store = Store([tmp_path])
+    assert not store.direct
+    assert "does not take O_DIRECT" in store.notes[0]
+    extent = store.allocate(123_456)
+    store.write(extent, noise(123_456, 1))
+    found = torch.empty(123_456, dtype=torch.uint8)
+    store.read(extent, found)
+    assert torch.equal(found, noise(123_456, 1))
+    store.close()
+
+
+def test_short_transfers_are_completed(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    extent = store.allocate(100_000)
+    real = os.pwritev
+    with mock.patch("tierplan.runtime.store.os.pwritev", lambda fd, views, at: real(fd, [views[0][:PAGE_BYTES]], at)):
+        store.write(extent, noise(100_000, 1))
+    found = torch.empty(100_000, dtype=torch.uint8)
+    store.read(extent, found)
+    assert torch.equal(found, noise(100_000, 1))
+    store.close()
+
+
+def test_a_failing_drive_is_named(tmp_path: Path) -> None:
+    store = Store([tmp_path])
+    extent = store.allocate(20 << 20)
+    failing = mock.patch("tierplan.runtime.store.os.preadv", side_effect=OSError(errno.EIO, "Input/output error"))
+    with failing, pytest.raises(StoreError, match=f"could not read .*{tmp_path}"):
+        store.read(extent, torch.empty(20 << 20, dtype=torch.uint8))
+    store.close()
+
+
+def test_stripe_pattern_follows_the_weights() -> None:
+    assert stripe_pattern([1, 1, 1]) == (0, 1, 2)
+    pattern = stripe_pattern([3.0, 1.0])
+    assert (pattern.count(0), pattern.count(1)) == (3, 1)
+
+
+def test_pool_reuses_by_size_and_stays_under_its_capacity() -> None:
+    pool = Pool(map_host, 10 * PAGE_BYTES)
+    first = pool.take(3 * PAGE_BYTES - 5)
+    address = first.data.data_ptr()
+    assert address % PAGE_BYTES == 0
+    assert first.data.numel() == 3 * PAGE_BYTES - 5
+    pool.give(first)
+    assert pool.take(3 * PAGE_BYTES - 5).data.data_ptr() == address
+    second = pool.take(4 * PAGE_BYTES)
+    pool.give(second)
+    pool.take(6 * PAGE_BYTES)
+    assert pool.mapped_bytes <= 10 * PAGE_BYTES
+    assert pool.lent_bytes == 9 * PAGE_BYTES

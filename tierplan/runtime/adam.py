@@ -1,0 +1,135 @@
+"""The optimizer step of one flat buffer, in chunks, with the bits of PyTorch's own fused optimizers.
+
+AdamW is `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, applied to pieces of 1 Mi elements,
+so that a bf16 gradient is cast where it is needed (2.3 times as fast as casting a whole buffer first). The kernel
+rounds differently in the last, partial vector of a tensor, so pieces end on whole vectors, except at the end of a
+parameter that is not whole vectors (`odd_lengths`). Then every chunk size and thread count gives the same bits.
+
+The states of a unit are one flat fp32 buffer of regions, each one element per parameter:
+`[master copy, if any | first moment | second moment]`.
+
+    NonFiniteGradientError(RuntimeError)   a gradient holds inf or nan; raised before anything is changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["NonFiniteGradientError", "OptimizerSettings", "state_regions", "update_flat"]
+
+CHUNK_ELEMENTS = 1 << 20
+VECTOR_ELEMENTS = 16
+"""The widest vector of fp32 (AVX-512): chunks are multiples of it."""
+REGIONS: Mapping[str, tuple[str, ...]] = {"adamw": ("first", "second"), "sgd": ()}
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient holds inf or nan. Parameters and states are as before the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Hyper-parameters, under PyTorch's names."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> dict[str, torch.Tensor]:
+    """Views of a unit's flat states (uint8) by region: `master`, `first`, `second`, each fp32."""
+    names = (("master",) if has_master else ()) + REGIONS[optimizer]
+    if not names:
+        return {}
+    return dict(zip(names, states.view(torch.float32).view(len(names), -1), strict=True))
+
+
+def update_flat(
+    params: torch.Tensor,
+    grads: torch.Tensor,
+    regions: Mapping[str, torch.Tensor],
+    settings: OptimizerSettings,
+    *,
+    step: int,
+    lr: float,
+    clip: torch.Tensor | None = None,
+    odd_lengths: Sequence[int] = (),
+    label: str = "",
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> None:
+    """One optimizer step, in place on `params` and `regions`; all tensors flat, one element per parameter.
+
+    Parameters
+    ----------
+    params
+        Working copy. With a master copy among the regions it is only written (`master` is what is updated).
+    grads
+        In the working copy's dtype. Not changed.
+    step
+        1 in the first step of training.
+    clip
+        Coefficient of global-norm clipping, a scalar tensor of the dtype that `clip_grad_norm_` has made it.
+    odd_lengths
+        Lengths of the parameters at the end of the buffer that are not whole vectors, in their order.
+    label
+        What is updated, for messages.
+
+    Raises `NonFiniteGradientError` before anything has changed.
+    """
+    _check_finite(grads, label, chunk_elements)
+    master = regions.get("master")
+    target = params if master is None else master
+    step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
+    for part in _pieces(grads.numel(), odd_lengths, chunk_elements):
+        grad = grads[part]
+        if clip is not None:
+            grad = grad * clip.to(grad.device)
+        grad = grad.to(target.dtype)
+        if settings.name == "adamw":
+            torch._fused_adamw_(
+                [target[part]],
+                [grad],
+                [regions["first"][part]],
+                [regions["second"][part]],
+                [],
+                [step_tensor],
+                lr=lr,
+                beta1=settings.betas[0],
+                beta2=settings.betas[1],
+                weight_decay=settings.weight_decay,
+                eps=settings.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+        else:
+            if settings.weight_decay:
+                grad = grad.add(target[part], alpha=settings.weight_decay)
+            target[part].add_(grad, alpha=-lr)
+        if master is not None:
+            params[part].copy_(master[part])
+
+
+def _pieces(num_elements: int, odd_lengths: Sequence[int], chunk_elements: int) -> Iterator[slice]:
+    step = max(VECTOR_ELEMENTS, chunk_elements // VECTOR_ELEMENTS * VECTOR_ELEMENTS)
+    begin = 0
+    for length in (num_elements - sum(odd_lengths), *odd_lengths):
+        end = begin + length
+        for at in range(begin, end, step):
+            yield slice(at, min(at + step, end))
+        begin = end
+
+
+def _check_finite(grads: torch.Tensor, label: str, chunk_elements: int) -> None:
+    for begin in range(0, grads.numel(), chunk_elements):
+        largest = torch.linalg.vector_norm(grads[begin : begin + chunk_elements], float("inf"))
+        if not torch.isfinite(largest):
+            raise NonFiniteGradientError(
+                f"the gradient of {label or 'a unit'} holds {largest.item()}; the update was not made and the last "
+                "committed step is intact. Lower the learning rate, clip gradients, or look at the data of this step"
+            )

@@ -1,0 +1,110 @@
+"""Host memory that file I/O and copies like: page-aligned, huge pages, exact sizes, reused by size.
+
+`torch.empty` aligns to 64 bytes, which O_DIRECT refuses; pinned allocations round up to powers of two; and memory that
+is mapped afresh costs page faults (157 MB: 55 ms into memory in use, 83 to 131 ms into fresh memory). So a `Pool` maps
+whole pages, hands them out by exact size, and keeps what comes back for the next request of that size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["PAGE_BYTES", "Block", "Pool", "map_host", "padded"]
+
+PAGE_BYTES = 4096
+"""Alignment of addresses, file offsets and lengths that every drive takes."""
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def padded(size_bytes: int) -> int:
+    """The size rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory from a pool: `data` has the bytes that were asked for, `pages` the whole pages that hold them."""
+
+    data: torch.Tensor
+    """uint8, one-dimensional."""
+    pages: torch.Tensor
+
+
+def map_host(size_bytes: int, *, register: bool = False) -> torch.Tensor:
+    """Zeroed anonymous memory of whole pages as a uint8 tensor; unmapped when the last view of it is gone.
+
+    `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. `register` pins it for CUDA where it lies.
+    Raises `MemoryError` with the size when the system refuses.
+    """
+    try:
+        mapping = mmap.mmap(-1, padded(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"the system refused {padded(size_bytes):,} bytes of host memory ({error.strerror}); "
+            "lower the host budget of the plan, or free memory"
+        ) from error
+    if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    pages = torch.frombuffer(mapping, dtype=torch.uint8)
+    if register:
+        status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)
+        if int(status) != 0:
+            raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
+    return pages
+
+
+@dataclass
+class Pool:
+    """Blocks of memory in one tier, reused by exact size; at most `capacity_bytes` mapped, lent and spare together.
+
+    When a new size would exceed the capacity, spare blocks of other sizes are given back to the system first. Sizes are
+    few in training (one per unit and kind), so this happens in the first step and then never.
+    """
+
+    allocate: Callable[[int], torch.Tensor]
+    """Makes memory of at least so many bytes, whole pages."""
+    capacity_bytes: int
+    release: Callable[[torch.Tensor], None] = lambda pages: None
+    """Called before a block's memory goes back to the system."""
+    lent_bytes: int = 0
+    mapped_bytes: int = 0
+    _spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, size_bytes: int) -> Block:
+        """A block of exactly this size. Its content is whatever was there."""
+        room = padded(size_bytes)
+        with self._lock:
+            spare = self._spare.get(room)
+            if spare:
+                pages = spare.pop()
+            else:
+                self._shed(room)
+                pages = self.allocate(room)
+                self.mapped_bytes += room
+            self.lent_bytes += room
+        return Block(pages[:size_bytes], pages)
+
+    def give(self, block: Block) -> None:
+        """Takes a block back; its memory may be lent again at once."""
+        with self._lock:
+            room = block.pages.numel()
+            self.lent_bytes -= room
+            self._spare.setdefault(room, []).append(block.pages)
+
+    def trim(self) -> None:
+        """Gives all spare memory back to the system."""
+        with self._lock:
+            self._shed(self.capacity_bytes)
+
+    def _shed(self, room: int) -> None:
+        """Drops spare blocks, largest first, until `room` more bytes fit or none is left."""
+        for size in sorted(self._spare, reverse=True):
+            while self._spare[size] and self.mapped_bytes + room > self.capacity_bytes:
+                self.release(self._spare[size].pop())
+                self.mapped_bytes -= size

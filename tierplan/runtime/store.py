@@ -1,0 +1,351 @@
+"""The NVMe tier: extents of preallocated files in folders that the user names, read and written past the page cache.
+
+One file per folder. Data is striped over the folders in units of 1 MiB, weighted by the speed of each drive; a run of
+units that are consecutive in one file is one request. Each folder has its own threads, so a slow drive does not block
+the others. Where a folder does not take O_DIRECT, its file is used through the page cache and `notes` says so.
+
+    StoreError(OSError)      a folder that cannot be used: missing, not writable, full, in use, failing
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierplan.runtime.arena import PAGE_BYTES, map_host, padded
+
+__all__ = ["Extent", "Store", "StoreError"]
+
+STRIPE_BYTES = 1 << 20
+REQUEST_BYTES = 8 << 20
+"""Largest single request: throughput no longer grows above about 4 MiB with two threads."""
+FILE_NAME = "tierplan.tier"
+
+
+class StoreError(OSError):
+    """A folder that cannot be used as a tier, or a drive that failed. Names the folder and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of the store's address space, whole pages."""
+
+    offset_bytes: int
+    size_bytes: int
+    """The bytes asked for; the extent covers whole pages."""
+
+
+class _File:
+    """The preallocated file in one folder, with its threads."""
+
+    def __init__(self, folder: Path, num_threads: int) -> None:
+        self.folder = folder
+        self.path = folder / FILE_NAME
+        self.size_bytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock_fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise StoreError(
+                error.errno, f"cannot create {self.path}: {error.strerror}; give a folder that you may write to"
+            ) from error
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock_fd)
+            raise StoreError(
+                error.errno, f"{self.path} is in use by another run; wait for it, or give another folder"
+            ) from error
+        self._lock_fd = lock_fd  # a second descriptor, opened for direct access, does the I/O
+        self.note = ""
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+            self.direct = hasattr(os, "O_DIRECT")
+            if self.direct:
+                self._try_direct()
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                os.close(lock_fd)
+                raise StoreError(error.errno, f"cannot use {self.path}: {error.strerror}") from error
+            self.direct = False
+        if not self.direct:
+            self.fd = os.open(self.path, os.O_RDWR)
+            self.note = (
+                f"{folder} does not take O_DIRECT: its file goes through the page cache, at the cost of memory; "
+                "speeds measured there are those of the cache"
+            )
+        self.size_bytes = os.fstat(self.fd).st_size
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tierplan-{folder.name}")
+
+    def _try_direct(self) -> None:
+        """Some file systems accept the flag and refuse the first transfer."""
+        if os.fstat(self.fd).st_size < PAGE_BYTES:
+            os.posix_fallocate(self._lock_fd, 0, PAGE_BYTES)
+        probe = map_host(PAGE_BYTES)
+        try:
+            os.preadv(self.fd, [probe.numpy().data], 0)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def grow(self, size_bytes: int) -> None:
+        """Preallocates the file up to this size, after checking that the drive has the room."""
+        if size_bytes <= self.size_bytes:
+            return
+        held = os.fstat(self.fd).st_blocks * 512
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if size_bytes - held > free:
+            raise StoreError(
+                errno.ENOSPC,
+                f"{self.folder} has {free:,} bytes free, but the plan needs {size_bytes - held:,} more there; "
+                "free space, give another folder, or lower the NVMe budget",
+            )
+        try:
+            os.posix_fallocate(self._lock_fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                os.ftruncate(self._lock_fd, size_bytes)
+            else:
+                raise StoreError(
+                    error.errno, f"could not reserve {size_bytes:,} bytes in {self.path}: {error.strerror}"
+                ) from error
+        self.size_bytes = size_bytes
+
+    def transfer(self, verb: str, view: memoryview, offset: int) -> None:
+        """Reads into or writes from the view at a file offset; goes on after short transfers."""
+        call: Callable[..., int] = os.preadv if verb == "read" else os.pwritev
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self.fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise StoreError(
+                    error.errno,
+                    f"could not {verb} {len(view):,} bytes at {offset + done:,} of {self.path}: {error.strerror}",
+                ) from error
+            if moved == 0:
+                raise StoreError(
+                    errno.EIO, f"{self.path} ended at {offset + done:,}, before the data that it should hold"
+                )
+            done += moved
+            if self.direct and done % PAGE_BYTES and done < len(view):
+                done -= done % PAGE_BYTES  # a short transfer may stop inside a page; O_DIRECT needs whole ones
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=True, cancel_futures=True)
+        os.close(self.fd)
+        os.close(self._lock_fd)
+
+
+class Store:
+    """Extents over one file per folder. Thread-safe; `read` and `write` return when the data is where it should be."""
+
+    def __init__(
+        self, folders: Sequence[str | os.PathLike[str]], *, weights: Sequence[float] = (), num_threads: int = 2
+    ) -> None:
+        """Opens the folders; `weights` are their relative speeds (equal if not given).
+
+        `num_threads` requests are in flight per folder. Raises `StoreError`.
+        """
+        if not folders:
+            raise StoreError(errno.EINVAL, "the NVMe tier needs at least one folder")
+        if weights and len(weights) != len(folders):
+            raise StoreError(errno.EINVAL, f"{len(weights)} weights for {len(folders)} folders; give one each")
+        self._pattern = stripe_pattern(weights or [1.0] * len(folders))
+        self._files: list[_File] = []
+        try:
+            for folder in folders:
+                self._files.append(_File(Path(folder), num_threads))
+        except BaseException:
+            self.close()
+            raise
+        self._free: list[tuple[int, int]] = []  # offset, length; by offset, never adjacent
+        self._end_bytes = 0
+        self._lock = threading.Lock()
+        self._bounce = threading.local()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: folders without O_DIRECT."""
+        return tuple(f.note for f in self._files if f.note)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every folder takes O_DIRECT."""
+        return all(f.direct for f in self._files)
+
+    @property
+    def size_bytes(self) -> int:
+        """Address space in use or freed: what the files together must hold."""
+        return self._end_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        """Makes room for so many bytes on the drives now, so that a full disk is an error before the run."""
+        for file, share in zip(self._files, self._shares(padded(size_bytes)), strict=True):
+            file.grow(share)
+
+    def allocate(self, size_bytes: int) -> Extent:
+        """An extent of whole pages, the first free range that fits; the files grow when none does."""
+        room = padded(size_bytes)
+        with self._lock:
+            for k, (offset, length) in enumerate(self._free):
+                if length >= room:
+                    if length == room:
+                        del self._free[k]
+                    else:
+                        self._free[k] = (offset + room, length - room)
+                    return Extent(offset, size_bytes)
+            offset = self._end_bytes
+            if self._free and sum(self._free[-1]) == offset:
+                offset = self._free.pop()[0]
+            for file, share in zip(self._files, self._shares(offset + room), strict=True):
+                file.grow(share)
+            self._end_bytes = offset + room
+            return Extent(offset, size_bytes)
+
+    def allocate_at(self, extent: Extent) -> None:
+        """Takes a known extent, of an earlier run, into use. Call before any `allocate`."""
+        with self._lock:
+            end = extent.offset_bytes + padded(extent.size_bytes)
+            if end > self._end_bytes:
+                if extent.offset_bytes > self._end_bytes:
+                    self._free.append((self._end_bytes, extent.offset_bytes - self._end_bytes))
+                self._end_bytes = end
+                return
+            for k, (offset, length) in enumerate(self._free):
+                if offset <= extent.offset_bytes and end <= offset + length:
+                    rest = [(offset, extent.offset_bytes - offset), (end, offset + length - end)]
+                    self._free[k : k + 1] = [r for r in rest if r[1]]
+                    return
+            raise StoreError(errno.EINVAL, f"{extent} overlaps one that is in use; the record of extents is damaged")
+
+    def free(self, extent: Extent) -> None:
+        """Gives an extent back; its range may be allocated again at once."""
+        with self._lock:
+            self._free.append((extent.offset_bytes, padded(extent.size_bytes)))
+            self._free.sort()
+            merged: list[tuple[int, int]] = []
+            for offset, length in self._free:
+                if merged and sum(merged[-1]) == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
+                else:
+                    merged.append((offset, length))
+            self._free = merged
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        """Fills a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy)."""
+        self._move("read", extent, into)
+
+    def write(self, extent: Extent, data: torch.Tensor) -> None:
+        """Writes a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy)."""
+        self._move("write", extent, data)
+
+    def sync(self) -> None:
+        """Returns when everything written is on the drives."""
+        for file in self._files:
+            try:
+                os.fdatasync(file.fd)
+            except OSError as error:
+                raise StoreError(error.errno, f"could not sync {file.path}: {error.strerror}") from error
+
+    def close(self, *, remove: bool = False) -> None:
+        """Closes the files, and removes them if asked."""
+        for file in self._files:
+            file.close()
+            if remove:
+                file.path.unlink(missing_ok=True)
+        self._files = []
+
+    # ---- striping ----
+
+    def _shares(self, size_bytes: int) -> list[int]:
+        """Bytes that each file must hold when the address space ends at `size_bytes`."""
+        stripes = -(-size_bytes // STRIPE_BYTES)
+        whole, rest = divmod(stripes, len(self._pattern))
+        if len(self._files) == 1:
+            return [size_bytes]
+        return [
+            (whole * self._pattern.count(k) + self._pattern[:rest].count(k)) * STRIPE_BYTES
+            for k in range(len(self._files))
+        ]
+
+    def _pieces(self, offset: int, length: int) -> list[tuple[int, int, int, int]]:
+        """The requests of a range: (file, offset in the file, offset in the range, bytes)."""
+        if len(self._files) == 1:
+            return [(0, offset + at, at, min(REQUEST_BYTES, length - at)) for at in range(0, length, REQUEST_BYTES)]
+        pattern = self._pattern
+        per_round = [pattern.count(k) for k in range(len(self._files))]
+        pieces = []
+        at = 0
+        while at < length:
+            stripe, inside = divmod(offset + at, STRIPE_BYTES)
+            turn, place = divmod(stripe, len(pattern))
+            k = pattern[place]
+            in_file = (turn * per_round[k] + pattern[:place].count(k)) * STRIPE_BYTES + inside
+            size = min(STRIPE_BYTES - inside, length - at)
+            pieces.append((k, in_file, at, size))
+            at += size
+        return pieces
+
+    def _move(self, verb: str, extent: Extent, tensor: torch.Tensor) -> None:
+        room = padded(extent.size_bytes)
+        if tensor.numel() not in (extent.size_bytes, room):
+            raise ValueError(
+                f"{tensor.numel()} bytes of memory for an extent of {extent.size_bytes}; they must be equal"
+            )
+        aligned = tensor.numel() == room and tensor.data_ptr() % PAGE_BYTES == 0
+        memory = tensor if aligned else self._staging(room)
+        if verb == "write" and not aligned:
+            memory[: tensor.numel()].copy_(tensor)
+        view = memory.numpy().data
+        pieces = self._pieces(extent.offset_bytes, room)
+        if len(pieces) == 1:
+            k, offset, at, size = pieces[0]
+            self._files[k].transfer(verb, view[at : at + size], offset)
+        else:
+            moves: list[Future[None]] = [
+                self._files[k].threads.submit(self._files[k].transfer, verb, view[at : at + size], offset)
+                for k, offset, at, size in pieces
+            ]
+            errors = [error for move in moves if (error := move.exception()) is not None]
+            if errors:
+                raise errors[0]
+        if not aligned and verb == "read":
+            tensor.copy_(memory[: tensor.numel()])
+        for k in {piece[0] for piece in pieces}:
+            if not self._files[k].direct:
+                os.posix_fadvise(self._files[k].fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _staging(self, room: int) -> torch.Tensor:
+        """Aligned memory of this thread, for callers whose own is not."""
+        memory = getattr(self._bounce, "memory", None)
+        if memory is None or memory.numel() < room:
+            memory = self._bounce.memory = map_host(room)
+        return memory[:room]
+
+
+def stripe_pattern(weights: Sequence[float]) -> tuple[int, ...]:
+    """One round of stripes, as file indices, in proportion to the weights and spread evenly: (2, 1) -> (0, 1, 0)."""
+    if any(not w > 0 for w in weights):
+        raise StoreError(errno.EINVAL, f"drive weights {list(weights)} must all be above 0")
+    if len(set(weights)) == 1:
+        return tuple(range(len(weights)))
+    total = sum(weights)
+    length = min(32, max(len(weights), round(total / min(weights))))
+    given = [0] * len(weights)
+    pattern = []
+    for turn in range(1, length + 1):
+        k = max(range(len(weights)), key=lambda j: (turn * weights[j] / total - given[j], -j))
+        given[k] += 1
+        pattern.append(k)
+    missing = [k for k, n in enumerate(given) if n == 0]
+    return tuple(pattern + missing)
