@@ -55,9 +55,9 @@ class Plan:
     order: Literal["horizontal", "vertical"] = "horizontal"
     """Horizontal: all units of a micro-batch, then the next. Vertical: all micro-batches of a unit, then the next."""
     prefetch_params_units: int = 1
-    """How many units ahead of compute parameters may be fetched; 0 fetches on demand."""
+    """How many units ahead parameters may be fetched, beside the next one, which arrives while its predecessor computes."""
     prefetch_acts_units: int = 1
-    """How many units ahead of backward offloaded activations may be fetched."""
+    """The same for offloaded activations in backward."""
     prefetch_states_units: int = 1
     """How many updates ahead optimizer states may be read from NVMe."""
     options: Mapping[str, object] = field(default_factory=dict)

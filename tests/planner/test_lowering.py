@@ -1,0 +1,141 @@
+"""Lowering: every combination of places gives a valid schedule that runs, and moves exactly the bytes that it must."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering import lower, walk
+from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import unroll, validate
+
+PLACES = ("device", "host", "nvme")
+MIXED = ("keep", "recompute", "host", "nvme")
+
+
+def combinations() -> list[tuple[str, ...]]:
+    return [
+        (params, grads, states)
+        for params, grads, states in product(PLACES, PLACES, PLACES)
+        if states != "device" or (params, grads) == ("device", "device")
+    ]
+
+
+@pytest.mark.parametrize(("params", "grads", "states"), combinations())
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_combination_of_places_runs_two_steps(
+    params: str, grads: str, states: str, order: str, micro_batches: int
+) -> None:
+    for dtype, semantics, acts in product(
+        ("bf16", "fp32"), ("in-backward", "exact-clip", "delayed-1"), ("host", MIXED)
+    ):
+        if semantics == "delayed-1" and (states == "device" or grads == "nvme"):
+            continue
+        workload = toy_workload(
+            2,
+            dtype="bf16",
+            master_weights=dtype == "bf16",
+            gradient_accumulation_steps=micro_batches,
+            max_grad_norm=1.0 if semantics == "exact-clip" else None,
+        )
+        choice = UnitPlan(params=params, grads=grads, states=states, acts=acts, input="host")  # type: ignore[arg-type]
+        schedule = lower(uniform_plan(workload, choice, semantics=semantics, order=order), workload, toy_machine())
+        two = validate(unroll(schedule, 2))
+        trace = simulate_on(two, toy_machine())
+        assert len(trace.spans) == 2 * len(schedule.ops)
+
+
+def test_every_initial_buffer_has_a_successor() -> None:
+    workload = toy_workload()
+    for params, grads, states in combinations():
+        choice = UnitPlan(params=params, grads=grads, states=states)  # type: ignore[arg-type]
+        schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
+        initial = {b.name for b in schedule.buffers if b.initial}
+        assert {b.becomes for b in schedule.buffers if b.becomes} == initial
+
+
+def test_everything_on_nvme_moves_the_bytes_of_the_closed_form() -> None:
+    """bf16 with a master copy: 2 + 2 (parameters, twice) and 12 (states) read, 12 + 2 written, 4 up, 2 down."""
+    workload = toy_workload(tied=False)
+    schedule = lower(
+        uniform_plan(workload, UnitPlan(params="nvme", grads="host", states="nvme")), workload, toy_machine()
+    )
+    blocks = {u.name: u.num_parameters for u in workload.blocks}
+    moved: dict[str, float] = {}
+    for op in schedule.ops:
+        if op.unit in blocks:
+            moved[op.stream] = moved.get(op.stream, 0) + op.work.get("bytes", 0)
+    total = sum(blocks.values())
+    per_parameter = {stream: amount / total for stream, amount in moved.items() if amount}
+    assert per_parameter == {"gpu0.h2d": 4, "gpu0.d2h": 2, "nvme.read": 16, "nvme.write": 14}
+
+
+def test_the_refined_order_keeps_streams_and_never_needs_more_memory() -> None:
+    """The refined order completes in whatever memory the plain order needs one op at a time."""
+    workload = toy_workload(6)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=MIXED, input="nvme")
+    plan = uniform_plan(workload, choice)
+    plain = lower(plan, workload, toy_machine(), refine=False)
+    refined = lower(plan, workload, toy_machine())
+    for stream in plain.streams:
+        assert [o.key for o in plain.ops if o.stream == stream] == [o.key for o in refined.ops if o.stream == stream]
+    low, high = 1, 4000
+    while low < high:  # the least device memory, in MiB, in which the plain order completes
+        middle = (low + high) // 2
+        try:
+            machine = toy_machine(device_bytes=middle * MIB)
+            simulate_on(lower(plan, workload, machine, refine=False), machine)
+            high = middle
+        except RuntimeError:
+            low = middle + 1
+    machine = toy_machine(device_bytes=low * MIB)
+    trace = simulate_on(lower(plan, workload, machine), machine)
+    assert trace.peak_bytes["gpu0"] <= low * MIB
+
+
+def test_the_walk_visits_each_unit_once_per_micro_batch_and_direction() -> None:
+    workload = toy_workload(3, gradient_accumulation_steps=2)
+    for order in ("horizontal", "vertical"):
+        plan = uniform_plan(workload, UnitPlan(), order=order)
+        stages = walk(plan, workload)
+        assert sorted((s.phase, s.unit, s.micro_batch) for s in stages) == sorted(
+            product(("bwd", "fwd"), range(5), range(2))
+        )
+    vertical = [
+        (s.phase, s.unit, s.micro_batch) for s in walk(uniform_plan(workload, UnitPlan(), order="vertical"), workload)
+    ]
+    assert vertical[:4] == [("fwd", 0, 0), ("fwd", 0, 1), ("fwd", 1, 0), ("fwd", 1, 1)]
+    assert vertical[8:12] == [("fwd", 4, 0), ("bwd", 4, 0), ("fwd", 4, 1), ("bwd", 4, 1)]
+
+
+def test_windows_bound_how_many_units_are_on_the_device_at_once() -> None:
+    """With window w, parameters of at most w + 2 units are there: the one that computes, the next, and w more."""
+    workload = toy_workload(12, tied=False)
+    for window in (0, 1, 3):
+        plan = uniform_plan(
+            workload, UnitPlan(params="host", grads="host", states="host"), prefetch_params_units=window
+        )
+        schedule = lower(plan, workload, toy_machine(), refine=False)
+        held = peak = 0
+        for event in simulate_on(schedule, toy_machine()).memory:
+            if (event.tier, event.kind) == ("gpu0", "params") and abs(event.delta_bytes) == 6 * MIB:
+                held += event.delta_bytes
+                peak = max(peak, held)
+        assert peak == 6 * MIB * (window + 2)
+
+
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    workload = toy_workload()
+    with pytest.raises(PlanError, match="update on the device needs all three there"):
+        lower(uniform_plan(workload, UnitPlan(params="host", states="device")), workload, toy_machine())
+    with pytest.raises(PlanError, match="has 6; make the plan"):
+        lower(Plan(policy="short", units=(UnitPlan(),)), workload, toy_machine())
+    clipped = toy_workload(max_grad_norm=1.0)
+    with pytest.raises(PlanError, match="exact-clip"):
+        lower(uniform_plan(clipped, UnitPlan()), clipped, toy_machine())
+    with pytest.raises(PlanError, match="delayed"):
+        lower(uniform_plan(workload, UnitPlan(), semantics="delayed-1"), workload, toy_machine())
