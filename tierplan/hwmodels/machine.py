@@ -18,6 +18,7 @@ from tierplan.hwmodels.costs import NO_DEMAND, Cost
 
 __all__ = ["Machine", "MachineError", "Rate", "SharedLimit", "Stream", "TierSpec"]
 
+PAGE_BYTES = 4096
 SECONDS = "s"
 """Work kind of ops whose time is known (measured): one second of work takes one second, on any stream."""
 
@@ -34,6 +35,16 @@ class TierSpec:
     kind: Literal["device", "host", "nvme"]
     capacity_bytes: int
     """Usable by a plan: what the part has, less context and reserve."""
+    rounding: Literal["exact", "page", "power-of-two"] = "exact"
+    """How the allocator rounds a buffer up."""
+
+    def held_bytes(self, size_bytes: int) -> int:
+        """What a buffer of this size takes from the tier."""
+        if size_bytes <= 0 or self.rounding == "exact":
+            return size_bytes
+        if self.rounding == "page":
+            return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        return 1 << (size_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

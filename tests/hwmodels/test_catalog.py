@@ -1,0 +1,59 @@
+"""The catalog: every number has its source, every file is read, and descriptions survive a round trip."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+
+from tierplan.hwmodels import catalog_names, load_description, load_machine
+from tierplan.hwmodels.catalog import load_part
+from tierplan.hwmodels.description import parse_description, write_description
+from tierplan.hwmodels.keys import PARTS
+
+MACHINES = catalog_names("machines")
+PARTS_HELD = [(section, name) for section, folder in PARTS.items() for name in catalog_names(folder)]
+SYSTEMS = ("fuyou-4090", "zero-offload-v100", "zero-infinity-4xh100", "ssdtrain-a100", "harmony-4x1080ti")
+
+
+def test_the_machines_of_the_published_systems_are_there() -> None:
+    assert set(SYSTEMS) <= set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_of_the_catalog_is_complete(name: str) -> None:
+    machine = load_machine(name)
+    streams = {stream.name for stream in machine.streams}
+    assert {"gpu0.compute", "gpu0.h2d", "gpu0.d2h", "host.adam"} <= streams
+    assert ("nvme" in {tier.name for tier in machine.tiers}) == ("nvme.read" in streams) == ("nvme.write" in streams)
+    for stream in machine.streams:
+        assert set(stream.takes) <= set(machine.limits)
+        for rate in stream.rates.values():
+            assert all(per_s > 0 for _, per_s in rate.points)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_number_of_a_machine_has_a_source(name: str) -> None:
+    description = load_description(name)
+    own = files("tierplan.hwmodels").joinpath("catalog", "machines", f"{name}.toml")
+    assert own.is_file()
+    words = {"gpu.part", "nvme.part", "link.p2p_path", "host.rounding"}
+    for key, quantity in description.used().items():
+        assert quantity.source, key
+        assert key in words or quantity.basis != "given" or quantity.value == 0, f"{key} says no basis"
+    for shared in (*description.switches, *description.limits):
+        assert shared.basis != "given"
+
+
+@pytest.mark.parametrize(("section", "name"), PARTS_HELD)
+def test_every_number_of_a_part_has_a_source(section: str, name: str) -> None:
+    for key, quantity in load_part(section, name).values.items():
+        assert quantity.basis != "given", key
+        assert len(quantity.source) > 10, key
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_descriptions_survive_a_round_trip(name: str) -> None:
+    text = files("tierplan.hwmodels").joinpath("catalog", "machines", f"{name}.toml").read_text(encoding="utf-8")
+    description = parse_description(text, where=f"{name}.toml")
+    assert parse_description(write_description(description), where=f"{name}.toml") == description

@@ -1,0 +1,274 @@
+"""From a description to the machine that the simulator and the planner see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierplan.hwmodels.description import Description, Quantity
+from tierplan.hwmodels.keys import KEYS
+from tierplan.hwmodels.machine import SECONDS, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
+
+__all__ = ["build"]
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass
+class _Draft:
+    """Limits as they are found, and what each stream takes of them per unit of work."""
+
+    limits: dict[str, float] = field(default_factory=dict)
+    takes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+    def share(self, limit: str, per_s: float, *streams: tuple[str, str, float]) -> None:
+        """Adds a limit that (stream, work kind, units per unit of work) load."""
+        self.limits[limit] = per_s
+        for stream, kind, weight in streams:
+            self.takes.setdefault(stream, {}).setdefault(limit, {})[kind] = weight
+
+
+def build(description: Description) -> Machine:
+    """The machine that `description` describes.
+
+    Raises `MachineError` naming the key that is missing or contradicts another.
+    """
+    for key in KEYS.values():
+        if key.required and description.quantity(key.name) is None:
+            raise MachineError(f"machine {description.name!r} does not say {key.name} ({key.meaning}); add it")
+    num_gpus, num_drives = int(_need(description, "gpu.count")), int(_need(description, "nvme.drives"))
+    if num_gpus < 1:
+        raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
+    draft = _Draft()
+    rates: dict[str, dict[str, Rate]] = {}
+    latency_s: dict[str, float] = {}
+    tiers = _tiers(description, num_gpus, num_drives)
+    for i in range(num_gpus):
+        _gpu(description, f"gpu{i}", rates, latency_s, draft)
+    _peer_links(description, num_gpus, rates, latency_s, draft)
+    if num_drives:
+        _drives(description, num_drives, rates, latency_s, draft)
+    rates["host.adam"] = {"parameters": _rate(description, "host.adam")}
+    latency_s["host.adam"] = _need(description, "host.latency")
+    _dram(description, rates, draft)
+    _host_link(description, num_gpus, draft)
+    _switches(description, num_gpus, rates, draft)
+    _listed_limits(description, rates, draft)
+    shares = {"nvme.read": _need(description, "nvme.read_share"), "nvme.write": _need(description, "nvme.write_share")}
+    shares |= dict(description.shares)
+    for stream, share in shares.items():
+        if share <= 0:
+            raise MachineError(f"the share of stream {stream!r} is {share}; it must be above 0")
+    return Machine(
+        name=description.name,
+        tiers=tiers,
+        streams=tuple(
+            Stream(
+                name=name,
+                rates=by_kind,
+                latency_s=latency_s[name],
+                takes=draft.takes.get(name, {}),
+                share=shares.get(name, 1.0),
+            )
+            for name, by_kind in rates.items()
+        ),
+        shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
+        nameplate=tuple(name for name, q in description.used().items() if q.basis == "nameplate"),
+        description=_record(description),
+    )
+
+
+def _need(description: Description, name: str) -> float:
+    number = description.number(name)
+    if number is None:
+        raise MachineError(f"machine {description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+    return number
+
+
+def _rate(description: Description, name: str, scale: float = 1.0) -> Rate:
+    """The rate of a key; with `scale` drives side by side, each does its part of an op."""
+    quantity = description.quantity(name)
+    if quantity is None:
+        raise MachineError(f"machine {description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+    points = quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
+    if any(rate <= 0 for _, rate in points):
+        raise MachineError(f"{name} of machine {description.name!r} is 0; a rate must be above 0")
+    return Rate(tuple((amount * scale, rate * scale) for amount, rate in points))
+
+
+def _tiers(description: Description, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...]:
+    def usable(section: str, count: int = 1) -> int:
+        total, reserve = _need(description, f"{section}.capacity"), description.number(f"{section}.reserve") or 0.0
+        if reserve >= total:
+            raise MachineError(
+                f"{section}.reserve of machine {description.name!r} is {reserve:.0f} bytes, not less than "
+                f"{section}.capacity, {total:.0f}; nothing would be left for a plan"
+            )
+        return int(total - reserve) * count
+
+    tiers = [TierSpec(name=f"gpu{i}", kind="device", capacity_bytes=usable("gpu")) for i in range(num_gpus)]
+    rounding = str(description.quantity("host.rounding").value)  # type: ignore[union-attr]  # it has a default
+    tiers.append(TierSpec(name="host", kind="host", capacity_bytes=usable("host"), rounding=rounding))  # type: ignore[arg-type]
+    if num_drives:
+        capacity = int(_need(description, "nvme.capacity")) * num_drives
+        tiers.append(TierSpec(name="nvme", kind="nvme", capacity_bytes=capacity))
+    return tuple(tiers)
+
+
+def _gpu(
+    description: Description, gpu: str, rates: dict[str, dict[str, Rate]], latency_s: dict[str, float], draft: _Draft
+) -> None:
+    compute: dict[str, Rate] = {}
+    for dtype in DTYPES:
+        matmul, attention = (description.quantity(f"gpu.{work}_{dtype}") for work in ("matmul", "attention"))
+        peak = description.number(f"gpu.peak_{dtype}")
+        if matmul is not None:
+            compute[f"matmul_{dtype}_flops"] = _rate(description, f"gpu.matmul_{dtype}")
+        elif peak:
+            compute[f"matmul_{dtype}_flops"] = Rate.constant(peak * _need(description, "gpu.matmul_frac"))
+        if attention is not None:
+            compute[f"attention_{dtype}_flops"] = _rate(description, f"gpu.attention_{dtype}")
+        elif f"matmul_{dtype}_flops" in compute:
+            fastest = max(rate for _, rate in compute[f"matmul_{dtype}_flops"].points)
+            compute[f"attention_{dtype}_flops"] = Rate.constant(fastest * _need(description, "gpu.attention_frac"))
+    bandwidth = description.number("gpu.memory_bandwidth")
+    achieved = None if bandwidth is None else bandwidth * _need(description, "gpu.memory_frac")
+    for kind, name, traffic in (("elementwise_bytes", "gpu.elementwise", 1.0),
+                                ("parameters", "gpu.adam", _need(description, "gpu.adam_traffic"))):  # fmt: skip
+        if description.quantity(name) is not None:
+            compute[kind] = _rate(description, name)
+        elif achieved:
+            compute[kind] = Rate.constant(achieved / traffic)
+        else:
+            raise MachineError(f"machine {description.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
+    rates[f"{gpu}.compute"] = compute
+    latency_s[f"{gpu}.compute"] = _need(description, "gpu.latency")
+    for direction in ("h2d", "d2h"):
+        rates[f"{gpu}.{direction}"] = {"bytes": _rate(description, f"link.{direction}")}
+        latency_s[f"{gpu}.{direction}"] = _need(description, "link.latency")
+    if both := description.number("link.both"):
+        draft.share(f"{gpu}.link", both, (f"{gpu}.h2d", "bytes", 1.0), (f"{gpu}.d2h", "bytes", 1.0))
+
+
+def _fastest(rates: Mapping[str, Mapping[str, Rate]], stream: str, kind: str = "bytes") -> float:
+    return max(rate for _, rate in rates[stream][kind].points)
+
+
+def _peer_links(
+    description: Description,
+    num_gpus: int,
+    rates: dict[str, dict[str, Rate]],
+    latency_s: dict[str, float],
+    draft: _Draft,
+) -> None:
+    """Copies between GPUs; over PCIe they share each GPU's link, by direction, with the copies to and from the host."""
+    if description.quantity("link.p2p") is None:
+        return
+    pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
+    for i, j in pairs:
+        rates[f"gpu{i}.p2p.gpu{j}"] = {"bytes": _rate(description, "link.p2p")}
+        latency_s[f"gpu{i}.p2p.gpu{j}"] = _need(description, "link.latency")
+    path = description.quantity("link.p2p_path")
+    if path is None or path.value != "pcie" or num_gpus == 1:
+        return
+    for g in range(num_gpus):
+        into = [(f"gpu{i}.p2p.gpu{j}", "bytes", 1.0) for i, j in pairs if j == g]
+        out_of = [(f"gpu{i}.p2p.gpu{j}", "bytes", 1.0) for i, j in pairs if i == g]
+        draft.share(f"gpu{g}.link.in", _fastest(rates, f"gpu{g}.h2d"), (f"gpu{g}.h2d", "bytes", 1.0), *into)
+        draft.share(f"gpu{g}.link.out", _fastest(rates, f"gpu{g}.d2h"), (f"gpu{g}.d2h", "bytes", 1.0), *out_of)
+
+
+def _drives(
+    description: Description,
+    num_drives: int,
+    rates: dict[str, dict[str, Rate]],
+    latency_s: dict[str, float],
+    draft: _Draft,
+) -> None:
+    """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed."""
+    for direction in ("read", "write"):
+        rate = _rate(description, f"nvme.{direction}", num_drives)
+        if most := description.number(f"nvme.array_{direction}"):
+            rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
+        rates[f"nvme.{direction}"] = {"bytes": rate}
+        latency_s[f"nvme.{direction}"] = _need(description, "nvme.latency")
+    mixed = _need(description, "nvme.mixed")
+    if mixed <= 0:
+        raise MachineError(f"nvme.mixed of machine {description.name!r} is {mixed}; it must be above 0")
+    if mixed < 2:
+        draft.share(
+            "nvme", mixed, *((f"nvme.{d}", "bytes", 1 / _fastest(rates, f"nvme.{d}")) for d in ("read", "write"))
+        )
+
+
+def _dram(description: Description, rates: Mapping[str, object], draft: _Draft) -> None:
+    bandwidth = description.number("host.memory_bandwidth")
+    if not bandwidth:
+        return
+    copy, io, adam = (_need(description, f"host.{what}_traffic") for what in ("copy", "io", "adam"))
+    takers = [(s, "bytes", copy) for s in rates if s.endswith((".h2d", ".d2h"))]
+    takers += [(s, "bytes", io) for s in rates if s.startswith("nvme.")]
+    draft.share("dram", bandwidth, *((s, k, w) for s, k, w in [*takers, ("host.adam", "parameters", adam)] if w > 0))
+
+
+def _host_link(description: Description, num_gpus: int, draft: _Draft) -> None:
+    for direction in ("h2d", "d2h"):
+        if total := description.number(f"link.host_{direction}"):
+            draft.share(
+                f"host_link.{direction}", total, *((f"gpu{i}.{direction}", "bytes", 1.0) for i in range(num_gpus))
+            )
+
+
+def _switches(description: Description, num_gpus: int, rates: Mapping[str, object], draft: _Draft) -> None:
+    """Each switch's link to the host, by direction. Copies between GPUs use it only when they leave the switch."""
+    home: dict[str, str] = {}
+    for switch in description.switches:
+        for member in switch.members:
+            if member in home:
+                raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
+            if member != "nvme" and not (member.startswith("gpu") and member[3:].isdecimal()):
+                raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme")
+            home[member] = switch.name
+    path = description.quantity("link.p2p_path")
+    over_pcie = path is not None and path.value == "pcie"
+    for switch in description.switches:
+        down, up = [], []  # from the host, to the host
+        for member in switch.members:
+            streams = ("nvme.write", "nvme.read") if member == "nvme" else (f"{member}.h2d", f"{member}.d2h")
+            if streams[0] in rates:
+                down.append((streams[0], "bytes", 1.0))
+                up.append((streams[1], "bytes", 1.0))
+        for i in range(num_gpus if over_pcie else 0):
+            for j in range(num_gpus):
+                stream, here, there = f"gpu{i}.p2p.gpu{j}", home.get(f"gpu{i}"), home.get(f"gpu{j}")
+                if stream in rates and here != there:
+                    up += [(stream, "bytes", 1.0)] if here == switch.name else []
+                    down += [(stream, "bytes", 1.0)] if there == switch.name else []
+        if down:
+            draft.share(f"switch.{switch.name}.down", switch.limit_bytes_per_s, *down)
+            draft.share(f"switch.{switch.name}.up", switch.limit_bytes_per_s, *up)
+
+
+def _listed_limits(description: Description, rates: Mapping[str, Mapping[str, Rate]], draft: _Draft) -> None:
+    """Limits in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
+    for limit in description.limits:
+        for stream, weight in limit.takes.items():
+            if stream not in rates:
+                raise MachineError(
+                    f"limit {limit.name!r} of machine {description.name!r} names stream {stream!r}; "
+                    f"it has {', '.join(rates)}"
+                )
+            by_kind = {kind: weight / max(r for _, r in rate.points) for kind, rate in rates[stream].items()}
+            draft.takes.setdefault(stream, {})[limit.name] = by_kind | {SECONDS: weight}
+        draft.limits[limit.name] = limit.limit
+
+
+def _record(description: Description) -> dict[str, object]:
+    """The description as plain data, for reports."""
+
+    def plain(quantity: Quantity) -> dict[str, object]:
+        value = [list(p) for p in quantity.value] if isinstance(quantity.value, tuple) else quantity.value
+        record: dict[str, object] = {"value": value, "basis": quantity.basis, "source": quantity.source}
+        return record if quantity.spread is None else record | {"spread": quantity.spread}
+
+    return {"summary": description.summary, **{name: plain(q) for name, q in description.used().items()}}

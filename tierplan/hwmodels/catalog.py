@@ -1,0 +1,90 @@
+"""Where descriptions are found: the catalog that comes with tierplan, files, and this machine as it was measured."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from tierplan.hwmodels.build import build
+from tierplan.hwmodels.description import Description, Quantity, override, parse_description
+from tierplan.hwmodels.keys import PARTS
+from tierplan.hwmodels.machine import Machine, MachineError
+
+__all__ = ["HERE", "catalog_names", "here_path", "load_description", "load_machine", "load_part"]
+
+HERE = "here"
+"""Name of the machine that `tierplan machine measure` describes."""
+
+
+def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
+    """The machine of a catalog name, a TOML file, or `here` (measured), with `key=value` overrides.
+
+    Raises `MachineError` for an unknown name, a bad file, or a wrong key or value.
+    """
+    return build(load_description(name_or_path, overrides))
+
+
+def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Description:
+    """As `load_machine`, but the description: every number with its source."""
+    name = str(name_or_path)
+    path = Path(name)
+    if name == HERE:
+        path = here_path()
+        if not path.exists():
+            raise MachineError(
+                f"this machine has not been measured ({path} does not exist); run: tierplan machine measure"
+            )
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    elif name in (names := catalog_names("machines")):
+        text, where = _catalog("machines").joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml"
+    elif path.suffix == ".toml" or path.is_file():
+        if not path.is_file():
+            raise MachineError(f"no machine file {name!r}")
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    else:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise MachineError(
+            f"no machine {name!r}; {hint}the catalog has {', '.join(names)}; "
+            "or give a .toml file, or 'here' once measured"
+        )
+    description = override(parse_description(text, where=where), overrides)
+    return replace(description, part_values=_part_values(description))
+
+
+def _part_values(description: Description) -> dict[str, Quantity]:
+    values: dict[str, Quantity] = {}
+    for section in PARTS:
+        part = description.values.get(f"{section}.part")
+        if part is not None:
+            values |= load_part(section, str(part.value)).values
+    return values
+
+
+def load_part(section: str, name: str) -> Description:
+    """What the catalog says of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists the parts."""
+    folder = PARTS[section]
+    if name not in (names := catalog_names(folder)):
+        raise MachineError(f"no part {name!r} among the catalog's {folder}; it has {', '.join(names)}")
+    text = _catalog(folder).joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    return parse_description(text, where=f"{name}.toml")
+
+
+def catalog_names(folder: str = "machines") -> list[str]:
+    """Names in one folder of the catalog (`machines`, `gpus`, `drives`), sorted."""
+    return sorted(f.name.removesuffix(".toml") for f in _catalog(folder).iterdir() if f.name.endswith(".toml"))
+
+
+def _catalog(folder: str) -> Traversable:
+    return files("tierplan.hwmodels").joinpath("catalog", folder)
+
+
+def here_path() -> Path:
+    """Where the measured description of this machine is kept: in the user's configuration folder."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "tierplan" / "machines" / f"{HERE}.toml"

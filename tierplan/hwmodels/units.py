@@ -1,0 +1,104 @@
+"""Amounts with units as people write them: "256 GiB", "6.5 GB/s", "165 TFLOP/s", "20 us", "700 M/s"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from tierplan.hwmodels.machine import MachineError
+
+__all__ = ["Unit", "format_amount", "parse_amount"]
+
+Unit = Literal["bytes", "bytes/s", "flops/s", "parameters/s", "s", "USD", "W", "number", "count", "text"]
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_SCALES: Mapping[str, float] = MappingProxyType({**_DECIMAL, **_BINARY})
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(r"\s*(?P<number>[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*$")
+
+_SUFFIX: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "bytes": re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"),
+        "bytes/s": re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
+        "flops/s": re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"),
+        "parameters/s": re.compile(r"(?P<scale>[kKMGTP])?(?:/s|parameters/s)?$"),
+        "USD": re.compile(r"(?:USD)?$"),
+        "W": re.compile(r"(?P<scale>k)?W?$"),
+        "number": re.compile(r"$"),
+        "count": re.compile(r"$"),
+    }
+)
+_EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "bytes": '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)',
+        "bytes/s": '"6.5 GB/s"',
+        "flops/s": '"165 TFLOP/s"',
+        "parameters/s": '"700 M/s"',
+        "s": '"20 us"',
+        "USD": "1599",
+        "W": "450",
+        "number": "0.8",
+        "count": "12",
+    }
+)
+
+
+def parse_amount(value: object, unit: Unit, *, what: str) -> float:
+    """`value` in base units (bytes, seconds, FLOP/s, ...). A bare number is taken to be in base units already.
+
+    Raises `MachineError` that names `what` and shows how such an amount is written.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise MachineError(f"{what} is {value!r}; write a number or {_EXAMPLES.get(unit, 'text')}")
+    number = float(value) if isinstance(value, (int, float)) else _parse_text(value, unit, what)
+    if unit == "count" and number != int(number):
+        raise MachineError(f"{what} is {value!r}; it must be a whole number")
+    if not 0 <= number < float("inf"):
+        raise MachineError(f"{what} is {value!r}; it must be a finite number, 0 or more")
+    return number
+
+
+def _parse_text(value: str, unit: Unit, what: str) -> float:
+    text = value.lstrip().removeprefix("$") if unit == "USD" else value
+    match = _NUMBER.match(text)
+    scale: float | None = None
+    if match:
+        suffix = match["unit"]
+        if unit == "s":
+            scale = _SECONDS.get(suffix or "s")
+        elif found := _SUFFIX[unit].match(suffix):
+            scale = _SCALES[found.groupdict().get("scale") or ""]
+    if match is None or scale is None:
+        raise MachineError(f"{what} is {value!r}; write it like {_EXAMPLES[unit]}")
+    return float(match["number"]) * scale
+
+
+def format_amount(value: float, unit: Unit) -> str:
+    """A short text for people, to about four digits; bytes of memory in GiB, rates in decimal units."""
+    if unit == "count":
+        return f"{int(value)}"
+    if unit == "bytes":
+        return _scaled(value, _BINARY, "B")
+    if unit == "bytes/s":
+        return _scaled(value, _DECIMAL, "B/s")
+    if unit == "flops/s":
+        return _scaled(value, _DECIMAL, "FLOP/s")
+    if unit == "parameters/s":
+        return _scaled(value, _DECIMAL, "parameters/s")
+    if unit == "s":
+        for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+            if value >= scale:
+                return f"{value / scale:.4g} {name}"
+        return f"{value * 1e9:.4g} ns"
+    return f"{value:.4g}" + {"USD": " USD", "W": " W"}.get(unit, "")
+
+
+def _scaled(value: float, scales: Mapping[str, float], unit: str) -> str:
+    chosen, factor = "", 1.0
+    for name, scale in scales.items():
+        if name != "K" and value >= scale >= factor:
+            chosen, factor = name, scale
+    return f"{value / factor:.4g} {chosen}{unit}"
