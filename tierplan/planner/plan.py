@@ -55,7 +55,7 @@ class Plan:
     order: Literal["horizontal", "vertical"] = "horizontal"
     """Horizontal: all units of a micro-batch, then the next. Vertical: all micro-batches of a unit, then the next."""
     prefetch_params_units: int = 1
-    """How many units ahead parameters may be fetched, beside the next one, which arrives while its predecessor computes."""
+    """How many units ahead parameters may be fetched, beside the next, which arrives while its predecessor computes."""
     prefetch_acts_units: int = 1
     """The same for offloaded activations in backward."""
     prefetch_states_units: int = 1

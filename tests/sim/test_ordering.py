@@ -1,0 +1,118 @@
+"""The readiness order: frozen starts are never beaten by waiting, and the order is as safe as the list it came from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Random ops on three streams that read some earlier buffers and write one or two in two tight tiers."""
+    num_ops = draw(st.integers(1, 14))
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+    for i in range(num_ops):
+        reads = draw(st.lists(st.sampled_from([b.name for b in buffers]), unique=True, max_size=3)) if buffers else []
+        writes = []
+        for k in range(draw(st.integers(0, 2))):
+            name = f"b{i}.{k}"
+            tier = draw(st.sampled_from(["fast", "slow"]))
+            size = draw(st.integers(0, 5))
+            buffers.append(Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="work"))
+            writes.append(name)
+        stream = draw(st.sampled_from(["a", "b", "c"]))
+        ops.append(Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes)))
+    capacity = draw(st.integers(3, 20))
+    tiers = (Tier(name="fast", capacity_bytes=capacity), Tier(name="slow", capacity_bytes=draw(st.integers(5, 30))))
+    return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers), ops=tuple(ops)))
+
+
+def completes_one_by_one(schedule: Schedule) -> bool:
+    """Independent witness: run the ops in list order, one at a time, counting bytes."""
+    readers = schedule.readers()
+    held = {t.name: 0 for t in schedule.tiers}
+    capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
+    buffers = schedule.buffers_by_name()
+    for op in schedule.ops:
+        for name in op.writes:
+            held[buffers[name].tier] += buffers[name].size_bytes
+        if any(held[t] > capacity[t] for t in held):
+            return False
+        for name in {*op.reads, *op.writes}:
+            if not readers[name] or readers[name][-1] == op.key:
+                held[buffers[name].tier] -= buffers[name].size_bytes
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), st.lists(st.integers(0, 9), min_size=14, max_size=14))
+def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: list[int]) -> None:
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
+    ordered = order_by_readiness(schedule, costs)
+    validate(ordered)
+    for stream in schedule.streams:
+        assert [o.key for o in ordered.ops if o.stream == stream] == [o.key for o in schedule.ops if o.stream == stream]
+    if not completes_one_by_one(schedule):
+        assert ordered == schedule
+        return
+    trace = simulate(ordered, costs)  # does not raise
+    starts = [next(s.start_ns for s in trace.spans if s.key == op.key) for op in ordered.ops]
+    assert len(starts) == len(schedule.ops)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), st.lists(st.integers(0, 9), min_size=14, max_size=14))
+def test_with_room_to_spare_it_is_as_fast_as_unlimited_memory(schedule: Schedule, seconds: list[int]) -> None:
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
+    wide = Schedule(
+        name="wide",
+        tiers=tuple(Tier(name=t.name, capacity_bytes=10_000) for t in schedule.tiers),
+        buffers=schedule.buffers,
+        ops=schedule.ops,
+    )
+    free = Schedule(
+        name="free",
+        tiers=wide.tiers,
+        buffers=tuple(
+            Buffer(name=b.name, tier=b.tier, size_bytes=0, content=b.content, kind=b.kind) for b in wide.buffers
+        ),
+        ops=wide.ops,
+    )
+    assert simulate(order_by_readiness(wide, costs), costs).duration_ns == simulate(free, costs).duration_ns
+
+
+def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
+    """The load of `late` is listed first but its source is slow; in list order it holds back `quick`."""
+    buffers = (
+        Buffer(name="source", tier="slow", size_bytes=1, content="source", kind="x"),
+        Buffer(name="late", tier="fast", size_bytes=1, content="late", kind="x"),
+        Buffer(name="quick", tier="fast", size_bytes=1, content="quick", kind="x"),
+    )
+    ops = (
+        Op(key="make", stream="a", kind="x", writes=("source",)),
+        Op(key="load", stream="b", kind="x", reads=("source",), writes=("late",)),
+        Op(key="compute", stream="c", kind="x", writes=("quick",)),
+    )
+    tiers = (Tier(name="fast", capacity_bytes=2), Tier(name="slow", capacity_bytes=2))
+    schedule = validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops))
+    costs = {"make": Cost(0, 10.0), "load": Cost(0, 1.0), "compute": Cost(0, 5.0)}
+    assert simulate(schedule, costs).by_key()["compute"].start_ns == 10_000_000_000
+    assert simulate(order_by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
+
+
+def test_too_small_a_tier_is_left_for_the_simulator_to_report() -> None:
+    buffers = (Buffer(name="big", tier="fast", size_bytes=3, content="big", kind="x"),)
+    ops = (Op(key="make", stream="a", kind="x", writes=("big",)),)
+    schedule = Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=2),), buffers=buffers, ops=ops)
+    costs = {"make": Cost(0, 1.0)}
+    assert order_by_readiness(schedule, costs) == schedule
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(schedule, costs)
+    assert (caught.value.op, caught.value.tier, caught.value.wanted_bytes) == ("make", "fast", 3)
