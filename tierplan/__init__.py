@@ -1,3 +1,89 @@
-"""tierplan: plan, simulate and run the training of transformers that do not fit into memory."""
+"""tierplan: plan, simulate and run the training of transformers that do not fit into memory.
+
+    import tierplan as tp
+
+    machine = tp.load_machine("desktop-4090")
+    workload = tp.load_workload("gpt-13b", tp.Training(per_device_train_batch_size=8))
+    planned = tp.plan(workload, machine)
+    print(planned.step_s, planned.gap)
+
+Names are imported when they are first used: torch is loaded only by what runs it, pulp only by the planner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    # machines and models
+    "Machine": "tierplan.hwmodels.machine",
+    "load_machine": "tierplan.hwmodels",
+    "Training": "tierplan.sim.workload",
+    "Workload": "tierplan.sim.workload",
+    "load_workload": "tierplan.sim.models",
+    "trace_workload": "tierplan.runtime.tracing",
+    # the language
+    "Buffer": "tierplan.sim.schedule",
+    "Op": "tierplan.sim.schedule",
+    "Schedule": "tierplan.sim.schedule",
+    "Tier": "tierplan.sim.schedule",
+    "validate": "tierplan.sim.schedule",
+    "unroll": "tierplan.sim.schedule",
+    "load_schedule": "tierplan.sim.schedule_file",
+    "save_schedule": "tierplan.sim.schedule_file",
+    "Trace": "tierplan.sim.trace",
+    # deciding
+    "Plan": "tierplan.planner.plan",
+    "UnitPlan": "tierplan.planner.plan",
+    "POLICIES": "tierplan.planner.policies",
+    "lower": "tierplan.planner.lowering",
+    "plan": "tierplan.planner.solve",
+    # predicting
+    "OutOfMemory": "tierplan.sim.engine",
+    "simulate": "tierplan.sim.pricing:simulate_on",
+    "steady_state": "tierplan.sim.steady",
+    "write_perfetto": "tierplan.sim.perfetto",
+    # running and comparing
+    "train": "tierplan.runtime.trainer",
+    "compare": "tierplan.validation.compare",
+    "write_report": "tierplan.validation.report",
+}
+"""Public name -> module that defines it, or module:name where it is called otherwise there."""
+
+__all__ = [*sorted(_EXPORTS), "__version__"]
+
+if TYPE_CHECKING:
+    from tierplan.hwmodels import load_machine as load_machine
+    from tierplan.hwmodels.machine import Machine as Machine
+    from tierplan.planner.lowering import lower as lower
+    from tierplan.planner.plan import Plan as Plan
+    from tierplan.planner.plan import UnitPlan as UnitPlan
+    from tierplan.sim.pricing import simulate_on
+    from tierplan.sim.schedule import Buffer as Buffer
+    from tierplan.sim.schedule import Op as Op
+    from tierplan.sim.schedule import Schedule as Schedule
+    from tierplan.sim.schedule import Tier as Tier
+    from tierplan.sim.schedule import unroll as unroll
+    from tierplan.sim.schedule import validate as validate
+    from tierplan.sim.trace import Trace as Trace
+    from tierplan.sim.workload import Training as Training
+    from tierplan.sim.workload import Workload as Workload
+
+    simulate = simulate_on
+
+
+def __getattr__(name: str) -> object:
+    where = _EXPORTS.get(name)
+    if where is None:
+        raise AttributeError(f"module 'tierplan' has no attribute {name!r}; it has {', '.join(sorted(_EXPORTS))}")
+    module, _, other = where.partition(":")
+    value = getattr(importlib.import_module(module), other or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

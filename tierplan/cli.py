@@ -21,15 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="tierplan",
-        description="Can I train this model on this machine, how fast, what limits it, and what should I change? Then run it.",
+        description="Can I train this model on this machine, how fast, what limits it, what should I change? Then run it.",
     )
     parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        sub = subparsers.add_parser(name, help=summary, description=module.__doc__,
-                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = subparsers.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     args = parser.parse_args(argv)
