@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="tierplan",
-        description="Can I train this model on this machine, how fast, what limits it, what should I change? Then run it.",
+        description="Can I train this model on this machine, how fast, what limits it? Then run it.",
     )
     parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
