@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy import RATES, toy_costs, toy_schedule, toy_trace
 
+from tests.validation.toy import RATES, toy_costs, toy_schedule, toy_trace
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import unroll

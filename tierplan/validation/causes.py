@@ -31,37 +31,45 @@ class StreamTime:
 
 
 def split_difference(
-    predicted: np.ndarray, alone: np.ndarray, measured: np.ndarray, overlap: np.ndarray
+    predicted: np.ndarray,
+    alone: np.ndarray,
+    measured: np.ndarray,
+    overlap_p: np.ndarray,
+    overlap_m: np.ndarray,
 ) -> tuple[float, float, float]:
     """Nanoseconds of `measured - predicted` due to rate, overhead per op, and contention; all summed over the ops.
 
-    Fits measured = rate * alone + overhead + slowdown * overlap, all factors at least 0. A term that the ops do not
-    determine is left out: overhead where all ops are of about one size, slowdown where all overlap with others to
-    about the same degree. Contention is then taken to be as predicted, and the rest counts as rate.
+    Arrays are by op; the overlaps have a column per stream. What the prediction lost to contention gives the loss per
+    second beside each stream, which is applied to what the measured overlaps have more. Then the fit is
+    measured = rate * alone + overhead + contention, with factors of at least 0. Overhead is fitted only where ops
+    differ in size, and contention anew only where none was predicted and ops differ in overlap; what the ops do not
+    determine counts as rate.
     """
     lost = predicted - alone
     if alone.sum() <= 0:
         return 0.0, float((measured - predicted).sum()), 0.0
+    loss_per_ns, _ = nnls(overlap_p, lost) if overlap_p.shape[1] and lost.sum() > 1e-3 * alone.sum() else (None, None)
+    met = lost if loss_per_ns is None else np.maximum(lost + (overlap_m - overlap_p) @ loss_per_ns, 0.0)
+    beside = overlap_m.sum(axis=1)
     columns = [alone]
     enough = len(alone) >= 6
-    has_overhead = enough and bool(np.std(alone) > 0.2 * np.mean(alone))
-    has_slowdown = enough and bool(np.std(overlap / np.maximum(measured, 1.0)) > 0.15)
-    target = measured if has_slowdown else measured - lost
-    if has_overhead:
+    if has_overhead := enough and bool(np.std(alone) > 0.2 * np.mean(alone)):
         columns.append(np.ones_like(alone))
-    if has_slowdown:
-        columns.append(overlap)
+    if has_slowdown := enough and loss_per_ns is None and bool(np.std(beside / np.maximum(measured, 1.0)) > 0.15):
+        columns.append(beside)
+    contention = float((met - lost).sum())
     if len(columns) == 1:
-        return float((target - alone).sum()), 0.0, 0.0
-    factors, _ = nnls(np.column_stack(columns), target)
+        return float((measured - predicted).sum()) - contention, 0.0, contention
+    factors, _ = nnls(np.column_stack(columns), np.maximum(measured - met, 0.0))
     rate = float((factors[0] - 1.0) * alone.sum())
     overhead = float(factors[1] * len(alone)) if has_overhead else 0.0
-    contention = float(factors[-1] * overlap.sum() - lost.sum()) if has_slowdown else 0.0
+    if has_slowdown:
+        contention += float(factors[-1] * beside.sum())
     return rate, overhead, contention
 
 
-def overlap_ns(steps: Steps) -> dict[str, float]:
-    """Mean nanoseconds that other streams worked while the op ran, summed over those streams, by key."""
+def overlap_ns(steps: Steps) -> dict[str, dict[str, float]]:
+    """Mean nanoseconds that each other stream worked while the op ran, by key and stream."""
     by_stream: dict[str, list[Span]] = {}
     for spans in steps.spans.values():
         for span in spans.values():
@@ -69,16 +77,17 @@ def overlap_ns(steps: Steps) -> dict[str, float]:
     worked = {}
     for stream, spans_of in by_stream.items():
         spans_of.sort(key=lambda s: s.start_ns)
-        starts = np.array([s.start_ns for s in spans_of], dtype=float)
-        ends = np.array([s.end_ns for s in spans_of], dtype=float)
-        worked[stream] = (np.column_stack([starts, ends]).ravel(), np.cumsum(ends - starts))
-    total: dict[str, float] = {}
+        edges = np.array([[s.start_ns, s.end_ns] for s in spans_of], dtype=float)
+        worked[stream] = (edges.ravel(), np.cumsum(edges[:, 1] - edges[:, 0]))
+    total: dict[str, dict[str, float]] = {}
     for k in steps.steady:
         for key, span in steps.spans[k].items():
-            others = (_worked_until(*w, span.end_ns) - _worked_until(*w, span.start_ns)
-                      for stream, w in worked.items() if stream != span.stream)  # fmt: skip
-            total[key] = total.get(key, 0.0) + sum(others)
-    return {key: ns / len(steps.steady) for key, ns in total.items()}
+            beside = total.setdefault(key, {})
+            for stream, done in worked.items():
+                if stream != span.stream:
+                    ns = _worked_until(*done, span.end_ns) - _worked_until(*done, span.start_ns)
+                    beside[stream] = beside.get(stream, 0.0) + ns / len(steps.steady)
+    return total
 
 
 def _worked_until(edges: np.ndarray, done: np.ndarray, at_ns: float) -> float:
@@ -89,6 +98,7 @@ def _worked_until(edges: np.ndarray, done: np.ndarray, at_ns: float) -> float:
 
 
 def mean_ns(steps: Steps) -> dict[str, float]:
+    """Mean duration over the steady steps, by key."""
     total: dict[str, float] = {}
     for k in steps.steady:
         for key, span in steps.spans[k].items():

@@ -228,15 +228,18 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
     for op in schedule.ops:
         groups.setdefault((op.stream, op.kind), []).append(op.key)
     duration_p, alone_p, duration_m = steps_p.median_ns(), steps_p.median_ns("alone_ns"), steps_m.median_ns()
-    overlap_m = overlap_ns(steps_m)
+    overlap_p, overlap_m = overlap_ns(steps_p), overlap_ns(steps_m)
     mean_m = mean_ns(steps_m)
     found = []
     for (stream, kind), keys in groups.items():
         predicted = np.array([duration_p[k] for k in keys])
         alone = np.array([alone_p[k] if alone_p[k] >= 0 else duration_p[k] for k in keys])
         middle = np.array([duration_m[k] for k in keys])
-        overlap = np.array([overlap_m[k] for k in keys])
-        rate, overhead, contention = split_difference(predicted, alone, middle, overlap)
+        beside = [name for name in schedule.streams if name != stream]
+        overlaps = [
+            np.array([[by_key[k].get(b, 0.0) for b in beside] for k in keys]) for by_key in (overlap_p, overlap_m)
+        ]
+        rate, overhead, contention = split_difference(predicted, alone, middle, *overlaps)
         total_p, total_m = float(predicted.sum()), float(sum(mean_m[k] for k in keys))
         found.append(
             KindComparison(

@@ -1,0 +1,193 @@
+"""The report is one complete page: well-formed, self-contained, with the figures of the comparison in it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.validation.toy import RATES, toy_schedule, toy_trace
+from tierplan.validation.compare import compare
+from tierplan.validation.page import bars, page, paragraph, table
+from tierplan.validation.report import verdict, write_report
+from tierplan.validation.text import format_bytes, format_count, format_error, format_rate, format_s
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+VOID = {"meta", "link", "br"}
+
+
+class Outline(HTMLParser):
+    """Text and tags of a page; fails on tags that do not nest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    schedule = toy_schedule(6)
+    predicted = toy_trace(schedule)
+    measured = toy_trace(schedule, 6, rates={**RATES, "nvme.read": 1.5e9})
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    comparison = compare(schedule, predicted, measured, moved_bytes=schedule.bytes_moved(), interval_s=(1.0, 2.0))
+    write_report(
+        path,
+        comparison,
+        schedule,
+        predicted,
+        measured,
+        title="A <toy> & more",
+        about={"model": "toy"},
+        losses=[3.0, 2.5, 2.25],
+        reference_losses=[3.0, 2.5, 2.25],
+    )
+    return path
+
+
+def test_page_is_well_formed_and_complete(report: Path) -> None:
+    outline = Outline()
+    html = report.read_text(encoding="utf-8")
+    outline.feed(html)
+    assert outline.open == []
+    assert "A <toy> & more" in outline.text
+    for wanted in ("gpu0.compute", "nvme.read", "They agree exactly", "bit for bit", "90 % between 1 s and 2 s"):
+        assert wanted in outline.text, wanted
+    assert outline.count["svg"] >= 6 + 3 + 1
+    assert outline.count["table"] >= 5
+
+
+def test_page_needs_no_other_file_and_runs_no_script(report: Path) -> None:
+    html = report.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert not re.search(r"""(?:src|href)=["'](?!data:)""", html)
+    assert "url(" not in html
+    assert "http" not in html
+
+
+def test_both_timelines_are_drawn_on_one_axis(report: Path) -> None:
+    """Each stream has an upper and a lower lane, and the end of the longer step lies at the right border."""
+    html = report.read_text(encoding="utf-8")
+    lanes = re.findall(r'aria-label="([^"]+): predicted above, measured below">(.*?)</svg>', html)
+    assert [name for name, _ in lanes] == list(toy_schedule(6).streams)
+    for _, drawn in lanes:
+        ys = set(re.findall(r'<rect x="\d+" y="(\d+)" width="\d+" height="14"', drawn))
+        assert ys == {"1", "17"}
+        assert 'x="9994"' in drawn
+    for x, width in re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)" height="14"', html):
+        assert int(x) + int(width) <= 10_003
+
+
+def test_verdict_names_the_largest_part() -> None:
+    schedule = toy_schedule()
+    comparison = compare(schedule, toy_trace(schedule), toy_trace(schedule, rates={**RATES, "nvme.write": 0.5e9}))
+    assert re.fullmatch(
+        r"A step was predicted to take [\d.]+ m?s and took [\d.]+ m?s: an error of -\d+\.\d %\. "
+        r"The largest part of the difference, \+[\d.]+ m?s, is copy on nvme\.write\.",
+        verdict(comparison),
+    )
+    exact = compare(schedule, toy_trace(schedule), toy_trace(schedule))
+    assert verdict(exact).endswith("an error of 0 %.")
+
+
+def test_text_is_escaped_and_table_cells_may_be_pictures() -> None:
+    html = page("<t>", [paragraph("a < b"), table(["x", ""], [("<b>", bars([1.0, -1.0])[0])])])
+    outline = Outline()
+    outline.feed(html)
+    assert outline.open == []
+    assert "a < b" in outline.text
+    assert "b" not in outline.count
+    assert "svg" in outline.count
+
+
+def test_bars_share_a_scale_and_a_zero() -> None:
+    gain, loss, nothing = (
+        re.findall(r'<rect x="([\d.]+)" y="1" width="([\d.]+)"', b)[0] for b in bars([3.0, -1.0, 0.0])
+    )
+    assert gain == ("25.00", "75.00")
+    assert loss == ("0.00", "25.00")
+    assert nothing == ("25.00", "0.00")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (format_s(1.2345), "1.23 s"),
+        (format_s(0.0831), "83.1 ms"),
+        (format_s(-0.0831, signed=True), "-83.1 ms"),
+        (format_s(0.5, signed=True), "+500 ms"),
+        (format_s(250), "4 min 10 s"),
+        (format_s(9_000), "2.5 h"),
+        (format_s(864_000), "10 days"),
+        (format_s(0), "0 s"),
+        (format_s(0.9996), "1 s"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(1536), "1.5 KiB"),
+        (format_bytes(3 * 2**30), "3 GiB"),
+        (format_count(24_900_000), "24.9 M"),
+        (format_count(13e9), "13 B"),
+        (format_count(350), "350"),
+        (format_rate(6.9e9, "B"), "6.9 GB/s"),
+        (format_rate(812e9, "FLOP"), "812 GFLOP/s"),
+        (format_error(0.0213), "+2.1 %"),
+        (format_error(-0.1), "-10.0 %"),
+        (format_error(None), "–"),
+    ],
+)
+def test_numbers_are_written_for_people(text: str, wanted: str) -> None:
+    assert text == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium on the PATH")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_page_fits_its_window(report: Path, tmp_path: Path, width: int) -> None:
+    """In a real browser: the page is no wider than the window, every picture has an area, nothing fails to load."""
+    probe = """<script>onload = () => {
+        const f = document.querySelector('iframe').contentDocument, e = f.documentElement;
+        const pictures = [...f.querySelectorAll('svg')];
+        const empty = pictures.filter(s => s.getBoundingClientRect().height < 5).length;
+        document.title = [e.scrollWidth, e.clientWidth, pictures.length, empty].join(' ') }</script>"""
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f"<body>{probe}<iframe src='{report.as_uri()}' style='border:0;width:{width}px;height:900px'></iframe>"
+    )
+    assert CHROMIUM is not None
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --allow-file-access-from-files --virtual-time-budget=4000"
+    )
+    shown = subprocess.run(
+        [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    ).stdout
+    found = re.search(r"<title>(\d+) (\d+) (\d+) (\d+)</title>", shown)
+    assert found, shown[-500:]
+    scroll_width, client_width, num_pictures, num_empty = map(int, found.groups())
+    assert scroll_width <= client_width
+    assert num_pictures >= 10
+    assert num_empty == 0

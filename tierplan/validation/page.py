@@ -1,0 +1,136 @@
+"""One self-contained HTML page: no script, no external file, readable on a phone, on a screen and on paper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from tierplan.sim.trace import write_atomically
+
+__all__ = ["bars", "cards", "facts", "page", "paragraph", "section", "table", "write_page"]
+
+STYLE = """
+:root { --ink: #1b1f24; --soft: #59636e; --line: #d1d9e0; --wash: #f6f8fa; --accent: #0b5cad; --bad: #a33a00; }
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; }
+body { margin: 0 auto; max-width: 70rem; padding: 1.5rem 1.25rem 4rem; color: var(--ink); background: #fff;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
+p { margin: .5rem 0; max-width: 46rem; }
+.lead { font-size: 1.1rem; }
+.soft, figcaption, small { color: var(--soft); font-size: .875rem; }
+.scroll { overflow-x: auto; max-width: 100%; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; margin: .5rem 0; }
+th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; font-weight: 600; color: var(--soft);
+  border-bottom: 2px solid var(--line); }
+td:first-child { white-space: normal; min-width: 6.5rem; }
+th:first-child, td:first-child, .left { text-align: left; padding-left: 0; }
+.bar { text-align: left; width: 12rem; min-width: 6rem; }
+.bar svg { display: block; width: 100%; height: .9rem; margin-top: .25rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+.card { background: var(--wash); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
+.card b { display: block; font-size: 1.35rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.card span { color: var(--soft); font-size: .85rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; font-size: .9rem; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+figure { margin: .75rem 0 1.25rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; font-size: .85rem; margin: .25rem 0; }
+.legend i { display: inline-block; width: .9rem; height: .9rem; vertical-align: -.1rem; margin-right: .35rem;
+  -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+.row { display: grid; grid-template-columns: 10rem 1fr; gap: 0 .75rem; align-items: start; margin: .35rem 0;
+  break-inside: avoid; }
+.row .name { font-size: .85rem; line-height: 1.25; }
+.plot { position: relative; background: var(--wash); border: 1px solid var(--line); }
+.plot svg { display: block; width: 100%; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+.axis { position: relative; height: 1.4rem; font-size: .8rem; color: var(--soft); font-variant-numeric: tabular-nums; }
+.axis span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
+.axis span:first-child { transform: none; } .axis span:last-child { transform: translateX(-100%); }
+code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  body { padding: 1rem .8rem 3rem; }
+  .row { grid-template-columns: 1fr; } .row .name { margin-bottom: .1rem; }
+  th, td { padding: .25rem .4rem; } table { font-size: .82rem; } .bar { width: 6rem; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
+  .axis span:nth-child(even) { display: none; }
+}
+@media print {
+  body { max-width: none; padding: 0; font-size: 10.5pt; } .scroll { overflow: visible; }
+  h2 { break-after: avoid; } table, figure, .cards { break-inside: avoid; }
+  @page { margin: 15mm; }
+}
+"""
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """The whole document; `sections` are HTML."""
+    body = "\n".join(sections)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>{STYLE}</style>\n</head>\n<body>\n'
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def write_page(path: str | os.PathLike[str], title: str, sections: Iterable[str]) -> None:
+    """Writes the page, replacing the file atomically."""
+    write_atomically(path, page(title, sections))
+
+
+def section(heading: str, *parts: str) -> str:
+    """A headed section of HTML parts."""
+    return f"<h2>{escape(heading)}</h2>\n" + "\n".join(parts)
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph of plain text; `kind` is `lead`, `soft` or nothing."""
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def cards(items: Sequence[tuple[str, str, str]]) -> str:
+    """Key figures: (label, figure, remark)."""
+    cells = (
+        f'<div class="card"><span>{escape(label)}</span><b>{escape(figure)}</b><span>{escape(remark)}</span></div>'
+        for label, figure, remark in items
+    )
+    return f'<div class="cards">{"".join(cells)}</div>'
+
+
+def facts(items: Iterable[tuple[str, str]]) -> str:
+    """Names and values, one below the other."""
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items) + "</dl>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+    """A table of text; the first `num_left` columns are aligned left. Cells that begin with `<td` are taken as HTML."""
+
+    def cell(i: int, text: str, tag: str) -> str:
+        if text.startswith("<td"):
+            return text
+        return f'<{tag} class="left">{escape(text)}</{tag}>' if 0 < i < num_left else f"<{tag}>{escape(text)}</{tag}>"
+
+    head = "".join(cell(i, c, "th") for i, c in enumerate(columns))
+    body = "".join("<tr>" + "".join(cell(i, c, "td") for i, c in enumerate(row)) + "</tr>\n" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def bars(values: Sequence[float]) -> list[str]:
+    """Table cells with a bar each, on a common scale, to the right of zero for gains and to the left for losses."""
+    low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
+    width = (high - low) or 1.0
+    zero = -low / width * 100
+    found = []
+    for value in values:
+        x, w = (zero, value / width * 100) if value >= 0 else (zero + value / width * 100, -value / width * 100)
+        colour = "#a33a00" if value > 0 else "#0b5cad"
+        found.append(
+            '<td class="bar"><svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img">'
+            f'<rect x="{x:.2f}" y="1" width="{max(w, 0):.2f}" height="8" fill="{colour}"/>'
+            f'<rect x="{zero:.2f}" y="0" width="0.5" height="10" fill="#59636e"/></svg></td>'
+        )
+    return found

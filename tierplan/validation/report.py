@@ -1,0 +1,292 @@
+"""The report of a comparison: one page with both timelines, memory over time, and tables. Self-contained HTML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Trace
+from tierplan.validation import pictures
+from tierplan.validation.compare import Comparison, Pair
+from tierplan.validation.page import bars, cards, facts, paragraph, section, table, write_page
+from tierplan.validation.steps import cut_steps
+from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
+
+__all__ = ["verdict", "write_report"]
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    comparison: Comparison,
+    schedule: Schedule,
+    predicted: Trace,
+    measured: Trace,
+    *,
+    title: str = "Predicted and measured",
+    about: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    losses: Sequence[float] = (),
+    reference_losses: Sequence[float] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Writes the page to `path`.
+
+    Parameters
+    ----------
+    about
+        Facts to show beside the figures: model, machine, plan, date; in this order.
+    losses, reference_losses
+        Loss by step of the run, and of plain training in memory; no section without them.
+    notes
+        Sentences that a reader must know, shown below the verdict: data-sheet numbers, fall-backs.
+    """
+    items = about.items() if isinstance(about, Mapping) else about
+    sections = [
+        paragraph(verdict(comparison), "lead"),
+        *(paragraph(note, "soft") for note in notes),
+        _key_figures(comparison),
+        facts(items),
+        _timelines(comparison, schedule, predicted, measured),
+        _causes(comparison),
+        _streams(comparison),
+        _kinds(comparison),
+        _memory(comparison, predicted, measured),
+        _bytes(comparison),
+    ]
+    if losses:
+        sections.append(_losses(losses, reference_losses))
+    sections.append(_reading(comparison))
+    write_page(path, title, sections)
+
+
+def verdict(comparison: Comparison) -> str:
+    """The comparison in two sentences."""
+    step = comparison.step_s
+    assert step.measured is not None
+    text = (
+        f"A step was predicted to take {format_s(step.predicted)} and took {format_s(step.measured)}: an error of "
+        f"{format_error(comparison.step_error_frac)}."
+    )
+    difference = step.measured - step.predicted
+    same_way = [c for c in comparison.attribution if c.seconds * difference > 0]
+    if abs(comparison.step_error_frac) >= 0.01 and same_way:
+        largest = max(same_way, key=lambda c: abs(c.seconds))
+        what = f"{largest.kind} on {largest.stream}" if largest.stream else largest.kind
+        text += f" The largest part of the difference, {format_s(largest.seconds, signed=True)}, is {what}."
+    return text
+
+
+def _key_figures(comparison: Comparison) -> str:
+    step = comparison.step_s
+    assert step.measured is not None
+    busiest = comparison.deciding_stream
+    items = [
+        ("Step, predicted", format_s(step.predicted), _interval(comparison)),
+        ("Step, measured", format_s(step.measured), _measured_steps(comparison)),
+        ("Error", format_error(comparison.step_error_frac), "predicted / measured − 1"),
+        (
+            "Busiest stream",
+            busiest.stream,
+            f"worked {format_frac(busiest.measured.busy_s / step.measured)} of the step",
+        ),
+    ]
+    for tier in comparison.tiers:
+        peak = tier.peak_bytes
+        if peak.predicted and peak.measured is not None:
+            items.append(
+                (f"Peak in {tier.tier}", format_bytes(peak.measured), f"predicted {format_bytes(peak.predicted)}")
+            )
+    return cards(items)
+
+
+def _interval(comparison: Comparison) -> str:
+    if comparison.interval_s is None:
+        return ""
+    low, high = comparison.interval_s
+    return f"90 % between {format_s(low)} and {format_s(high)}"
+
+
+def _measured_steps(comparison: Comparison) -> str:
+    steady = comparison.measured_steps_s[comparison.warmup_steps :]
+    if len(steady) == 1:
+        return "one step"
+    return f"median of {len(steady)}; {format_s(min(steady))} to {format_s(max(steady))}"
+
+
+def _timelines(comparison: Comparison, schedule: Schedule, predicted: Trace, measured: Trace) -> str:
+    windows = _windows(comparison, predicted, measured)
+    kinds = {op.key: op.kind for op in schedule.ops}
+    busy = {
+        s.stream: f"busy {format_frac(_part(s.predicted.busy_s, s.predicted.step_s))} / "
+        f"{format_frac(_part(s.measured.busy_s, s.measured.step_s))}"
+        for s in comparison.streams
+    }
+    used = [k for k in pictures.COLOURS if k in kinds.values()]
+    used += [k for k in dict.fromkeys(kinds.values()) if k not in used]
+    return section(
+        "One step, by stream",
+        paragraph("Upper lane: predicted. Lower lane: measured. A black mark ends the step of each.", "soft"),
+        pictures.legend(used),
+        f"<figure>{pictures.timeline(schedule.streams, kinds, *windows, busy)}</figure>",
+    )
+
+
+def _windows(comparison: Comparison, predicted: Trace, measured: Trace) -> tuple[pictures.Window, pictures.Window]:
+    warmup = max(comparison.warmup_steps, 0)
+    return (
+        pictures.typical_window(predicted, cut_steps(predicted, warmup)),
+        pictures.typical_window(measured, cut_steps(measured, warmup)),
+    )
+
+
+def _part(amount: float, whole: float) -> float:
+    return amount / whole if whole else 0.0
+
+
+def _causes(comparison: Comparison) -> str:
+    found = comparison.attribution
+    by_op = table(
+        ("ops", "stream", "seconds", ""),
+        [
+            (c.kind, c.stream, format_s(c.seconds, signed=True), bar)
+            for c, bar in zip(found, bars([c.seconds for c in found]), strict=True)
+        ],
+        num_left=2,
+    )
+    busiest = comparison.deciding_stream
+    causes = list(busiest.causes.items())
+    by_cause = table(
+        ("cause", "seconds", ""),
+        [
+            (name, format_s(seconds, signed=True), bar)
+            for (name, seconds), bar in zip(causes, bars([s for _, s in causes]), strict=True)
+        ],
+    )
+    return section(
+        "Where the difference comes from",
+        paragraph(
+            "Measured minus predicted. By ops: what the simulated step gains when it is given the measured durations "
+            "of these ops, one row after the other; ops that are not on the critical path gain nothing."
+        ),
+        by_op,
+        paragraph(f"By cause, on the busiest stream, {busiest.stream}:"),
+        by_cause,
+    )
+
+
+def _streams(comparison: Comparison) -> str:
+    rows = [
+        (
+            s.stream,
+            format_s(s.predicted.busy_s),
+            format_s(s.measured.busy_s),
+            format_error(s.busy_s.error_frac),
+            f"{format_s(s.predicted.waiting_input_s)} / {format_s(s.measured.waiting_input_s)}",
+            f"{format_s(s.predicted.waiting_memory_s)} / {format_s(s.measured.waiting_memory_s)}",
+            f"{format_s(s.predicted.overhead_s)} / {format_s(s.measured.overhead_s)}",
+        )
+        for s in comparison.streams
+    ]
+    return section(
+        "Streams",
+        paragraph("Per step; the last three columns show predicted / measured.", "soft"),
+        table(
+            ("stream", "busy, predicted", "busy, measured", "error", "waits for input", "for memory", "overhead"), rows
+        ),
+    )
+
+
+def _kinds(comparison: Comparison) -> str:
+    rows = [
+        (
+            f"{k.kind} on {k.stream}",
+            f"{k.num_ops}",
+            format_s(k.predicted_s),
+            format_s(k.measured_s),
+            format_error(k.seconds.error_frac),
+            format_s(k.rate_s, signed=True),
+            format_s(k.overhead_s, signed=True),
+            format_s(k.contention_s, signed=True),
+        )
+        for k in comparison.kinds
+    ]
+    return section(
+        "Kinds of op",
+        paragraph("Per step; the last three columns split measured minus predicted.", "soft"),
+        table(("kind", "ops", "predicted", "measured", "error", "rate", "overhead", "contention"), rows),
+    )
+
+
+def _memory(comparison: Comparison, predicted: Trace, measured: Trace) -> str:
+    windows = _windows(comparison, predicted, measured)
+    drawn = "".join(pictures.memory_picture(t.tier, t.capacity_bytes, *windows) for t in comparison.tiers)
+    rows = [
+        (t.tier, *_bytes_cells(t.peak_bytes), format_bytes(t.capacity_bytes))
+        for t in comparison.tiers
+        if t.peak_bytes.predicted or t.peak_bytes.measured
+    ]
+    return section(
+        "Memory over the step",
+        pictures.memory_legend(),
+        f"<figure>{drawn}</figure>",
+        table(("tier", "peak, predicted", "measured", "error", "capacity"), rows),
+    )
+
+
+def _bytes(comparison: Comparison) -> str:
+    if not comparison.moved_bytes:
+        return ""
+    agree = "They agree exactly." if comparison.bytes_agree else "They do not all agree."
+    if all(pair.measured is None for pair in comparison.moved_bytes.values()):
+        agree = "The run did not count them."
+    rows = [(stream, *_exact_cells(pair)) for stream, pair in comparison.moved_bytes.items()]
+    return section(
+        "Bytes moved per step", paragraph(agree), table(("stream", "predicted", "measured", "difference"), rows)
+    )
+
+
+def _bytes_cells(pair: Pair) -> tuple[str, str, str]:
+    measured = "–" if pair.measured is None else format_bytes(pair.measured)
+    return format_bytes(pair.predicted), measured, format_error(pair.error_frac)
+
+
+def _exact_cells(pair: Pair) -> tuple[str, str, str]:
+    if pair.measured is None:
+        return f"{pair.predicted:,.0f}", "–", "–"
+    return (
+        f"{pair.predicted:,.0f}",
+        f"{pair.measured:,.0f}",
+        f"{pair.measured - pair.predicted:+,.0f}".replace("+0", "0"),
+    )
+
+
+def _losses(losses: Sequence[float], reference: Sequence[float]) -> str:
+    text = f"The loss went from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps."
+    if reference:
+        if list(losses) == list(reference):
+            text += " Plain training in memory gave the same losses, bit for bit."
+        else:
+            worst = max(abs(a - b) for a, b in zip(losses, reference, strict=False))
+            text += f" Plain training in memory gave losses that differ by at most {worst:.2e}."
+    return section("Losses", paragraph(text), f"<figure>{pictures.losses_picture(losses, reference)}</figure>")
+
+
+def _reading(comparison: Comparison) -> str:
+    return section(
+        "How to read this",
+        facts(
+            [
+                ("error", "predicted / measured − 1: below zero, the run took longer or more than was predicted"),
+                (
+                    "step",
+                    f"from the end of one step's last op to the next; the first {comparison.warmup_steps} left out",
+                ),
+                ("rate", "the ops themselves ran faster or slower than the machine's description says"),
+                ("contention", "they lost more or less to ops that ran at the same time"),
+                ("overhead", "a fixed time per op, or between ops, that the simulation does not have"),
+                ("waiting for input", "the stream stood idle because what the op reads was not complete"),
+                ("waiting for memory", "inputs were complete, but the tier had no room for what the op writes"),
+                ("variation", "single steps or ops that were slower than the typical one"),
+            ]
+        ),
+    )

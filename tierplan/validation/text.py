@@ -1,0 +1,69 @@
+"""Numbers as people read them: times, sizes and rates with units, signed errors."""
+
+from __future__ import annotations
+
+from math import floor, isfinite, log10
+
+__all__ = ["format_bytes", "format_count", "format_error", "format_frac", "format_rate", "format_s"]
+
+
+def format_s(seconds: float, *, signed: bool = False) -> str:
+    """Seconds to three digits: `1.24 s`, `83.1 ms`, `4 min 10 s`, `2.5 h`."""
+    sign = ("+" if seconds > 0 else "") if signed else ""
+    size = abs(seconds)
+    if size >= 172_800:
+        return f"{sign}{_digits(seconds / 86_400)} days"
+    if size >= 7_200:
+        return f"{sign}{_digits(seconds / 3_600)} h"
+    if size >= 120:
+        return f"{sign}{int(seconds) // 60} min {int(seconds) % 60} s" if seconds > 0 else f"{round(seconds)} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if size * scale >= 0.9995:
+            return f"{sign}{_digits(seconds * scale)} {unit}"
+    return "0 s" if size < 1e-9 else f"{sign}{_digits(seconds * 1e9)} ns"
+
+
+def format_bytes(size_bytes: float, *, signed: bool = False) -> str:
+    """Bytes in binary units to three digits: `1.21 GiB`."""
+    sign = ("+" if size_bytes > 0 else "") if signed else ""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= scale * 0.9995:
+            return f"{sign}{_digits(size_bytes / scale)} {unit}"
+    return f"{sign}{size_bytes:.0f} B"
+
+
+def format_count(number: float) -> str:
+    """A large number to three digits: `24.9 M`, `13 B` (10^9), `350`."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= scale * 0.9995:
+            return f"{_digits(number / scale)} {unit}"
+    return _digits(number)
+
+
+def format_rate(per_s: float, unit: str) -> str:
+    """A rate with a decimal prefix: `6.9 GB/s` for unit `B`, `812 GFLOP/s` for unit `FLOP`."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(per_s) >= scale * 0.9995:
+            return f"{_digits(per_s / scale)} {prefix}{unit}/s"
+    return f"{_digits(per_s)} {unit}/s"
+
+
+def format_frac(frac: float) -> str:
+    """A part of the whole: `84 %`."""
+    return f"{frac * 100:.0f} %"
+
+
+def format_error(frac: float | None) -> str:
+    """A signed relative error: `+2.1 %`; a dash where there is none."""
+    if frac is None:
+        return "–"
+    return "0 %" if frac == 0 else f"{frac * 100:+.1f} %"
+
+
+def _digits(number: float) -> str:
+    """Three significant digits, no exponent below a million."""
+    if number == 0 or not isfinite(number):
+        return "0" if number == 0 else str(number)
+    places = max(0, 2 - floor(log10(abs(number) * (1 + 1e-12))))
+    text = f"{number:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
