@@ -1,0 +1,194 @@
+"""Studies: the grid, resuming after any interruption, and every kind of executor."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tierplan.validation.study import Point, StudyError, load_study
+from tierplan.validation.sweep import sweep
+
+STUDY = """
+name = "drives"
+question = "How many drives pay off?"
+[scenario]
+model = "gpt-13b"
+machine = ["desktop-4090", "mine.toml"]
+batch = [1, 8]
+[set]
+nvme.drives = [1, 2, 4]
+"host.capacity" = "64 GB"
+"""
+
+
+def cost(point: Point) -> Mapping[str, object]:
+    """A stand-in for a simulation: quick, and wrong for one batch size."""
+    if point.batch == 13:
+        raise ValueError("13 brings bad luck")
+    return {"step_s": point.batch * 0.1, "pid": os.getpid()}
+
+
+def grid(num_points: int) -> list[Point]:
+    return [Point(model="m", machine="x", batch=i + 1) for i in range(num_points)]
+
+
+def test_study_is_the_product_of_its_axes(tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text(STUDY)
+    (tmp_path / "mine.toml").write_text("")
+    study = load_study(tmp_path / "study.toml")
+    points = list(study.points())
+    assert len(study) == len(points) == 2 * 2 * 3
+    assert points[0] == Point(
+        model="gpt-13b", machine="desktop-4090", batch=1, overrides={"nvme.drives": 1, "host.capacity": "64 GB"}
+    )
+    assert [p.overrides["nvme.drives"] for p in points[:4]] == [1, 2, 4, 1]
+    assert points[-1].machine == str((tmp_path / "mine.toml").resolve())
+    assert len({p.key for p in points}) == 12
+    assert points[0].columns()["nvme.drives"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[scenario]", "[scenarios]"), "no key 'scenarios'; the keys are name, question, scenario, set"),
+        (("batch", "batches"), r"no key 'batches' in \[scenario\]; the keys are model, machine"),
+        (("[1, 8]", '[1, "8"]'), "batch is '8'; it must be a whole number"),
+        (("[1, 8]", "[]"), "batch is an empty list"),
+        (('model = "gpt-13b"', ""), "names no model; add model"),
+        (("name =", "name"), "is not TOML"),
+    ],
+)
+def test_a_study_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "study.toml"
+    path.write_text(STUDY.replace(*change, 1))
+    with pytest.raises(StudyError, match=message):
+        load_study(path)
+
+
+def test_rows_are_in_the_order_of_the_points_and_errors_are_results(tmp_path: Path) -> None:
+    rows = sweep(grid(20), cost, out_dir=tmp_path, num_workers=1)
+    assert [r["batch"] for r in rows] == list(range(1, 21))
+    assert rows[12]["error"] == "13 brings bad luck"
+    assert "step_s" not in rows[12]
+    with (tmp_path / "table.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(r["step_s"] or "nan") for r in table[:2]] == [0.1, 0.2]
+    assert table[12]["error"] == "13 brings bad luck"
+
+
+def test_a_mistake_in_the_code_is_not_a_result() -> None:
+    with pytest.raises(ZeroDivisionError):
+        sweep(grid(3), lambda point: {"x": 1 / (point.batch - 2)}, num_workers=1)
+
+
+def test_finished_points_are_not_evaluated_again(tmp_path: Path) -> None:
+    first = sweep(grid(5), cost, out_dir=tmp_path, num_workers=1)
+    seen: list[int] = []
+
+    def count(point: Point) -> Mapping[str, object]:
+        seen.append(point.batch)
+        return cost(point)
+
+    again = sweep(grid(8), count, out_dir=tmp_path, num_workers=1)
+    assert seen == [6, 7, 8]
+    assert again[:5] == first
+
+
+@pytest.mark.parametrize("cut", [1, 40, 200, 333])
+def test_a_file_cut_off_anywhere_is_continued(tmp_path: Path, cut: int) -> None:
+    """Whatever byte the writing stopped at: whole lines are kept, and the result is that of an unbroken run."""
+    whole = sweep(grid(6), cost, out_dir=tmp_path / "whole", num_workers=1)
+    text = (tmp_path / "whole" / "results.jsonl").read_bytes()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "results.jsonl").write_bytes(text[:-cut])
+    assert sweep(grid(6), cost, out_dir=tmp_path / "cut", num_workers=1) == whole
+    lines = (tmp_path / "cut" / "results.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["row"]["batch"] for line in lines) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("hello\n")
+    with pytest.raises(ValueError, match="a line that is no result: b'hello"):
+        sweep(grid(2), cost, out_dir=tmp_path, num_workers=1)
+
+
+def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
+    def without_pid(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+        return [{k: v for k, v in row.items() if k != "pid"} for row in rows]
+
+    plain = without_pid(sweep(grid(30), cost, num_workers=1))
+    with ThreadPoolExecutor(4) as threads:
+        assert without_pid(sweep(grid(30), cost, executor=threads)) == plain
+    by_processes = sweep(grid(30), cost, num_workers=2)
+    assert without_pid(by_processes) == plain
+    assert os.getpid() not in {row.get("pid") for row in by_processes}
+
+
+@pytest.mark.slow
+def test_dask_cluster_gives_the_same() -> None:
+    """A real scheduler and two worker processes on this machine."""
+    distributed = pytest.importorskip("distributed")
+    plain = [row.get("step_s") for row in sweep(grid(40), cost, num_workers=1)]
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, protocol="tcp"
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        rows = sweep(grid(40), cost, executor=client.get_executor())
+    assert [row.get("step_s") for row in rows] == plain
+    assert len({row.get("pid") for row in rows if "pid" in row}) == 2
+    assert rows[12]["error"] == "13 brings bad luck"
+
+
+@pytest.mark.slow
+def test_interrupted_with_ctrl_c_it_continues(tmp_path: Path) -> None:
+    """SIGINT in the middle of a run with processes: it ends soon, and the second run does only what is missing."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        from tierplan.validation.study import Point
+        from tierplan.validation.sweep import sweep
+
+        def slow(point):
+            time.sleep(0.05)
+            with open(sys.argv[2], "a") as log:
+                log.write(f"{point.batch}\\n")
+            return {"step_s": float(point.batch)}
+
+        if __name__ == "__main__":
+            points = [Point(model="m", machine="x", batch=i) for i in range(1, 101)]
+            try:
+                sweep(points, slow, out_dir=sys.argv[1], num_workers=2)
+            except KeyboardInterrupt:
+                sys.exit(130)
+        """)
+    )
+    log = tmp_path / "log"
+    command = [sys.executable, str(script), str(tmp_path / "out"), str(log)]
+    process = subprocess.Popen(command, start_new_session=True)
+    results = tmp_path / "out" / "results.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not results.exists() or len(results.read_bytes().splitlines()) < 10):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    kept = len(results.read_bytes().splitlines())
+    assert 10 <= kept < 100
+    evaluated_before = len(log.read_text().splitlines())
+    subprocess.run(command, check=True, timeout=60)
+    assert len(results.read_bytes().splitlines()) == 100
+    assert len(log.read_text().splitlines()) - evaluated_before == 100 - kept

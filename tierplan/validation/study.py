@@ -1,0 +1,170 @@
+"""A what-if study: a grid of scenarios, from a TOML file or made in code.
+
+name = "how-many-drives"
+question = "How many drives pay off?"
+
+[scenario]                       # a value, or a list of values to vary
+model = "gpt-13b"
+machine = ["desktop-4090", "fuyou-4090"]
+policy = ["planner", "zero-infinity"]
+batch = [8, 32]
+
+[set]                            # changes to the machine, as with --set; lists are varied too
+"nvme.drives" = [1, 2, 4]
+
+The points are all combinations, the last key varying fastest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tierplan import __version__
+
+__all__ = ["Point", "Study", "StudyError", "load_study"]
+
+
+class StudyError(ValueError):
+    """A study that cannot be read; names the key and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One scenario of a study: what is trained, where, and who decides."""
+
+    model: str
+    machine: str
+    policy: str = "planner"
+    """A policy's name, or `planner`."""
+    batch: int = 1
+    accumulation: int = 1
+    seq: int = 1024
+    dtype: str = "auto"
+    semantics: str = ""
+    """Empty for the policy's own."""
+    max_grad_norm: float | None = None
+    attention: str = "flash"
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    """Changes to the machine's description, by key."""
+
+    @property
+    def key(self) -> str:
+        """The same for the same point, in any study and any process, as long as tierplan's version is the same."""
+        record = json.dumps([__version__, asdict(self)], sort_keys=True, default=str)
+        return hashlib.sha256(record.encode()).hexdigest()[:16]
+
+    def columns(self) -> dict[str, object]:
+        """The point as columns of a table: one per field, and one per changed machine key."""
+        record = asdict(self)
+        overrides = record.pop("overrides")
+        return {**record, **overrides}
+
+
+KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "model": str,
+    "machine": str,
+    "policy": str,
+    "batch": int,
+    "accumulation": int,
+    "seq": int,
+    "dtype": str,
+    "semantics": str,
+    "max_grad_norm": (int, float),
+    "attention": str,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A grid: each axis has a name and its values."""
+
+    name: str
+    question: str = ""
+    scenario: Mapping[str, Sequence[object]]
+    """Values by field of `Point`; `model` and `machine` are needed."""
+    overrides: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """Values by key of the machine's description."""
+
+    def __post_init__(self) -> None:
+        for key, values in self.scenario.items():
+            if key not in KEYS:
+                raise StudyError(f"study {self.name!r}: no key {key!r} in [scenario]; the keys are {', '.join(KEYS)}")
+            for value in values:
+                if not isinstance(value, KEYS[key]) or isinstance(value, bool):
+                    wanted = "text" if KEYS[key] is str else "a whole number" if KEYS[key] is int else "a number"
+                    raise StudyError(f"study {self.name!r}: {key} is {value!r}; it must be {wanted}")
+        for key in ("model", "machine"):
+            if key not in self.scenario:
+                raise StudyError(f"study {self.name!r} names no {key}; add {key} = ... to [scenario]")
+        for key, values in {**self.scenario, **self.overrides}.items():
+            if not values:
+                raise StudyError(f"study {self.name!r}: {key} is an empty list; give at least one value")
+
+    def __len__(self) -> int:
+        number = 1
+        for values in (*self.scenario.values(), *self.overrides.values()):
+            number *= len(values)
+        return number
+
+    def points(self) -> Iterator[Point]:
+        """All combinations, the last key varying fastest."""
+        names, changed = list(self.scenario), list(self.overrides)
+        for values in itertools.product(*self.scenario.values(), *self.overrides.values()):
+            settings = dict(zip(names, values[: len(names)], strict=True))
+            overrides = dict(zip(changed, values[len(names) :], strict=True))
+            yield Point(**settings, overrides=overrides)  # type: ignore[arg-type]
+
+    def relative_to(self, folder: Path) -> Study:
+        """The study with models and machines that are files in `folder` found from anywhere."""
+
+        def found(value: object) -> object:
+            path = folder / str(value)
+            return str(path.resolve()) if path.exists() and not Path(str(value)).is_absolute() else value
+
+        files = {key: [found(v) for v in self.scenario[key]] for key in ("model", "machine")}
+        return replace(self, scenario={**self.scenario, **files})
+
+
+def load_study(path: str | os.PathLike[str]) -> Study:
+    """The study of a TOML file. Paths in it are relative to the file. Raises `StudyError`."""
+    source = Path(path)
+    try:
+        record = tomllib.loads(source.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StudyError(f"{source} is not TOML: {error}") from error
+    allowed = ("name", "question", "scenario", "set")
+    if unknown := sorted(set(record) - set(allowed)):
+        raise StudyError(f"{source}: no key {unknown[0]!r}; the keys are {', '.join(allowed)}")
+    sections = {name: record.get(name, {}) for name in ("scenario", "set")}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise StudyError(f"{source}: [{name}] must be a table of keys and values")
+    study = Study(
+        name=record.get("name", source.stem),
+        question=record.get("question", ""),
+        scenario={key: _values(value) for key, value in sections["scenario"].items()},
+        overrides={key: _values(value) for key, value in _flat(sections["set"]).items()},
+    )
+    return study.relative_to(source.parent)
+
+
+def _values(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """`{"nvme": {"drives": 1}}` and `{"nvme.drives": 1}` are the same: TOML writes both as `nvme.drives`."""
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,181 @@
+"""Runs a study: many simulations on any `concurrent.futures.Executor`, each result kept as soon as it is there.
+
+Results are lines of JSON in `results.jsonl`, appended and flushed one by one, so that a run that is interrupted at any
+moment continues where it stopped. `table.csv` holds the same as a tidy table, in the order of the grid.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from tierplan.sim.trace import write_atomically
+from tierplan.validation.study import Point
+
+__all__ = ["sweep", "write_table"]
+
+Row = dict[str, object]
+IN_FLIGHT_PER_WORKER = 4
+"""Points handed out beyond those that run: enough to keep workers busy, few enough to stop soon."""
+
+
+def sweep(
+    points: Iterable[Point],
+    evaluate: Callable[[Point], Mapping[str, object]] | None = None,
+    *,
+    out_dir: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    num_workers: int | None = None,
+    progress: bool = False,
+) -> list[Row]:
+    """One row per point, in the points' order: the point's columns and what `evaluate` says of it.
+
+    Parameters
+    ----------
+    evaluate
+        From a point to named figures; a function that can be pickled. By default `tierplan.validation.evaluate`:
+        plan, lower, simulate. What it raises as `ValueError` or `RuntimeError` becomes the row's `error`.
+    out_dir
+        Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again.
+    executor
+        Runs the points: threads, processes, a `dask.distributed` client's `get_executor()`. It is not shut down.
+        By default a pool of `num_workers` processes, one per core.
+    """
+    points = list(points)
+    if evaluate is None:
+        from tierplan.validation.evaluate import evaluate_point
+
+        evaluate = evaluate_point
+    kept = _Kept(Path(out_dir)) if out_dir is not None else None
+    rows: dict[str, Row] = dict(kept.rows) if kept else {}
+    missing = {p.key: p for p in points if p.key not in rows}
+    with ExitStack() as stack:
+        if kept:
+            stack.enter_context(kept)
+        bar = stack.enter_context(
+            tqdm(total=len(points), initial=len(points) - len(missing), unit="point", disable=not progress)
+        )
+        for key, row in _results(missing, evaluate, executor, num_workers, stack):
+            rows[key] = row
+            if kept:
+                kept.add(key, row)
+            bar.update()
+    ordered = [rows[p.key] for p in points]
+    if out_dir is not None:
+        write_table(ordered, Path(out_dir) / "table.csv")
+    return ordered
+
+
+def _results(
+    points: Mapping[str, Point],
+    evaluate: Callable[[Point], Mapping[str, object]],
+    executor: Executor | None,
+    num_workers: int | None,
+    stack: ExitStack,
+) -> Iterator[tuple[str, Row]]:
+    """Rows as they are done. On the way out, points that have not begun are cancelled."""
+    if not points:
+        return
+    num_workers = num_workers or len(os.sched_getaffinity(0))
+    if executor is None:
+        if num_workers == 1 or len(points) == 1:
+            for key, point in points.items():
+                yield key, _row(evaluate, point)
+            return
+        executor = ProcessPoolExecutor(
+            min(num_workers, len(points)),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_ignore_interrupt,
+        )
+        stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+    limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)
+    waiting = iter(points.items())
+    in_flight: dict[Future[Row], str] = {}
+    stack.callback(lambda: [future.cancel() for future in in_flight])
+    while True:
+        for key, point in waiting:
+            in_flight[executor.submit(_row, evaluate, point)] = key
+            if len(in_flight) >= limit:
+                break
+        if not in_flight:
+            return
+        done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield in_flight.pop(future), future.result()
+
+
+def _row(evaluate: Callable[[Point], Mapping[str, object]], point: Point) -> Row:
+    row = point.columns()
+    try:
+        row |= evaluate(point)
+    except (ValueError, RuntimeError) as error:
+        row["error"] = str(error)
+    return row
+
+
+def _ignore_interrupt() -> None:
+    """Ctrl-C reaches all processes; the parent alone decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class _Kept:
+    """The results of a folder, read when it is opened and appended to line by line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "results.jsonl"
+        self.rows: dict[str, Row] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._whole_bytes = 0
+        if self.path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        """Takes whole lines only: the last one may have been cut off by an interruption."""
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                record = json.loads(line)
+                key, row = record["key"], record["row"]
+            except (ValueError, KeyError, TypeError):
+                if line.endswith(b"\n"):
+                    raise ValueError(
+                        f"{self.path} has a line that is no result: {line[:60]!r}; remove it, or use another folder"
+                    ) from None
+                break
+            if not line.endswith(b"\n"):
+                break
+            self.rows[key] = row
+            self._whole_bytes += len(line)
+
+    def __enter__(self) -> _Kept:
+        if self.path.exists():
+            os.truncate(self.path, self._whole_bytes)
+        self._file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, key: str, row: Row) -> None:
+        self._file.write(json.dumps({"key": key, "row": row}, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def write_table(rows: Sequence[Mapping[str, object]], path: str | os.PathLike[str]) -> None:
+    """Writes rows as CSV, one column per name that any row has, in order of first appearance."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
