@@ -9,11 +9,12 @@ first simulation. Names, contents and kinds are those of docs/design.md.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.tiling import cut_batches
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
@@ -31,6 +32,8 @@ LINKS = {
 }
 """Stream and verb of a copy, by the tiers it goes between."""
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
+WIDE_BYTES = 4
+"""Bytes per parameter of a gradient in fp32."""
 NORM_BYTES = 4096
 """Room for the norms of one unit's parameters."""
 
@@ -45,6 +48,8 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
     do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
     """
     plan.check(workload)
+    if plan.tiles > 1:
+        plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
     schedule = _Lowering(plan, workload, machine).schedule()
     if refine:
         schedule = order_by_readiness(schedule, price(schedule, machine))
@@ -108,10 +113,15 @@ class _Lowering:
         self.old_grads: dict[str, str] = {}  # of the step before, with delayed updates
         self.inputs: dict[tuple[int, int], str] = {}
         self.acts: dict[tuple[int, int], dict[int | str, str]] = {}
+        self.remade: dict[tuple[int, int], str] = {}  # saved tensors that a segment's recomputation has made again
         self.dx: dict[int, str] = {}
         self.tied: dict[tuple[str, int], str] = {}
         self.shared: dict[int, str] = {}
         self.clip: str | None = None
+        self.turns: list[str] = []  # keys of the compute ops, by step
+        self.update_keys: list[str] = []
+        self.home_keys: list[str] = []  # of the op that ended each update's way home
+        self.waiting_home: Callable[[tuple[str, ...]], None] | None = None
         vertical = plan.order == "vertical"
         self.turns_per_unit = self.training.gradient_accumulation_steps if vertical else 1
 
@@ -119,6 +129,7 @@ class _Lowering:
         self._check_places()
         self._declare_homes()
         stages = walk(self.plan, self.workload)
+        self.turns = [f"{s.phase}/{self.units[s.unit].name}/mb{s.micro_batch}" for s in stages]
         for stage in stages:
             if stage.phase == "fwd":
                 self._forward(stage)
@@ -224,10 +235,14 @@ class _Lowering:
         reads: Iterable[str],
         writes: Iterable[str],
         m: int = 0,
+        after: Iterable[str] = (),
     ) -> None:
-        reads, writes = tuple(dict.fromkeys(reads)), tuple(writes)
+        reads, writes, after = tuple(dict.fromkeys(reads)), tuple(writes), tuple(dict.fromkeys(after))
         work = {name: amount for name, amount in work.items() if amount}
-        op = Op(key=key, stream=stream, kind=kind, unit=unit, micro_batch=m, work=work, reads=reads, writes=writes)
+        op = Op(
+            key=key, stream=stream, kind=kind, unit=unit, micro_batch=m,
+            work=work, reads=reads, writes=writes, after=after,
+        )  # fmt: skip
         self.ops.append((at, op))
 
     def work_buffer(self, key: str, size_bytes: int) -> list[str]:
@@ -235,7 +250,16 @@ class _Lowering:
         return [self.buffer(f"work/{key}", DEVICE, size_bytes, "work")] if size_bytes else []
 
     def copy(
-        self, at: Position, what: str, source: str, tier: str, unit: str, m: int = 0, *, over: str | None = None
+        self,
+        at: Position,
+        what: str,
+        source: str,
+        tier: str,
+        unit: str,
+        m: int = 0,
+        *,
+        over: str | None = None,
+        after: Iterable[str] = (),
     ) -> str:
         """Moves the content of `source` into `tier`, over the buffer `over` if one is given; the new buffer's name."""
         b = self.buffers[source]
@@ -243,15 +267,22 @@ class _Lowering:
         target = self.next_version(over) if over else self.buffer(b.content, tier, b.size_bytes, b.kind)
         reads = (source, over) if over else (source,)
         key = f"{verb}_{what}"
-        self.op(at, key, stream, "copy", unit, work={"bytes": b.size_bytes}, reads=reads, writes=(target,), m=m)
+        work = {"bytes": b.size_bytes}
+        self.op(at, key, stream, "copy", unit, work=work, reads=reads, writes=(target,), m=m, after=after)
         return target
 
     def to_device(self, step: float, ahead_units: int, what: str, source: str, unit: str, m: int = 0) -> str:
         """Brings a buffer to the device `ahead_units` before `step`, and from NVMe into host memory as much earlier."""
         ahead = ahead_units * self.turns_per_unit
         if self.buffers[source].tier == NVME:
-            source = self.copy((step - ahead - max(ahead, 1), 0), what, source, HOST, unit, m)
-        return self.copy((step - ahead, 0), what, source, DEVICE, unit, m)
+            early = step - ahead - max(ahead, 1)
+            source = self.copy((early, 0), what, source, HOST, unit, m, after=self._turn_before(early))
+        return self.copy((step - ahead, 0), what, source, DEVICE, unit, m, after=self._turn_before(step - ahead))
+
+    def _turn_before(self, step: float) -> tuple[str, ...]:
+        """With strict windows: the compute op that has to end before a fetch for `step` may start."""
+        index = int(step) - 1
+        return (self.turns[index],) if self.plan.strict_windows and index >= 0 else ()
 
     def off_device(self, step: float, what: str, source: str, place: str, unit: str, m: int = 0) -> str:
         """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
@@ -314,7 +345,7 @@ class _Lowering:
         for t in leaving:
             what, place = f"{content}/{t.index}", choice.action(t.index)
             acts[t.index] = self.off_device(stage.step, what, acts[t.index], place, unit.name, m)
-        if u > 0 and choice.input != "keep" and self._needs_input(unit, choice):
+        if u > 0 and choice.input != "keep" and self._needs_input(unit, choice) and u == self._segment(u)[0]:
             what = f"x/{unit.name}/mb{m}"
             self.inputs[u, m] = self.off_device(stage.step, what, self.inputs[u, m], choice.input, unit.name, m)
 
@@ -329,6 +360,8 @@ class _Lowering:
         params = self._params(stage)
         ahead = self.plan.prefetch_acts_units
         inputs = []
+        if len(segment := self._segment(u)) > 1 and u == segment[-1]:
+            self._recompute_segment(stage, segment)
         if u > 0 and self._needs_input(unit, choice):
             if self.buffers[self.inputs[u, m]].tier != DEVICE:
                 what = f"x/{unit.name}/mb{m}"
@@ -342,7 +375,9 @@ class _Lowering:
                 name = self.to_device(stage.step, ahead, f"acts/{unit.name}/mb{m}/{index}", name, unit.name, m)
             acts.append(name)
         dropped = [t for t in unit.saved if choice.action(t.index) == "recompute"]
-        if dropped:
+        if (u, m) in self.remade:
+            acts.append(self.remade.pop((u, m)))
+        elif dropped:
             acts.append(self._recompute(stage, dropped, params + inputs, acts))
         reads = [*params, *inputs, *acts]
         writes = []
@@ -361,7 +396,36 @@ class _Lowering:
             if stage.micro_batch == self.training.gradient_accumulation_steps - 1:
                 self._gradients_complete(stage)
 
-    def _recompute(self, stage: _Stage, dropped: list[SavedTensor], inputs: list[str], acts: list[str]) -> str:
+    def _segment(self, u: int) -> range:
+        """The units that are recomputed together with `u` from the first one's input; itself alone without segments."""
+        first = next(i for i, unit in enumerate(self.units) if unit.kind == "block") if len(self.units) > 1 else 0
+        size, alone = self.plan.segment_units, range(u, u + 1)
+        if size == 1 or self.units[u].kind != "block":
+            return alone
+        start = first + (u - first) // size * size
+        blocks = sum(unit.kind == "block" for unit in self.units)
+        return range(start, min(start + size, first + blocks))
+
+    def _recompute_segment(self, stage: _Stage, segment: range) -> None:
+        """Runs a segment's forward once more, from the input of its first unit: saved tensors and inputs in between."""
+        m, first = stage.micro_batch, segment[0]
+        if self.buffers[self.inputs[first, m]].tier != DEVICE:
+            what, ahead = f"x/{self.units[first].name}/mb{m}", self.plan.prefetch_acts_units
+            unit = self.units[first].name
+            self.inputs[first, m] = self.to_device(stage.step, ahead, what, self.inputs[first, m], unit, m)
+        for u in segment:
+            unit, here = self.units[u], replace(stage, unit=u)
+            inputs = [*self._params(here), self.inputs[u, m], *([self.shared[m]] if m in self.shared else [])]
+            made = []
+            if u != segment[-1]:
+                content = f"x/{self.units[u + 1].name}/mb{m}"
+                made = [self.buffer(content, DEVICE, unit.output_bytes, "acts")]
+                self.inputs[u + 1, m] = made[0]
+            self.remade[u, m] = self._recompute(here, list(unit.saved), inputs, [], made)
+
+    def _recompute(
+        self, stage: _Stage, dropped: list[SavedTensor], inputs: list[str], acts: list[str], outputs: Iterable[str] = ()
+    ) -> str:
         unit, m = self.units[stage.unit], stage.micro_batch
         key = f"recompute/{unit.name}/mb{m}"
         whole = len(dropped) == len(unit.saved)
@@ -371,7 +435,7 @@ class _Lowering:
                 work[kind] = work.get(kind, 0.0) + amount
         size = sum(t.size_bytes for t in dropped)
         made = self.buffer(f"acts/{unit.name}/mb{m}/re", DEVICE, size, "acts")
-        writes = [made, *self.work_buffer(key, unit.forward_work_bytes)]
+        writes = [made, *outputs, *self.work_buffer(key, unit.forward_work_bytes)]
         reads = inputs if whole else [*inputs, *acts]
         self.op((stage.step, 1), key, COMPUTE, "recompute", unit.name, work=work, reads=reads, writes=writes, m=m)
         return made
@@ -437,11 +501,27 @@ class _Lowering:
         if self.training.max_grad_norm is not None:
             self._norm(stage, unit, grads)
         if choice.grads == "nvme":
+            if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
+                grads = self._widen(stage, unit, grads)
             self.grads[unit.name] = self.copy((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
         if self.plan.semantics == "in-backward":
             self._update(unit, float(stage.step), self.grads[unit.name])
         elif self.plan.semantics == "delayed-1":
             self.becomes[grads] = self.old_grads[unit.name]
+
+    def _widen(self, stage: _Stage, unit: Unit, grads: str) -> str:
+        wide = self.buffer(f"grads/{unit.name}/wide", HOST, unit.num_parameters * WIDE_BYTES, "grads")
+        self.op(
+            (stage.step, 2),
+            f"widen/{unit.name}",
+            CORES,
+            "widen",
+            unit.name,
+            work={"elementwise_bytes": unit.num_parameters * (self.training.grad_bytes + WIDE_BYTES)},
+            reads=(grads,),
+            writes=(wide,),
+        )
+        return wide
 
     def _norm(self, stage: _Stage, unit: Unit, grads: str) -> None:
         norm = self.buffer(f"norm/{unit.name}", HOST, NORM_BYTES, "work")
@@ -460,6 +540,8 @@ class _Lowering:
     def _updates_after(self, end: float) -> None:
         """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
         owners = [u for u in self.units if u.num_parameters]
+        if self.plan.update_order == "backward":
+            owners.reverse()
         if self.training.max_grad_norm is not None:
             self.clip = self.buffer("clip", HOST, NORM_BYTES, "work")
             norms = [f"norm/{u.name}@{HOST}#0" for u in owners]
@@ -470,11 +552,14 @@ class _Lowering:
         elif self.plan.semantics == "delayed-1":
             for i, unit in enumerate(owners):
                 self._update(unit, end * i / len(owners), self.old_grads[unit.name], upload_at=end + i)
+        if self.waiting_home:
+            self.waiting_home(())
 
     def _update(self, unit: Unit, step: float, grads: str, *, upload_at: float | None = None) -> None:
         """The optimizer step of one unit, with what it reads brought to it and what it writes taken home."""
         choice, n, t = self.choice[unit.name], unit.num_parameters, self.training
         key, reads, writes = f"update/{unit.name}", [grads], []
+        held = (self.turns[-1],) if self.plan.hold_updates and self.plan.semantics == "exact-clip" else ()
         if self.clip and self.plan.semantics == "exact-clip":
             reads.append(self.clip)
         if choice.states == "device":
@@ -488,12 +573,15 @@ class _Lowering:
             self.op((step, 3), key, COMPUTE, "update", unit.name, work=work, reads=reads, writes=writes)
             return
         early = (step - self.plan.prefetch_states_units * self.turns_per_unit, 0)
+        may_read = (*held, *self._update_before())
         if choice.grads == "nvme":
-            reads[0] = self.copy(early, f"grads/{unit.name}", grads, HOST, unit.name)
+            reads[0] = self.copy(early, f"grads/{unit.name}", grads, HOST, unit.name, after=may_read)
         states_home, params_home = self.states_home.get(unit.name), self.params_home[unit.name]
         states = states_home
         if states_home and choice.states == "nvme":
-            states = self.copy(early, f"states/{unit.name}", states_home, HOST, unit.name)
+            states = self.copy(early, f"states/{unit.name}", states_home, HOST, unit.name, after=may_read)
+        if self.waiting_home:
+            self.waiting_home((f"read_states/{unit.name}",) if states and choice.states == "nvme" else ())
         if states:
             reads.append(states)
             states = self.next_version(states)
@@ -508,23 +596,50 @@ class _Lowering:
             reads.append(old)
             params = self.next_version(old)
         writes.append(params)
-        self.op((step, 3), key, CORES, "update", unit.name, work={"parameters": n}, reads=reads, writes=writes)
+        work = {"parameters": n}
+        self.op((step, 3), key, CORES, "update", unit.name, work=work, reads=reads, writes=writes, after=held)
+        self.update_keys.append(key)
         home_at = (upload_at if upload_at is not None else step, 4)
-        if states and states_home and choice.states == "nvme":
-            states = self.copy(home_at, f"states/{unit.name}", states, NVME, unit.name, over=states_home)
-        if choice.params != "host":
-            params = self.copy(
-                home_at, f"params/{unit.name}/update", params, TIER_OF[choice.params], unit.name, over=params_home
-            )
-        if states:
-            self.states_home[unit.name] = states
-        self.params_home[unit.name] = params
+        index = len(self.home_keys)
+        self.home_keys.append(key)
+
+        def take_home(after: tuple[str, ...]) -> None:
+            now_states, now_params = states, params
+            if now_states and states_home and choice.states == "nvme":
+                what = f"states/{unit.name}"
+                now_states = self.copy(home_at, what, now_states, NVME, unit.name, over=states_home, after=after)
+                self.home_keys[index] = f"write_{what}"
+            if choice.params != "host":
+                what, tier = f"params/{unit.name}/update", TIER_OF[choice.params]
+                now_params = self.copy(home_at, what, params, tier, unit.name, over=params_home, after=after)
+                if choice.params == "nvme":
+                    self.home_keys[index] = f"write_{what}"
+            if now_states:
+                self.states_home[unit.name] = now_states
+            self.params_home[unit.name] = now_params
+            self.waiting_home = None
+
+        if self.plan.delay_write_back:
+            self.waiting_home = take_home
+        else:
+            take_home(())
+
+    def _update_before(self) -> tuple[str, ...]:
+        """What has to end before the next update's states may be read, by the windows of the plan."""
+        found = []
+        window, in_flight = self.plan.prefetch_states_units, self.plan.updates_in_flight
+        if self.plan.strict_windows and len(self.update_keys) > window:
+            found.append(self.update_keys[-1 - window])
+        if in_flight and len(self.home_keys) >= in_flight:
+            found.append(self.home_keys[-in_flight])
+        return tuple(found)
 
 
 def _in_list_order(placed: list[tuple[Position, Op]], buffers: Mapping[str, Buffer]) -> tuple[Op, ...]:
     """Ops by position, each behind those whose output it needs and behind the readers of what it writes over."""
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
+    number = {op.key: i for i, (_, op) in enumerate(placed)}
     for i, (_, op) in enumerate(placed):
         for name in op.writes:
             writer[name] = i
@@ -532,7 +647,7 @@ def _in_list_order(placed: list[tuple[Position, Op]], buffers: Mapping[str, Buff
             readers.setdefault(name, []).append(i)
     before: list[set[int]] = []
     for i, (_, op) in enumerate(placed):
-        needed = {writer[name] for name in op.reads if name in writer}
+        needed = {writer[name] for name in op.reads if name in writer} | {number[key] for key in op.after}
         for name in op.writes:
             old = buffers[name].reuses
             if old is not None:

@@ -60,6 +60,24 @@ class Plan:
     """The same for offloaded activations in backward."""
     prefetch_states_units: int = 1
     """How many updates ahead optimizer states may be read from NVMe."""
+    strict_windows: bool = False
+    """The windows above bind even where memory has room, as in systems with a fixed number of buffers."""
+    updates_in_flight: int = 0
+    """How many units' states may be between NVMe and their return to it at once; 0 leaves that to memory."""
+    delay_write_back: bool = False
+    """States go home only when those of the next update have been read, so that a drive reads and writes in turns."""
+    update_order: Literal["forward", "backward"] = "forward"
+    """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
+    hold_updates: bool = False
+    """No update before backward has ended, as in systems that look for overflow in all gradients first."""
+    wide_grads: bool = False
+    """Gradients that go to NVMe are widened to fp32 in host memory first."""
+    segment_units: int = 1
+    """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
+    tiles: int = 1
+    """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
+    devices: int = 1
+    """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
@@ -79,6 +97,21 @@ class Plan:
             actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
             if unknown := sorted(actions - set(ACTIONS)):
                 raise PlanError(f"unit {unit.name!r} has action {unknown[0]!r}; choose among {', '.join(ACTIONS)}")
+        if self.hold_updates and self.semantics == "in-backward":
+            raise PlanError(f"plan {self.policy!r} updates in backward and holds updates until it ends; choose one")
+        if self.segment_units > 1 and any(
+            unit.kind == "block" and choice.acts != "recompute"
+            for unit, choice in zip(workload.units, self.units, strict=True)
+        ):
+            raise PlanError(
+                f"plan {self.policy!r} recomputes segments of {self.segment_units} blocks, but keeps or moves saved "
+                "tensors of some; segments need acts='recompute' in every block"
+            )
+        if self.tiles < 1 or workload.training.per_device_train_batch_size % self.tiles:
+            raise PlanError(
+                f"plan {self.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "
+                f"into {self.tiles} tiles; the number of tiles must divide the number of sequences"
+            )
         if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
             raise PlanError(
                 f"training asks for clipping at norm {workload.training.max_grad_norm}, but the plan updates in "
