@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
         "--dtype",
         choices=("auto", *PRECISIONS),
         default="auto",
-        help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine has a rate for)",
+        help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine knows)",
     )
     what.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     what.add_argument(
