@@ -504,7 +504,7 @@ class _Lowering:
             if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
                 grads = self._widen(stage, unit, grads)
             self.grads[unit.name] = self.copy((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
-        if self.plan.semantics == "in-backward":
+        if self.plan.semantics == "in-backward" and not (choice.late_update and choice.states != "device"):
             self._update(unit, float(stage.step), self.grads[unit.name])
         elif self.plan.semantics == "delayed-1":
             self.becomes[grads] = self.old_grads[unit.name]
@@ -538,7 +538,7 @@ class _Lowering:
         )
 
     def _updates_after(self, end: float) -> None:
-        """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
+        """Updates that wait for all gradients (exact clipping), that use those of the step before, or that are late."""
         owners = [u for u in self.units if u.num_parameters]
         if self.plan.update_order == "backward":
             owners.reverse()
@@ -549,6 +549,10 @@ class _Lowering:
         if self.plan.semantics == "exact-clip":
             for i, unit in enumerate(owners):
                 self._update(unit, end + i, self.grads[unit.name])
+        elif self.plan.semantics == "in-backward":
+            for i, unit in enumerate(owners):
+                if self.choice[unit.name].late_update and self.choice[unit.name].states != "device":
+                    self._update(unit, end + i, self.grads[unit.name])
         elif self.plan.semantics == "delayed-1":
             for i, unit in enumerate(owners):
                 self._update(unit, end * i / len(owners), self.old_grads[unit.name], upload_at=end + i)

@@ -37,6 +37,8 @@ class UnitPlan:
     """What happens to the unit's input between forward and backward."""
     acts: Action | tuple[Action, ...] = "keep"
     """What happens to the saved tensors: one action for all, or one per slot."""
+    late_update: bool = False
+    """With updates in backward: this one waits until backward has ended, so that it overlaps the next forward."""
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
