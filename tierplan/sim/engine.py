@@ -1,7 +1,7 @@
 """The simulator: SimPy executes a schedule by the four rules and returns the trace.
 
-One SimPy process per stream walks its ops in list order (rule 1). An op is *eligible* when its stream has reached it and
-all that it waits for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3), and
+One SimPy process per stream walks its ops in list order (rule 1). An op is *eligible* when its stream has reached it
+and all that it waits for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3), and
 takes bytes back when a buffer's last reader ends (rule 4). Ops that use a shared limit run as flows whose speeds are
 divided anew whenever a flow starts or ends (`tierplan.sim.sharing`).
 

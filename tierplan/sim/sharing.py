@@ -14,8 +14,8 @@ def max_min_speeds(
 
     Flow i at speed s takes `s * demands[i][limit]` of each limit that it names. All speeds grow together, in proportion
     to `shares`, until a flow reaches full speed or a limit is full; those flows stop, the others go on. This is
-    progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2), exact for linear limits. A limit of 0 that a flow
-    needs gives it speed 0.
+    progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2), exact for linear limits. A limit of 0 that a
+    flow needs gives it speed 0.
     """
     speeds = [0.0] * len(demands)
     left = {name: limits[name] for demand in demands for name in demand}

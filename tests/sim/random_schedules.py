@@ -1,0 +1,92 @@
+"""Random valid schedules for property tests: three streams, two tight tiers, in-place updates, buffers that stay."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+
+STREAMS = ("a", "b", "c")
+TIERS = ("fast", "slow")
+
+
+@st.composite
+def schedules(draw: st.DrawFn, *, max_ops: int = 14, roomy: bool = False, lasting: bool = True) -> Schedule:
+    """Random ops that read earlier buffers and write one or two; some write over what they read, some buffers stay.
+
+    With `roomy`, the tiers hold everything at once. With `lasting`, initial buffers have successors, so that the
+    schedule unrolls.
+    """
+    buffers: dict[str, Buffer] = {}
+    alive: list[str] = []
+    """Buffers that a later op may read: written over by none."""
+    roles: dict[str, str] = {}
+    """Initial buffer of which a buffer is the latest version."""
+    if lasting:
+        for k in range(draw(st.integers(0, 3))):
+            name = f"w{k}"
+            tier, size = draw(st.sampled_from(TIERS)), draw(st.integers(0, 4))
+            buffers[name] = Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="params", initial=True)
+            alive.append(name)
+            roles[name] = name
+    ops: list[Op] = []
+    for i in range(draw(st.integers(1, max_ops))):
+        reads = draw(st.lists(st.sampled_from(alive), unique=True, max_size=3)) if alive else []
+        writes = []
+        for k in range(draw(st.integers(0, 2))):
+            name = f"b{i}.{k}"
+            over = draw(st.sampled_from([None, None, *reads])) if reads else None
+            if over is not None and over in alive:
+                old = buffers[over]
+                buffers[name] = Buffer(
+                    name=name,
+                    tier=old.tier,
+                    size_bytes=old.size_bytes,
+                    content=old.content,
+                    kind=old.kind,
+                    reuses=over,
+                )
+                alive.remove(over)
+                if over in roles:
+                    roles[name] = roles.pop(over)
+            else:
+                tier, size = draw(st.sampled_from(TIERS)), draw(st.integers(0, 5))
+                buffers[name] = Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="work")
+            alive.append(name)
+            writes.append(name)
+        after = draw(st.lists(st.sampled_from([op.key for op in ops]), unique=True, max_size=1)) if ops else []
+        stream = draw(st.sampled_from(STREAMS))
+        ops.append(
+            Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes), after=tuple(after))
+        )
+    for name, role in roles.items():
+        b = buffers[name]
+        buffers[name] = Buffer(
+            name=name,
+            tier=b.tier,
+            size_bytes=b.size_bytes,
+            content=b.content,
+            kind=b.kind,
+            initial=b.initial,
+            reuses=b.reuses,
+            becomes=role,
+        )
+    total = sum(b.size_bytes for b in buffers.values())
+    capacity = {t: total if roomy else draw(st.integers(8, 36)) for t in TIERS}
+    return validate(
+        Schedule(
+            name="random",
+            tiers=tuple(Tier(name=t, capacity_bytes=capacity[t]) for t in TIERS),
+            buffers=tuple(buffers.values()),
+            ops=tuple(ops),
+        )
+    )
+
+
+durations = st.integers(0, 9).map(float)
+
+
+def costs(schedule: Schedule, seconds: list[float]) -> dict[str, Cost]:
+    """The same durations over and over, one per op."""
+    return {op.key: Cost(0.0, seconds[i % len(seconds)]) for i, op in enumerate(schedule.ops)}

@@ -1,0 +1,137 @@
+"""The schedule file: what is written is read back, and nothing else is. The JSON Schema is a second witness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.sim.random_schedules import schedules
+from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
+from tierplan.sim.schedule_file import ScheduleFileError, json_schema, load_schedule, save_schedule
+
+SMALL = Schedule(
+    name="small",
+    tiers=(Tier(name="gpu0", capacity_bytes=10),),
+    buffers=(
+        Buffer(name="w", tier="gpu0", size_bytes=4, content="params/L0", kind="params", initial=True),
+        Buffer(name="w'", tier="gpu0", size_bytes=4, content="params/L0", kind="params", reuses="w", becomes="w"),
+    ),
+    ops=(
+        Op(key="fwd/L0", stream="gpu0.compute", kind="forward", work={"s": 0.1}, reads=("w",)),
+        Op(key="upd/L0", stream="host.adam", kind="update", reads=("w",), writes=("w'",), after=("fwd/L0",)),
+    ),
+    meta={"training": {"dtype": "bf16", "max_grad_norm": None}},
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedules())
+def test_round_trip_of_any_schedule(tmp_path: Path, schedule: Schedule) -> None:
+    path = tmp_path / "schedule.json"
+    save_schedule(schedule, path)
+    assert load_schedule(path) == schedule
+    jsonschema.validate(json.loads(path.read_text()), json_schema())
+
+
+def test_round_trip_of_a_lowered_plan(tmp_path: Path) -> None:
+    workload = toy_workload(gradient_accumulation_steps=2)
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts=("nvme", "host", "recompute", "keep"))
+    schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
+    path = tmp_path / "plan" / "schedule.json"
+    save_schedule(schedule, path)
+    loaded = load_schedule(path)
+    assert (loaded.tiers, loaded.buffers, loaded.ops) == (schedule.tiers, schedule.buffers, schedule.ops)
+    save_schedule(loaded, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    assert [p.name for p in path.parent.iterdir()] == ["schedule.json"], "no temporary file stays behind"
+
+
+def small_record(tmp_path: Path) -> dict:
+    save_schedule(SMALL, tmp_path / "small.json")
+    record: dict = json.loads((tmp_path / "small.json").read_text())
+    return record
+
+
+REFUSED = [
+    ("ops", 1, "color", "red", r"ops\[1\] \('upd/L0'\) has an unknown field 'color'"),
+    ("ops", 0, "work", {"s": -1}, r"ops\[0\] \('fwd/L0'\): work is .* it must be an object of finite numbers"),
+    ("ops", 0, "work", {"s": True}, "it must be an object of finite numbers"),
+    ("ops", 0, "reads", "w", r"reads is 'w'; it must be a list of text"),
+    ("ops", 0, "micro_batch", 0.5, "micro_batch is 0.5; it must be a whole number"),
+    ("ops", 0, "micro_batch", False, "it must be a whole number"),
+    ("ops", 0, "stream", None, "stream is None; it must be text"),
+    ("buffers", 0, "initial", 1, r"buffers\[0\] \('w'\): initial is 1; it must be true or false"),
+    ("buffers", 0, "size_bytes", -4, "size_bytes is -4"),
+    ("tiers", 0, "capacity_bytes", "10", "capacity_bytes is '10'"),
+]
+
+
+@pytest.mark.parametrize(("where", "position", "field", "value", "message"), REFUSED)
+def test_wrong_fields_are_named(
+    tmp_path: Path, where: str, position: int, field: str, value: object, message: str
+) -> None:
+    record = small_record(tmp_path)
+    record[where][position][field] = value
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ScheduleFileError, match=f"wrong.json: .*{message}"):
+        load_schedule(path)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(record, json_schema())
+
+
+def test_every_missing_field_is_an_error(tmp_path: Path) -> None:
+    record = small_record(tmp_path)
+    path = tmp_path / "missing.json"
+    places = [(record, "missing.json")] + [(record[name][0], f"{name}\\[0\\]") for name in ("tiers", "buffers", "ops")]
+    for place, label in places:
+        for field in list(place):
+            kept = place.pop(field)
+            path.write_text(json.dumps(record))
+            with pytest.raises(ScheduleFileError, match=label):
+                load_schedule(path)
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(record, json_schema())
+            place[field] = kept
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "not a schedule"),
+        ('{"format": "tierplan-trace"}', "not a schedule"),
+        ('{"format": "tierplan-schedule", "version": 2}', "has version 2, this reader takes 1"),
+        ('{"format": "tierplan-schedule", "version": 1, "version": 1}', "'version' is there twice"),
+        ('{"format": "tierplan-schedule", "version": NaN}', "NaN is not JSON"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ScheduleFileError, match=message):
+        load_schedule(path)
+
+
+def test_a_file_that_breaks_the_language_is_refused(tmp_path: Path) -> None:
+    record = small_record(tmp_path)
+    record["ops"].reverse()
+    path = tmp_path / "reversed.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ScheduleError, match=r"reversed.json: op 'upd/L0' comes after 'fwd/L0'"):
+        load_schedule(path)
+
+
+def test_meta_that_json_cannot_say_is_refused(tmp_path: Path) -> None:
+    for value in (object(), float("nan")):
+        schedule = Schedule(name="x", tiers=(), buffers=(), ops=(), meta={"what": value})
+        with pytest.raises(ScheduleFileError, match="meta holds something that JSON has not"):
+            save_schedule(schedule, tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,128 @@
+"""The step time in steady state: several steps in a row, overlapping as they will, until they repeat.
+
+The first steps of a run differ from the later ones: nothing of a step before is still on its way. So the schedule is
+unrolled, simulated, and the step that repeats is looked for: one in which every op starts and ends at the same moments
+relative to the step's end as in the step before (or two or three before: a delayed update may alternate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.trace import Trace
+
+__all__ = ["SteadyState", "steady_state"]
+
+SAME_FRAC = 1e-5
+"""Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
+MAX_CYCLE = 3
+"""Longest repetition that is looked for, in steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """What n steps cost: `warmup_s + n * period_s`, for n of at least `warmup_steps`."""
+
+    period_s: float
+    """Step time in steady state."""
+    warmup_s: float
+    """What the first steps add to n periods; below 0 where they were quicker than the later ones."""
+    warmup_steps: int
+    """Steps before the first one that the later ones repeat."""
+    cycle_steps: int
+    """Steps after which the timeline repeats: 1, rarely 2 or 3; 0 when none was found (see `is_periodic`)."""
+    num_steps: int
+    """Steps in the trace."""
+    step_ends_s: tuple[float, ...]
+    """When the last op of each step ended."""
+    trace: Trace
+    """All simulated steps; the ops of step k are `sk/...`."""
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether the steps repeat; if not, the period is the mean over the later half of the steps."""
+        return self.cycle_steps > 0
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """Begin and end of one steady cycle (`cycle_steps` steps) in the trace."""
+        first = min(max(self.warmup_steps, 1), self.num_steps - 1)
+        last = min(first + max(self.cycle_steps, 1) - 1, self.num_steps - 1)
+        return (self.step_ends_s[first - 1] if first > 0 else 0.0, self.step_ends_s[last])
+
+
+def steady_state(
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    num_steps: int = 4,
+    max_steps: int = 16,
+    simulate: Callable[[Schedule, Machine], Trace] = simulate_on,
+) -> SteadyState:
+    """The steady state of `schedule`, repeated step after step on `machine`.
+
+    Simulates `num_steps` steps (3 or more), and twice as many, up to `max_steps`, while no repetition is found.
+
+    Raises
+    ------
+    ScheduleError
+        When an initial buffer has no successor in the next step (see `schedule.unroll`).
+    OutOfMemory
+        When the steps do not fit; the first may fit alone, where the second needs memory that the first still holds.
+    """
+    if num_steps < 3:
+        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
+    while True:
+        trace = simulate(unroll(schedule, num_steps), machine)
+        found = _repetition(schedule, trace, num_steps, trust_last=not machine.shared_limits)
+        if found.is_periodic or 2 * num_steps > max_steps:
+            return found
+        num_steps *= 2
+
+
+def _repetition(schedule: Schedule, trace: Trace, num_steps: int, *, trust_last: bool) -> SteadyState:
+    """The repetition in a trace of `num_steps` steps.
+
+    No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
+    them to itself while nothing follows (`trust_last` is false then).
+    """
+    spans = trace.by_key()
+    moments_ns = np.array(
+        [
+            [(spans[f"s{k}/{op.key}"].start_ns, spans[f"s{k}/{op.key}"].end_ns) for op in schedule.ops]
+            for k in range(num_steps)
+        ],
+        dtype=np.int64,
+    ).reshape(num_steps, -1)
+    ends_ns = moments_ns.max(axis=1, initial=0)
+    shape_ns = moments_ns - ends_ns[:, None]
+    last = num_steps - 1 if trust_last else num_steps - 2
+
+    def repeats(k: int, cycle: int) -> bool:
+        tolerance_ns = max(1.0, SAME_FRAC * float(ends_ns[k] - ends_ns[k - cycle]) / cycle)
+        return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max(initial=0) <= tolerance_ns)
+
+    cycle = next((c for c in range(1, MAX_CYCLE + 1) if last - c >= 0 and repeats(last, c)), 0)
+    if cycle:
+        first = last - cycle
+        while first > 0 and repeats(first + cycle - 1, cycle):
+            first -= 1
+        period_ns = float(ends_ns[last] - ends_ns[last - cycle]) / cycle
+    else:
+        first = last // 2
+        period_ns = float(ends_ns[last] - ends_ns[first]) / (last - first)
+    return SteadyState(
+        period_s=period_ns / 1e9,
+        warmup_s=(float(ends_ns[last]) - (last + 1) * period_ns) / 1e9,
+        warmup_steps=first,
+        cycle_steps=cycle,
+        num_steps=num_steps,
+        step_ends_s=tuple(float(end) / 1e9 for end in ends_ns),
+        trace=trace,
+    )
