@@ -1,0 +1,157 @@
+"""Which shared limits explain how much streams slow each other down: a fit of the engine's own rule of sharing.
+
+Measured: the speed of each stream (fraction of what it reaches alone) while two or more run. Model: weighted max-min
+fairness (`tierplan.sim.sharing`) under linear limits in fractions of full speed. Fitted by least squares (scipy) with
+the priors below, which decide where the measurement cannot tell; the uncertainty comes from fits to resampled rounds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from tierplan.sim.sharing import max_min_speeds
+
+__all__ = ["Company", "Fit", "LimitPrior", "fit_limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """Streams that ran together, with their speeds by round."""
+
+    streams: tuple[str, ...]
+    rounds: tuple[tuple[float, ...], ...]
+
+    def medians(self) -> tuple[float, ...]:
+        return tuple(statistics.median(column) for column in zip(*self.rounds, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitPrior:
+    """A limit that may exist: what each stream is thought to take of it at full speed, and how sure that is."""
+
+    name: str
+    takes: Mapping[str, float]
+    """Streams that take from it, with the likely share of the limit (1: the stream alone fills it)."""
+    sigma: float
+    """Of the logarithm of a weight; 0 fixes the weights."""
+    limit: float = 1.0
+    limit_sigma: float = 0.0
+    """Of the logarithm of the limit; 0 fixes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Limits, weights under contention, and how well they tell the measured speeds."""
+
+    limits: Mapping[str, float]
+    takes: Mapping[str, Mapping[str, float]]
+    """Limit -> stream -> part of the limit at full speed."""
+    shares: Mapping[str, float]
+    limit_spread: Mapping[str, float]
+    """Relative half-width of the limit, from resampled rounds (90 %)."""
+    worst_error: float
+    """Largest difference between a predicted and a measured speed among the mixes fitted."""
+
+    def speeds(self, streams: Sequence[str]) -> list[float]:
+        """Predicted speeds of these streams while all of them run."""
+        return _predict(streams, self.takes, self.limits, self.shares)
+
+
+def _predict(
+    streams: Sequence[str],
+    takes: Mapping[str, Mapping[str, float]],
+    limits: Mapping[str, float],
+    shares: Mapping[str, float],
+) -> list[float]:
+    demands = [{name: by_stream[s] for name, by_stream in takes.items() if s in by_stream} for s in streams]
+    return max_min_speeds(demands, [shares.get(s, 1.0) for s in streams], limits)
+
+
+SHARE_SIGMA = 0.7
+SPEED_SIGMA = 0.05
+
+
+def fit_limits(
+    companies: Sequence[Company], priors: Sequence[LimitPrior], *, resamples: int = 12, seed: int = 0
+) -> Fit:
+    """The limits that explain the speeds of these companies best."""
+    streams = sorted({s for c in companies for s in c.streams})
+    medians = [c.medians() for c in companies]
+    fitted = _fit(companies, medians, priors, streams)
+    takes, limits, shares = fitted
+    errors = [
+        abs(p - min(1.0, m))
+        for company, measured in zip(companies, medians, strict=True)
+        for p, m in zip(_predict(company.streams, takes, limits, shares), measured, strict=True)
+    ]
+    tries: dict[str, list[float]] = {name: [] for name in limits}
+    rng = random.Random(seed)
+    for _ in range(resamples):
+        drawn = [
+            tuple(statistics.median(rng.choices(col, k=len(col))) for col in zip(*c.rounds, strict=True))
+            for c in companies
+        ]
+        resampled_takes, resampled_limits, _ = _fit(companies, drawn, priors, streams)
+        for name in tries:
+            tries[name].append(_strength(resampled_takes[name], resampled_limits[name]))
+    spread = {}
+    for name, values in tries.items():
+        centre = _strength(takes[name], limits[name])
+        deviations = sorted(abs(v / centre - 1) for v in values)
+        spread[name] = deviations[int(0.9 * (len(deviations) - 1))] if deviations else 1.0
+    return Fit(limits, takes, shares, spread, max(errors, default=0.0))
+
+
+def _strength(takes: Mapping[str, float], limit: float) -> float:
+    """How many of its streams could run at full speed, on average: a limit's size in one number."""
+    return limit * len(takes) / sum(takes.values())
+
+
+def _fit(
+    companies: Sequence[Company],
+    measured: Sequence[Sequence[float]],
+    priors: Sequence[LimitPrior],
+    streams: Sequence[str],
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+    slots = [(p, s) for p in priors if p.sigma > 0 for s in p.takes]
+    free_limits = [p for p in priors if p.limit_sigma > 0]
+
+    def unpack(x: np.ndarray) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+        takes = {p.name: dict(p.takes) for p in priors}
+        limits = {p.name: p.limit for p in priors}
+        for value, (prior, stream) in zip(x, slots, strict=False):
+            takes[prior.name][stream] = prior.takes[stream] * exp(prior.sigma * value)
+        for value, prior in zip(x[len(slots) :], free_limits, strict=False):
+            limits[prior.name] = prior.limit * exp(prior.limit_sigma * value)
+        shares = {s: exp(SHARE_SIGMA * v) for v, s in zip(x[len(slots) + len(free_limits) :], streams, strict=True)}
+        # a stream alone reaches full speed, by definition
+        for name, by_stream in takes.items():
+            takes[name] = {s: min(w, limits[name]) for s, w in by_stream.items()}
+        return takes, limits, shares
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        takes, limits, shares = unpack(x)
+        out = [
+            (p - min(1.0, m)) / SPEED_SIGMA
+            for company, speeds in zip(companies, measured, strict=True)
+            for p, m in zip(_predict(company.streams, takes, limits, shares), speeds, strict=True)
+        ]
+        return np.array([*out, *x])
+
+    size = len(slots) + len(free_limits) + len(streams)
+    best = None
+    for start in (0.0, -0.5, 0.5):
+        found = least_squares(residuals, np.full(size, start), diff_step=1e-3, max_nfev=40)
+        if best is None or found.cost < best.cost:
+            best = found
+    assert best is not None
+    takes, limits, shares = unpack(best.x)
+    middle = exp(statistics.fmean(log(v) for v in shares.values()))
+    return takes, limits, {s: v / middle for s, v in shares.items()}
