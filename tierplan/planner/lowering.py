@@ -411,17 +411,17 @@ class _Lowering:
         m, first = stage.micro_batch, segment[0]
         if self.buffers[self.inputs[first, m]].tier != DEVICE:
             what, ahead = f"x/{self.units[first].name}/mb{m}", self.plan.prefetch_acts_units
-            unit = self.units[first].name
-            self.inputs[first, m] = self.to_device(stage.step, ahead, what, self.inputs[first, m], unit, m)
+            name = self.units[first].name
+            self.inputs[first, m] = self.to_device(stage.step, ahead, what, self.inputs[first, m], name, m)
         for u in segment:
-            unit, here = self.units[u], replace(stage, unit=u)
+            here = replace(stage, unit=u)
             inputs = [*self._params(here), self.inputs[u, m], *([self.shared[m]] if m in self.shared else [])]
             made = []
             if u != segment[-1]:
                 content = f"x/{self.units[u + 1].name}/mb{m}"
-                made = [self.buffer(content, DEVICE, unit.output_bytes, "acts")]
+                made = [self.buffer(content, DEVICE, self.units[u].output_bytes, "acts")]
                 self.inputs[u + 1, m] = made[0]
-            self.remade[u, m] = self._recompute(here, list(unit.saved), inputs, [], made)
+            self.remade[u, m] = self._recompute(here, list(self.units[u].saved), inputs, [], made)
 
     def _recompute(
         self, stage: _Stage, dropped: list[SavedTensor], inputs: list[str], acts: list[str], outputs: Iterable[str] = ()
@@ -601,7 +601,8 @@ class _Lowering:
             params = self.next_version(old)
         writes.append(params)
         work = {"parameters": n}
-        self.op((step, 3), key, CORES, "update", unit.name, work=work, reads=reads, writes=writes, after=held)
+        after = (*held, *(self.home_keys[-1:] if self.plan.write_back == "awaited" else ()))
+        self.op((step, 3), key, CORES, "update", unit.name, work=work, reads=reads, writes=writes, after=after)
         self.update_keys.append(key)
         home_at = (upload_at if upload_at is not None else step, 4)
         index = len(self.home_keys)
@@ -623,7 +624,7 @@ class _Lowering:
             self.params_home[unit.name] = now_params
             self.waiting_home = None
 
-        if self.plan.delay_write_back:
+        if self.plan.write_back == "delayed":
             self.waiting_home = take_home
         else:
             take_home(())

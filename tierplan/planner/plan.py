@@ -66,8 +66,9 @@ class Plan:
     """The windows above bind even where memory has room, as in systems with a fixed number of buffers."""
     updates_in_flight: int = 0
     """How many units' states may be between NVMe and their return to it at once; 0 leaves that to memory."""
-    delay_write_back: bool = False
-    """States go home only when those of the next update have been read, so that a drive reads and writes in turns."""
+    write_back: Literal["at once", "delayed", "awaited"] = "at once"
+    """When updated states go home. Delayed: when those of the next update have been read, so that the drive reads and
+    writes in turns. Awaited: at once, and the next update waits for it."""
     update_order: Literal["forward", "backward"] = "forward"
     """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
     hold_updates: bool = False
