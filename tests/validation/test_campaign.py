@@ -1,0 +1,132 @@
+"""Campaign files, artifacts and their summary, without running anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierplan.validation.campaign import Artifact, CampaignError, load_artifacts, load_campaign, summarise
+
+CAMPAIGN = """
+name = "small"
+steps = 5
+[[group]]
+name = "gpt2-64"
+depth_key = "n_layer"
+batch = 2
+seq = 64
+[group.config]
+model_type = "gpt2"
+n_embd = 64
+[[group.run]]
+blocks = 4
+policy = "in-memory"
+[[group.run]]
+blocks = 4
+policy = "planner"
+device = "0.5"
+"""
+
+
+def artifact(predicted_s: float, measured_s: float, **changes: object) -> Artifact:
+    plain = Artifact(
+        campaign="small",
+        group="gpt2-64",
+        run="4-blocks-in-memory-roomy-roomy",
+        model="gpt2, 4 blocks",
+        asked={"blocks": 4},
+        machine="toy",
+        when="2026-01-01",
+        versions={"tierplan": "0"},
+        answered=True,
+        predicted_step_s=predicted_s,
+        measured_steps_s=(9.0, measured_s * 0.9, measured_s, measured_s * 1.1),
+        warmup_steps=1,
+        predicted_peak_bytes={"gpu0": 103, "host": 100},
+        measured_peak_bytes={"gpu0": 100, "host": 102},
+        predicted_bytes={"nvme.read": 5},
+        measured_bytes={"nvme.read": 5.0},
+        interval_s=(0.9 * predicted_s, 1.1 * predicted_s),
+        causes=(("copy on nvme.read", 0.1),),
+        busy_s={"nvme.read": (0.5, 0.6)},
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_campaign_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(CAMPAIGN)
+    campaign = load_campaign(path)
+    assert campaign.num_runs == 2
+    group = campaign.groups[0]
+    assert [r.name for r in group.runs] == ["4-blocks-in-memory-roomy-roomy", "4-blocks-planner-0.5-roomy"]
+    assert group.model_config(7) == {"model_type": "gpt2", "n_embd": 64, "n_layer": 7}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("blocks = 4", "blocks = 2"), "the depth that the blocks are timed on"),
+        (('policy = "planner"\ndevice = "0.5"', 'policy = "in-memory"'), "lists run .* twice"),
+        (('policy = "planner"', 'policy = "fuyou"'), "device and host are one of tight, middle, roomy"),
+        (("steps = 5", "stpes = 5"), "unexpected keyword argument 'stpes'"),
+        (("name =", "name"), "is not TOML"),
+    ],
+)
+def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(CAMPAIGN.replace(*change, 1))
+    with pytest.raises(CampaignError, match=message):
+        load_campaign(path)
+
+
+def test_unknown_campaign_lists_the_known() -> None:
+    with pytest.raises(CampaignError, match="no campaign 'nope'"):
+        load_campaign("nope")
+
+
+def test_artifact_round_trips(tmp_path: Path) -> None:
+    one = artifact(1.0, 1.1)
+    one.save(tmp_path / "a" / "one.json")
+    assert load_artifacts(tmp_path) == [one]
+    (tmp_path / "a" / "two.json").write_text("{}")
+    with pytest.raises(CampaignError, match=r"two\.json is not an artifact"):
+        load_artifacts(tmp_path)
+
+
+def test_figures_of_one_run() -> None:
+    one = artifact(1.0, 1.25)
+    assert one.measured_step_s == 1.25
+    assert one.error_frac == pytest.approx(-0.2)
+    assert one.in_interval is False
+    assert one.bytes_exact
+    assert one.worst_peak_error_frac == pytest.approx(0.03)
+    assert not artifact(1, 1, measured_bytes={"nvme.read": 6.0}).bytes_exact
+    assert artifact(1, 1, interval_s=None).in_interval is None
+
+
+def test_summary_counts_everything_that_was_asked() -> None:
+    """Ten runs with errors of 1 % to 10 %, slower than predicted, and two without an answer."""
+    runs = [artifact(1.0 - i / 100, 1.0) for i in range(1, 11)]
+    runs += [artifact(0.0, 1.0, answered=False, why_not="no drive")] * 2
+    found = summarise(runs)
+    assert (found.asked, found.answered) == (12, 10)
+    assert found.median_error_frac == pytest.approx(0.055)
+    assert found.p90_error_frac == pytest.approx(0.09)
+    assert found.mean_signed_error_frac == pytest.approx(-0.055)
+    assert found.within_10_frac == pytest.approx(10 / 12)
+    assert found.bytes_exact == 10
+    assert found.worst_peak_error_frac == pytest.approx(0.03)
+    assert found.interval_coverage_frac == pytest.approx(0.9)
+    with pytest.raises(CampaignError, match="no answered run"):
+        summarise(runs[10:])
+
+
+def test_ranking_is_judged_per_model() -> None:
+    good = [artifact(p, m) for p, m in ((1, 1.2), (2, 1.9), (3, 3.5))]
+    swapped = [artifact(p, m, model="gpt2, 8 blocks") for p, m in ((1, 2.0), (2, 1.5), (3, 3.5))]
+    few = [artifact(1, 1, model="opt"), artifact(2, 2, model="opt")]
+    tau = summarise([*good, *swapped, *few]).tau
+    assert sorted(tau.values()) == pytest.approx([1 / 3, 1.0])

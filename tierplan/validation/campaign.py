@@ -1,0 +1,293 @@
+"""A campaign: many configurations, predicted first and then run for real, and what became of the predictions.
+
+A campaign file lists groups of runs. A group is one model family at one width, batch and sequence length: its machine
+and its blocks are measured right before its runs, on a depth that none of its runs has. Each run is kept as one JSON
+file (an artifact); tables are made from artifacts alone, so runs of other machines can be added by copying their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scipy.stats import kendalltau
+
+from tierplan.sim.trace import write_atomically
+
+__all__ = [
+    "Artifact",
+    "Campaign",
+    "CampaignError",
+    "Group",
+    "Run",
+    "Summary",
+    "load_artifacts",
+    "load_campaign",
+    "summarise",
+]
+
+FORMAT = "tierplan-campaign-run"
+VERSION = 1
+LEVELS = ("tight", "middle", "roomy")
+
+
+class CampaignError(ValueError):
+    """A campaign or an artifact that cannot be read; names the file and the entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One configuration of a group."""
+
+    blocks: int
+    policy: str
+    """A policy's name, or `planner`."""
+    device: str = "roomy"
+    """`roomy`: no op waits for memory. `tight`: the least that the plan completes with, and 2 %. `middle`: between.
+    For the planner, a part of what plain training takes: `0.5`."""
+    host: str = "roomy"
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.blocks}-blocks", self.policy, self.device, self.host]
+        if self.accumulation > 1:
+            parts.append(f"acc{self.accumulation}")
+        if self.max_grad_norm is not None:
+            parts.append("clip")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Runs of one model family at one width, batch and sequence length."""
+
+    name: str
+    config: Mapping[str, object]
+    """The model's `config.json`, without its depth."""
+    depth_key: str
+    """Name of the depth in `config`: `n_layer`, `num_hidden_layers`."""
+    batch: int
+    seq: int
+    dtype: str = "fp32"
+    profile_blocks: int = 2
+    """Depth of the model whose blocks are timed for all predictions of this group."""
+    runs: tuple[Run, ...]
+
+    def model_config(self, blocks: int) -> dict[str, object]:
+        """The `config.json` of a model of this group with that many blocks."""
+        return {**self.config, self.depth_key: blocks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """What is asked."""
+
+    name: str
+    summary: str = ""
+    steps: int = 12
+    """Optimizer steps of each run."""
+    warmup_steps: int = 3
+    """Of these, not counted."""
+    groups: tuple[Group, ...]
+
+    @property
+    def num_runs(self) -> int:
+        return sum(len(g.runs) for g in self.groups)
+
+
+def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
+    """The campaign of that name that comes with tierplan, or of a TOML file. Raises `CampaignError`."""
+    path = Path(name_or_path)
+    known = {f.name.removesuffix(".toml"): f for f in files(__package__).joinpath("campaigns").iterdir()}
+    if str(name_or_path) in known:
+        text, where = known[str(name_or_path)].read_text(encoding="utf-8"), f"campaign {name_or_path}"
+    elif path.is_file():
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    else:
+        raise CampaignError(
+            f"no campaign {str(name_or_path)!r}; give a TOML file, or one of {', '.join(sorted(known))}"
+        )
+    try:
+        return _campaign(tomllib.loads(text), where)
+    except tomllib.TOMLDecodeError as error:
+        raise CampaignError(f"{where} is not TOML: {error}") from error
+    except TypeError as error:
+        raise CampaignError(f"{where}: {str(error).partition('() ')[2] or error}") from error
+
+
+def _campaign(record: dict[str, Any], where: str) -> Campaign:
+    groups = []
+    for entry in record.pop("group", []):
+        runs = tuple(Run(**run) for run in entry.pop("run", []))
+        group = Group(**entry, runs=runs)
+        for run in runs:
+            if run.blocks == group.profile_blocks:
+                raise CampaignError(
+                    f"{where}: run {run.name!r} of group {group.name!r} has {run.blocks} blocks, the depth that the "
+                    "blocks are timed on; change blocks or profile_blocks, so that nothing measured is predicted"
+                )
+            if run.policy != "planner" and not {run.device, run.host} <= set(LEVELS):
+                raise CampaignError(f"{where}: run {run.name!r}: device and host are one of {', '.join(LEVELS)}")
+        groups.append(group)
+    campaign = Campaign(**record, groups=tuple(groups))
+    names = [f"{g.name}/{r.name}" for g in campaign.groups for r in g.runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise CampaignError(f"{where} lists run {name!r} twice")
+    return campaign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """One run: what was asked, what was predicted before it, what was measured."""
+
+    campaign: str
+    group: str
+    run: str
+    model: str
+    """Family, blocks and parameters, for people: `gpt2, 8 blocks, 16.1 M parameters`."""
+    asked: Mapping[str, Any]
+    """The run and its group's settings."""
+    machine: str
+    """Its name, or what it is."""
+    when: str
+    versions: Mapping[str, str]
+    answered: bool
+    why_not: str = ""
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_step_s: float = 0.0
+    interval_s: tuple[float, float] | None = None
+    """The predicted 90 % interval."""
+    measured_steps_s: tuple[float, ...] = ()
+    """All, warm-up first."""
+    warmup_steps: int = 0
+    predicted_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    measured_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Per step, by stream."""
+    measured_bytes: Mapping[str, float] = field(default_factory=dict)
+    busy_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By stream: predicted, measured, per step."""
+    causes: tuple[tuple[str, float], ...] = ()
+    """Largest contributions to the difference: ops, seconds of the step."""
+
+    @property
+    def measured_step_s(self) -> float:
+        """Median of the steps after warm-up."""
+        return median(self.measured_steps_s[self.warmup_steps :])
+
+    @property
+    def error_frac(self) -> float:
+        """Predicted over measured step time, minus 1."""
+        return self.predicted_step_s / self.measured_step_s - 1.0
+
+    @property
+    def bytes_exact(self) -> bool:
+        return dict(self.predicted_bytes) == {s: self.measured_bytes.get(s) for s in self.predicted_bytes}
+
+    @property
+    def worst_peak_error_frac(self) -> float:
+        """The signed error of the tier whose predicted peak is farthest off."""
+        errors = [self.predicted_peak_bytes[t] / m - 1.0 for t, m in self.measured_peak_bytes.items() if m]
+        return max(errors, key=abs, default=0.0)
+
+    @property
+    def in_interval(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval; None where none was predicted."""
+        if self.interval_s is None:
+            return None
+        return self.interval_s[0] <= self.measured_step_s <= self.interval_s[1]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the artifact, replacing the file atomically."""
+        record = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Reads what `save` wrote. Raises `CampaignError`."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            if (record.pop("format"), record.pop("version")) != (FORMAT, VERSION):
+                raise CampaignError(f"{path} is not a {FORMAT} of version {VERSION}")
+            if record["interval_s"] is not None:
+                record["interval_s"] = tuple(record["interval_s"])
+            record["measured_steps_s"] = tuple(record["measured_steps_s"])
+            record["causes"] = tuple((name, seconds) for name, seconds in record["causes"])
+            record["busy_s"] = {stream: tuple(pair) for stream, pair in record["busy_s"].items()}
+            return cls(**record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CampaignError):
+                raise
+            raise CampaignError(f"{path} is not an artifact of a campaign: {error!r}") from error
+
+
+def load_artifacts(folder: str | os.PathLike[str]) -> list[Artifact]:
+    """All artifacts in a folder and below, by path."""
+    return [Artifact.load(path) for path in sorted(Path(folder).rglob("*.json"))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of all predictions. Errors are of the step time, unless they say otherwise."""
+
+    asked: int
+    answered: int
+    median_error_frac: float
+    """Of absolute errors."""
+    p90_error_frac: float
+    """Nine in ten absolute errors are at most this."""
+    mean_signed_error_frac: float
+    within_10_frac: float
+    bytes_exact: int
+    """Runs in which every stream moved exactly the bytes predicted."""
+    worst_peak_error_frac: float
+    """Signed; of any tier of any run."""
+    interval_coverage_frac: float | None
+    tau: Mapping[str, float]
+    """Kendall's tau of predicted and measured step times, by model with three plans or more."""
+
+    def record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def summarise(artifacts: Sequence[Artifact]) -> Summary:
+    """The summary of all artifacts; those without an answer count as asked. Raises `CampaignError` for none."""
+    answered = [a for a in artifacts if a.answered]
+    if not answered:
+        raise CampaignError("there is no answered run to summarise; run the campaign first")
+    errors = sorted(abs(a.error_frac) for a in answered)
+    covered = [a.in_interval for a in answered if a.in_interval is not None]
+    return Summary(
+        asked=len(artifacts),
+        answered=len(answered),
+        median_error_frac=median(errors),
+        p90_error_frac=errors[max(0, -(-9 * len(errors) // 10) - 1)],
+        mean_signed_error_frac=sum(a.error_frac for a in answered) / len(answered),
+        within_10_frac=sum(e <= 0.10 for e in errors) / len(artifacts),
+        bytes_exact=sum(a.bytes_exact for a in answered),
+        worst_peak_error_frac=max((a.worst_peak_error_frac for a in answered), key=abs),
+        interval_coverage_frac=sum(covered) / len(covered) if covered else None,
+        tau=_tau(answered),
+    )
+
+
+def _tau(artifacts: Iterable[Artifact]) -> dict[str, float]:
+    by_model: dict[str, list[Artifact]] = {}
+    for a in artifacts:
+        by_model.setdefault(f"{a.machine}: {a.group}, {a.model}", []).append(a)
+    return {
+        model: float(kendalltau([a.predicted_step_s for a in runs], [a.measured_step_s for a in runs]).statistic)
+        for model, runs in by_model.items()
+        if len(runs) >= 3
+    }
