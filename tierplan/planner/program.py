@@ -1,0 +1,233 @@
+"""A linear program as plain arrays, and its solution with PuLP: HiGHS by default, CBC as fall-back.
+
+Rows and columns are added as lists of numbers, which is quick; the solver gets them in one piece. A status is never
+believed: `solve` looks at the solution itself (`Program.violation`). Errors:
+
+    SolverError(RuntimeError)    no solver is installed, or it failed on a program that is neither infeasible nor timed out
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Literal
+
+import highspy
+import numpy as np
+import pulp
+
+__all__ = ["Program", "Solution", "SolverError", "solve"]
+
+Terms = list[tuple[float, int]]
+"""A linear expression: (coefficient, column) pairs, columns may repeat."""
+SolverName = Literal["highs", "cbc"]
+TOLERANCE = 1e-5
+
+
+class SolverError(RuntimeError):
+    """No solver is installed, or it gave no usable answer."""
+
+
+@dataclass
+class Program:
+    """Minimise cost over columns within their bounds, subject to rows `low <= terms <= high`."""
+
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+    integer: list[int] = field(default_factory=list)
+    """Columns that are to be whole."""
+    rows: list[tuple[list[int], list[float], float, float, str]] = field(default_factory=list)
+    """Columns, coefficients, low, high, family (what the row is about)."""
+
+    def column(self, *, low: float = 0.0, high: float = inf, cost: float = 0.0, integer: bool = False) -> int:
+        """Adds a column; its number."""
+        self.low.append(low)
+        self.high.append(high)
+        self.cost.append(cost)
+        if integer:
+            self.integer.append(len(self.low) - 1)
+        return len(self.low) - 1
+
+    def row(self, terms: Terms, *, low: float = -inf, high: float = inf, family: str) -> int:
+        """Adds a row, with repeated columns summed; its number."""
+        merged: dict[int, float] = {}
+        for coefficient, column in terms:
+            merged[column] = merged.get(column, 0.0) + coefficient
+        kept = {c: a for c, a in merged.items() if a != 0.0}
+        self.rows.append((list(kept), list(kept.values()), low, high, family))
+        return len(self.rows) - 1
+
+    def violation(self, values: Sequence[float]) -> float:
+        """Largest violation of a row, a bound or an integrality, relative to the row's scale."""
+        worst = 0.0
+        for column, (low, high) in enumerate(zip(self.low, self.high, strict=True)):
+            worst = max(worst, low - values[column], values[column] - high)
+        for columns, coefficients, low, high, _ in self.rows:
+            total = sum(a * values[c] for a, c in zip(coefficients, columns, strict=True))
+            scale = max([1.0, *(abs(a) for a in coefficients)])
+            worst = max(worst, (low - total) / scale, (total - high) / scale)
+        return max([worst, *(abs(values[c] - round(values[c])) for c in self.integer)])
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found."""
+
+    status: Literal["optimal", "feasible", "infeasible", "none"]
+    """`feasible`: stopped at a limit with an answer; `none`: stopped without one."""
+    objective: float
+    bound: float
+    """No solution is below this."""
+    values: tuple[float, ...]
+    duals: tuple[float, ...]
+    """Per row; empty unless the program was solved without integers."""
+    seconds: float
+    solver: str
+
+    @property
+    def usable(self) -> bool:
+        return self.status in ("optimal", "feasible")
+
+
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's in-process HiGHS, handed the arrays in one call instead of column by column."""
+
+    program: Program
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802 (PuLP's name)
+        program = self.program
+        num = len(program.low)
+        highs = lp.solverModel
+        empty = np.array([], dtype=np.int32)
+        highs.addCols(
+            num,
+            np.array(program.cost),
+            np.array(program.low),
+            np.array(program.high),
+            0,
+            empty,
+            empty,
+            np.array([], dtype=np.float64),
+        )
+        starts = np.cumsum([0, *(len(r[0]) for r in program.rows)])[:-1].astype(np.int32)
+        columns = np.array([c for r in program.rows for c in r[0]], dtype=np.int32)
+        coefficients = np.array([a for r in program.rows for a in r[1]], dtype=np.float64)
+        lows, highs_ = np.array([r[2] for r in program.rows]), np.array([r[3] for r in program.rows])
+        highs.addRows(len(program.rows), lows, highs_, len(columns), starts, columns, coefficients)
+        if self.mip and program.integer:
+            index = np.array(program.integer, dtype=np.int32)
+            kinds = np.array([highspy.HighsVarType.kInteger] * len(index))
+            highs.changeColsIntegrality(len(index), index, kinds)
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802 (PuLP's name)
+        return pulp.LpStatusOptimal, pulp.LpSolutionOptimal  # `_solve_highs` reads the model itself
+
+
+def solve(
+    program: Program,
+    *,
+    integral: bool,
+    time_limit_s: float = 30.0,
+    gap: float = 0.01,
+    seed: int = 0,
+    solver: SolverName | None = None,
+) -> Solution:
+    """The program's solution by HiGHS, or by CBC if that is asked for or HiGHS is missing or fails.
+
+    `integral=False` drops the integrality of columns. Deterministic for a seed, unless the time limit is reached.
+    """
+    started = time.perf_counter()
+    if solver != "cbc":
+        found = _solve_highs(program, integral, time_limit_s, gap, seed)
+        if solver == "highs" or found.usable or found.status == "infeasible":
+            return found
+    left = max(1.0, time_limit_s - (time.perf_counter() - started))
+    return _solve_cbc(program, integral, left, gap, seed)
+
+
+def _solve_highs(program: Program, integral: bool, time_limit_s: float, gap: float, seed: int) -> Solution:
+    started = time.perf_counter()
+    highspy.Highs.resetGlobalScheduler(True)  # the number of threads is global to the process
+    solver = _Highs(
+        mip=integral,
+        msg=False,
+        threads=1,
+        timeLimit=time_limit_s,
+        gapRel=gap,
+        random_seed=seed,
+        mip_heuristic_effort=0.05,
+    )
+    solver.program = program
+    lp = pulp.LpProblem("plan", pulp.LpMinimize)
+    solver.actualSolve(lp)
+    model = lp.solverModel
+    status, info = model.getModelStatus(), model.getInfo()
+    values = tuple(float(v) for v in model.getSolution().col_value)
+    kinds = highspy.HighsModelStatus
+    seconds = time.perf_counter() - started
+    if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+        return Solution("infeasible", inf, inf, (), (), seconds, "HiGHS")
+    if not values or not isfinite(info.objective_function_value) or _broken(program, values, integral):
+        return Solution("none", inf, -inf, (), (), seconds, "HiGHS")
+    has_integers = integral and bool(program.integer)
+    bound = info.mip_dual_bound if has_integers else info.objective_function_value
+    duals = () if has_integers else tuple(float(v) for v in model.getSolution().row_dual)
+    kind: Literal["optimal", "feasible"] = "optimal" if status == kinds.kOptimal else "feasible"
+    if kind == "feasible" and not has_integers:
+        bound = -inf
+    return Solution(kind, info.objective_function_value, bound, values, duals, seconds, "HiGHS")
+
+
+def _solve_cbc(program: Program, integral: bool, time_limit_s: float, gap: float, seed: int) -> Solution:
+    started = time.perf_counter()
+    if "PULP_CBC_CMD" not in pulp.listSolvers(onlyAvailable=True):
+        raise SolverError("no solver is left: HiGHS gave no answer and CBC is not available; install highspy or CBC")
+    whole = set(program.integer) if integral else set()
+    lp = pulp.LpProblem("plan", pulp.LpMinimize)
+    columns = [
+        pulp.LpVariable(
+            f"c{i:06d}", low, None if high == inf else high, pulp.LpInteger if i in whole else pulp.LpContinuous
+        )
+        for i, (low, high) in enumerate(zip(program.low, program.high, strict=True))
+    ]
+    lp += pulp.LpAffineExpression([(columns[i], c) for i, c in enumerate(program.cost) if c])
+    for number, (cols, coefficients, low, high, _) in enumerate(program.rows):
+        terms = pulp.LpAffineExpression([(columns[c], a) for c, a in zip(cols, coefficients, strict=True)])
+        if low == high:
+            lp += pulp.LpConstraint(terms, pulp.LpConstraintEQ, f"r{number}", low)
+            continue
+        if low > -inf:
+            lp += pulp.LpConstraint(terms, pulp.LpConstraintGE, f"l{number}", low)
+        if high < inf:
+            lp += pulp.LpConstraint(terms, pulp.LpConstraintLE, f"h{number}", high)
+    command = pulp.PULP_CBC_CMD(
+        mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, options=[f"randomSeed {seed + 1}"]
+    )
+    lp.solve(command)
+    seconds = time.perf_counter() - started
+    if lp.status == pulp.LpStatusInfeasible:
+        return Solution("infeasible", inf, inf, (), (), seconds, "CBC")
+    values = tuple(float(c.value() or 0.0) for c in columns)
+    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) or _broken(
+        program, values, integral
+    ):
+        return Solution("none", inf, -inf, (), (), seconds, "CBC")
+    objective = sum(c * v for c, v in zip(program.cost, values, strict=True))
+    proven = lp.sol_status == pulp.LpSolutionOptimal
+    bound = objective * (1 - gap) if proven and whole else objective if proven else -inf
+    return Solution("optimal" if proven else "feasible", objective, bound, values, (), seconds, "CBC")
+
+
+def _broken(program: Program, values: Sequence[float], integral: bool) -> bool:
+    if integral:
+        return program.violation(values) > TOLERANCE * 10
+    relaxed = Program(program.low, program.high, program.cost, [], program.rows)
+    return relaxed.violation(values) > TOLERANCE * 10
+
+
+def total(terms: Iterable[Terms]) -> Terms:
+    """The sum of expressions."""
+    return [t for part in terms for t in part]

@@ -1,0 +1,88 @@
+"""From a solution's shares to a plan: every unit gets one placement, every tensor one action.
+
+Error diffusion along the chain: each choice keeps a running deficit (what the solution has given it so far, less what
+it got), and each unit takes the choice with the largest deficit. So every prefix of the chain is within one unit of the
+solution, which keeps the memory profile over time, not only its total. Choices that the solution all but decides are
+taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from tierplan.planner.fluid import MODES, Problem
+from tierplan.planner.milp import Fractions
+from tierplan.planner.plan import Plan, UnitPlan
+
+__all__ = ["round_to_plan"]
+
+Action = Literal["keep", "recompute", "host", "nvme"]
+DECIDED = 1e-6
+
+
+def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> Plan:
+    """The plan nearest to the solution's shares, in the sense of the module's docstring."""
+    modes = _diffuse(
+        [dict(choice) for choice in shares.place],
+        [max(u.gparams, 1e-12) for u in problem.units],
+        [u.gparams for u in problem.units],
+    )
+    num_groups = max((len(groups) for groups in shares.action), default=0)
+    actions: list[list[str]] = [[] for _ in problem.units]
+    for g in range(num_groups):
+        with_group = [u for u, groups in enumerate(shares.action) if g < len(groups)]
+        chosen = _diffuse(
+            [dict(shares.action[u][g]) for u in with_group],
+            [max(problem.units[u].groups[g].gb, 1e-12) for u in with_group],
+            [_kind(problem, u, g) for u in with_group],
+        )
+        for u, name in zip(with_group, chosen, strict=True):
+            actions[u].append(name)
+    units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
+    return Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order)
+
+
+def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:
+    """Tensors that compare: of one size and one cost of making them again."""
+    group = problem.units[u].groups[g]
+    return (round(group.gb, 9), round(group.recompute_s, 9), group.recomputable, group.movable)
+
+
+def _diffuse(shares: Sequence[Mapping[object, float]], weights: Sequence[float], kinds: Sequence[object]) -> list:  # type: ignore[type-arg]
+    """One choice per position; deficits run along positions of the same kind."""
+    deficits: dict[object, dict[object, float]] = {}
+    chosen = []
+    for share, weight, kind in zip(shares, weights, kinds, strict=True):
+        deficit = deficits.setdefault(kind, {})
+        for name, value in share.items():
+            deficit[name] = deficit.get(name, 0.0) + value * weight
+        best = max(share, key=lambda name: (share[name] > 1 - DECIDED, round(deficit[name], 9), -_rank(name)))
+        deficit[best] -= weight
+        chosen.append(best)
+    return chosen
+
+
+def _rank(name: object) -> int:
+    """Settles ties: the cheaper choice to carry out comes first."""
+    order: tuple[object, ...] = ("keep", "recompute", "host", "nvme")
+    return order.index(name) if name in order else int(name)  # type: ignore[call-overload]
+
+
+def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> UnitPlan:
+    unit, where = problem.units[u], MODES[mode]
+    num_slots = sum(len(g.slots) for g in unit.groups)
+    acts: list[Action] = ["keep"] * num_slots
+    x: str = "keep"
+    for group, action in zip(unit.groups, actions, strict=True):
+        if not group.slots:
+            x = action
+        for slot in group.slots:
+            acts[slot] = action  # type: ignore[call-overload]
+    return UnitPlan(
+        params=where.params,
+        grads=where.grads,
+        states=where.states,
+        input=x,  # type: ignore[arg-type]
+        acts=tuple(acts) if len(set(acts)) > 1 else (acts[0] if acts else "keep"),
+    )

@@ -1,0 +1,237 @@
+"""Search by simulation: every candidate plan is lowered and simulated to its steady state, and the quickest is kept.
+
+The fluid program cannot see that buffers are whole, that grants come in list order, or that a stream serves one op at a
+time. So its plans are rounded with several margins, given several windows and several choices of late updates, and then
+improved by local moves. The budget is counted in simulated ops, not in seconds, so a result does not depend on the clock
+unless the time limit is reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.fluid import MODES, Problem
+from tierplan.planner.lowering import lower
+from tierplan.planner.milp import ACTIONS
+from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.sim.engine import OutOfMemory
+from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.steady import SteadyState, steady_state
+from tierplan.sim.workload import Workload
+
+__all__ = ["Budget", "Candidate", "Evaluator", "improve", "late_updates", "with_windows"]
+
+OPS_PER_S = 20_000
+"""Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
+WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
+"""Prefetch windows that are tried: parameters, activations, states, in units."""
+BETTER = 1 - 1e-4
+"""A move counts as an improvement when it shortens the step by more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was simulated, or the reason why it does not run."""
+
+    plan: Plan
+    step_s: float | None
+    reason: str = ""
+    schedule: Schedule | None = None
+    steady: SteadyState | None = None
+    short_tier: str = ""
+    short_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.step_s is not None
+
+
+@dataclass
+class Budget:
+    """What a search may spend."""
+
+    time_limit_s: float
+    started: float = field(default_factory=time.perf_counter)
+    ops_left: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ops_left = self.time_limit_s * OPS_PER_S
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def is_spent(self) -> bool:
+        return self.ops_left <= 0 or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """The clock ran out before the budget did: only then the result depends on how quick this computer is."""
+        return self.seconds >= self.time_limit_s
+
+
+class Evaluator:
+    """Lowers and simulates plans, each one once."""
+
+    def __init__(self, workload: Workload, machine: Machine, budget: Budget) -> None:
+        self.workload, self.machine, self.budget = workload, machine, budget
+        self.seen: dict[tuple[object, ...], Candidate] = {}
+        self.num_simulated = 0
+
+    def __call__(self, plan: Plan) -> Candidate:
+        """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason."""
+        key = tuple(getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
+        known = self.seen.get(key)
+        if known is None:
+            known = self._simulate(plan)
+            self.seen[key] = known
+        return replace(known, plan=plan)
+
+    def _simulate(self, plan: Plan) -> Candidate:
+        self.num_simulated += 1
+        try:
+            schedule = lower(plan, self.workload, self.machine)
+            self.budget.ops_left -= 6 * len(schedule.ops)  # four steps and the ordering, which costs about two
+            steady = steady_state(schedule, self.machine, max_steps=8)
+        except OutOfMemory as error:
+            short = error.wanted_bytes - error.free_bytes
+            return Candidate(plan, None, str(error), short_tier=error.tier, short_bytes=short)
+        except (PlanError, ScheduleError, MachineError) as error:
+            self.budget.ops_left -= 100
+            return Candidate(plan, None, str(error))
+        return Candidate(plan, steady.period_s, "", schedule, steady)
+
+
+def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:
+    """The plan with these prefetch windows: parameters, activations, states."""
+    params, acts, states = windows
+    return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
+
+
+def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
+    """The plan with the updates late that backward has no time for.
+
+    Updates are nested: the unit whose gradients come last is needed first. So whenever the host is free, the latest
+    gradients are served first; what is left when backward ends is late, and runs beside the next forward in order of
+    need. `stretch` scales the time that backward takes: 0 makes all updates late, infinity none.
+    """
+    if plan.semantics != "in-backward":
+        return plan
+    rates = problem.rates
+    units = problem.units
+    seconds = []
+    for unit, choice in zip(units, plan.units, strict=True):
+        if choice.states == "device" or not unit.gparams:
+            seconds.append(0.0)
+            continue
+        loads = [unit.gparams / rates.adam] if rates.adam else [0.0]
+        if choice.states == "nvme":
+            read, write = unit.states_gb / rates.read["states"], unit.states_gb / rates.write["states"]
+            loads += [read, write]
+            for per in problem.loads.values():
+                streams = (("nvme.read", unit.states_gb), ("nvme.write", unit.states_gb), ("host.adam", unit.gparams))
+                loads.append(sum(per.get(stream, 0.0) * amount for stream, amount in streams))
+        seconds.append(max(loads))
+    late = {u for u, s in enumerate(seconds) if s > 0}
+    released: dict[int, float] = {}
+    now = busy_until = 0.0
+    for u in reversed(range(len(units))):
+        now += stretch * _backward_s(problem, plan, u)
+        while released and busy_until < now:
+            chosen = min(released)
+            busy_until = max(busy_until, released.pop(chosen)) + seconds[chosen]
+            late.discard(chosen)
+        if seconds[u] > 0:
+            released[u] = now
+    if released:
+        late.discard(min(released))  # the last gradients' update is needed at once
+    return replace(plan, units=tuple(replace(choice, late_update=u in late) for u, choice in enumerate(plan.units)))
+
+
+def _backward_s(problem: Problem, plan: Plan, u: int) -> float:
+    unit, choice = problem.units[u], plan.units[u]
+    again = sum(g.recompute_s for g in unit.groups if g.slots and choice.action(g.slots[0]) == "recompute")
+    update = unit.update_s if choice.states == "device" else 0.0
+    return (unit.bwd_s + again) * problem.turn + update
+
+
+def improve(problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s: float, good_frac: float) -> Candidate:
+    """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound."""
+    best = start
+    moved = True
+    while moved and not evaluate.budget.is_spent:
+        moved = False
+        for neighbour in _neighbours(problem, best.plan):
+            if evaluate.budget.is_spent or _close(best, bound_s, good_frac):
+                return best
+            tried = evaluate(neighbour)
+            if tried.step_s is not None and best.step_s is not None and tried.step_s < best.step_s * BETTER:
+                best, moved = tried, True
+                break
+    return best
+
+
+def _close(candidate: Candidate, bound_s: float, good_frac: float) -> bool:
+    return candidate.step_s is not None and candidate.step_s <= bound_s * (1 + good_frac)
+
+
+def _neighbours(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """Plans that differ in one decision: windows, then one unit's placement or tensor, spread over the chain."""
+    for windows in WINDOWS:
+        yield with_windows(plan, windows)
+    spread = _spread(len(plan.units))
+    for u in spread:
+        choice = plan.units[u]
+        if choice.states != "device" and plan.semantics == "in-backward":
+            yield _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
+    for u in spread:
+        choice = plan.units[u]
+        for k in problem.modes(u):
+            mode = MODES[k]
+            changed = replace(choice, params=mode.params, states=mode.states, grads=mode.grads)
+            if changed != choice:
+                yield _with_unit(plan, u, changed)
+    for u in spread:
+        yield from (_with_unit(plan, u, changed) for changed in _other_actions(problem, u, plan.units[u]))
+
+
+def _other_actions(problem: Problem, u: int, choice: UnitPlan) -> Iterator[UnitPlan]:
+    unit = problem.units[u]
+    num_slots = sum(len(g.slots) for g in unit.groups)
+    actions = [choice.action(k) for k in range(num_slots)]
+    offload = ("host", "nvme") if problem.has_nvme else ("host",) if problem.host_gb else ()
+    for group in unit.groups:
+        for name in ACTIONS:
+            allowed = (
+                name == "keep" or (name == "recompute" and group.recomputable) or (name in offload and group.movable)
+            )
+            if not allowed:
+                continue
+            if not group.slots:
+                if name != choice.input:
+                    yield replace(choice, input=name)  # type: ignore[arg-type]
+            elif actions[group.slots[0]] != name:
+                changed = list(actions)
+                for k in group.slots:
+                    changed[k] = name  # type: ignore[call-overload]
+                yield replace(choice, acts=tuple(changed) if len(set(changed)) > 1 else changed[0])
+
+
+def _with_unit(plan: Plan, u: int, choice: UnitPlan) -> Plan:
+    units = list(plan.units)
+    units[u] = choice
+    return replace(plan, units=tuple(units))
+
+
+def _spread(num: int) -> Sequence[int]:
+    """0 ... num-1, far apart first: halves, quarters, ..."""
+    order: list[int] = []
+    step = 1
+    while step < 2 * num:
+        order += [i * num // step for i in range(step)]
+        step *= 2
+    return [u for u in dict.fromkeys(order) if u < num]

@@ -1,0 +1,342 @@
+"""The planner's loop: bound, solve, round, lower, simulate, refine; every published policy is a candidate too.
+
+    result = plan(workload, machine, time_limit_s=10)
+    result.step_s, result.lower_bound_s, result.gap, result.bound_by
+
+Errors:
+
+    InfeasiblePlan(PlanError)   nothing fits: says which capacity is short, by how much, and what would do
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.bounds import Bound, Shortage, lower_bound, shortages
+from tierplan.planner.fluid import GB, Order, Problem, problem
+from tierplan.planner.milp import Margins, build, fractions
+from tierplan.planner.plan import Plan, PlanError, Semantics
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.program import Solution, solve
+from tierplan.planner.rounding import round_to_plan
+from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_windows
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.steady import SteadyState
+from tierplan.sim.workload import Workload, WorkloadError
+
+__all__ = ["InfeasiblePlan", "PlanResult", "PolicyResult", "plan"]
+
+Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
+GOOD_FRAC = 0.003
+"""The search stops when the step is this close to the bound."""
+MILP_GAP = 0.005
+MILP_TIME_LIMIT_S = 4.0
+MAX_ROUNDS = 8
+STRETCHES = (float("inf"), 1.0, 1.3, 0.7)
+"""How much time late updates may count on in backward, as a multiple of what it takes alone."""
+
+
+@dataclass
+class InfeasiblePlan(PlanError):  # noqa: N818 (it names the plan's state, as OutOfMemory does)
+    """No plan fits into memory."""
+
+    model: str
+    machine: str
+    shortages: tuple[Shortage, ...]
+    """Each of them alone would make a plan possible in the fluid relaxation, so the truth is this or somewhat more."""
+    largest_batch: int | None = None
+    """Sequences per micro-batch that would fit, where that was searched."""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"no plan fits {self.model!r} into the memory of {self.machine!r}"]
+        for s in self.shortages:
+            lines.append(
+                f"{s.tier} memory is short by at least {s.short_bytes:,} bytes: it needs {s.needed_bytes / GB:.1f} GB or more "
+                f"and has {s.capacity_bytes / GB:.1f} GB"
+            )
+        if not self.shortages:
+            lines.append(self.reason or "no single tier alone would make it possible")
+        if self.largest_batch is not None:
+            fits = f"up to {self.largest_batch}" if self.largest_batch else "none, not even one"
+            lines.append(f"sequences per micro-batch that fit: {fits}")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """What a published policy would reach on the same workload and machine."""
+
+    step_s: float | None
+    reason: str = ""
+    """Why it has no step time, in one line."""
+    same_numbers: bool = True
+    """Whether it trains the numbers that were asked for; only then it is a candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The best plan found, with its schedule, its step time, and how much better any other could be."""
+
+    plan: Plan
+    schedule: Schedule
+    steady: SteadyState
+    step_s: float
+    """Simulated, in steady state."""
+    lower_bound_s: float
+    solve_s: float
+    """Seconds in solvers."""
+    total_s: float
+    status: Status
+    policies: Mapping[str, PolicyResult]
+    bound_by: Mapping[str, float]
+    """Share of the lower bound that each stream or shared limit explains, largest first."""
+    s_per_gb: Mapping[str, float]
+    """Seconds per step that one more GB of a tier takes off the lower bound, at the margin."""
+    num_simulated: int
+    solver: str = ""
+    seed: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def gap(self) -> float:
+        """How much of the step time could be saved at most: (step - bound) / step."""
+        return max(0.0, (self.step_s - self.lower_bound_s) / self.step_s)
+
+    @property
+    def best_policy(self) -> str | None:
+        """The quickest policy that fits and trains the same numbers."""
+        fitting = {k: p.step_s for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
+        return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
+
+
+def plan(
+    workload: Workload,
+    machine: Machine,
+    *,
+    semantics: Semantics | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    policies: Iterable[str] | None = None,
+    orders: Iterable[Order] | None = None,
+) -> PlanResult:
+    """The best plan for one optimizer step of `workload` on `machine`.
+
+    Parameters
+    ----------
+    semantics
+        When updates happen. By default what gives the numbers of plain training: `exact-clip` where gradients are
+        clipped, else `in-backward`.
+    time_limit_s
+        Of the whole call. The search has a budget of simulated ops that this usually buys, so the answer is the same
+        wherever the clock does not cut it short; `status` says if it did.
+    policies
+        Names of the policies to compare with; all by default.
+    orders
+        Orders of micro-batches to try; both by default where there are several.
+
+    Raises
+    ------
+    InfeasiblePlan
+        When nothing fits; with what is missing.
+    """
+    return _Loop(workload, machine, semantics, time_limit_s, seed).run(policies, orders)
+
+
+class _Loop:
+    def __init__(
+        self, workload: Workload, machine: Machine, semantics: Semantics | None, time_limit_s: float, seed: int
+    ) -> None:
+        clips = workload.training.max_grad_norm is not None
+        self.workload, self.machine, self.seed = workload, machine, seed
+        self.semantics: Semantics = semantics or ("exact-clip" if clips else "in-backward")
+        if clips and self.semantics == "in-backward":
+            raise PlanError(
+                f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
+                "cannot do; ask for 'exact-clip' or set no max_grad_norm"
+            )
+        self.budget = Budget(time_limit_s)
+        self.evaluate = Evaluator(workload, machine, self.budget)
+        self.solve_s = 0.0
+        self.solver = ""
+        self.best: Candidate | None = None
+        self.notes: list[str] = []
+        self.shortest = ""
+
+    def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
+        batches = self.workload.training.gradient_accumulation_steps
+        wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
+        problems = [
+            problem(self.workload, self.machine, semantics=self.semantics, order=order)
+            for order in (wanted if batches > 1 else ("horizontal",))
+        ]
+        bounds = [self._bound(p) for p in problems]
+        status: Status = "searched"
+        compared: dict[str, PolicyResult] = {}
+        try:
+            compared = self._compare(POLICIES if policies is None else policies)
+            ranked = sorted(zip(problems, bounds, strict=True), key=lambda pair: pair[1].step_s)
+            for p, bound in ranked:
+                if bound.feasible and (self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC)):
+                    self._plan_order(p, bound, share=1 / len(ranked))
+            if self.best is not None:
+                self._polish(problems, bounds)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            status = "interrupted"
+            self.notes.append("the search was interrupted; this is the best plan found until then")
+        if self.best is None:
+            raise self._infeasible(problems)
+        bound = self._bound_of_all(problems, bounds)
+        if status == "searched":
+            close = self.best.step_s is not None and self.best.step_s <= bound.step_s * (1 + GOOD_FRAC)
+            status = "within-gap" if close else "time-limit" if self.budget.is_late else "searched"
+        return self._result(bound, compared, status)
+
+    # ---- parts ----
+
+    def _bound(self, p: Problem) -> Bound:
+        started = time.perf_counter()
+        bound = lower_bound(p)
+        self.solve_s += time.perf_counter() - started
+        return bound
+
+    def _bound_of_all(self, problems: list[Problem], bounds: list[Bound]) -> Bound:
+        """The least bound over the orders; without transients where the best plan cuts micro-batches into tiles."""
+        assert self.best is not None
+        if self.best.plan.tiles > 1:
+            bounds = [lower_bound(p, transients=False) for p in problems]
+        best = min(bounds, key=lambda b: b.step_s)
+        if not best.feasible or self.best.step_s is not None and best.step_s > self.best.step_s * (1 + 1e-6):
+            self.notes.append(
+                "the best plan does something that the bound's program does not know; its bound is compute alone"
+            )
+            compute_s = self.workload.training.gradient_accumulation_steps * sum(
+                u.fwd_s + u.bwd_s for u in problems[0].units
+            )
+            return Bound(step_s=compute_s, shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
+        return best
+
+    def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
+        found = {}
+        for name in names:
+            try:
+                made = POLICIES[name](self.workload, self.machine, {})
+            except (PlanError, MachineError, WorkloadError) as error:
+                found[name] = PolicyResult(step_s=None, reason=str(error))
+                continue
+            candidate = self.evaluate(made)
+            same = made.semantics == self.semantics or "delayed-1" not in (made.semantics, self.semantics)
+            found[name] = PolicyResult(step_s=candidate.step_s, reason=candidate.reason, same_numbers=same)
+            if same:
+                self._consider(candidate)
+        return found
+
+    def _consider(self, candidate: Candidate) -> bool:
+        """Keeps the candidate if it is the quickest so far."""
+        if candidate.step_s is None:
+            return False
+        if self.best is None or self.best.step_s is None or candidate.step_s < self.best.step_s:
+            self.best = candidate
+            return True
+        return False
+
+    def _solve(self, p: Problem, margins: Margins, *, integral: bool) -> tuple[Plan | None, Solution]:
+        model = build(p, margins=margins, integral=integral)
+        solution = solve(model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed)
+        self.solve_s += solution.seconds
+        self.solver = solution.solver
+        return (round_to_plan(p, fractions(model, solution)) if solution.usable else None), solution
+
+    def _plan_order(self, p: Problem, bound: Bound, *, share: float) -> None:
+        """Rounds of: solve with margins, round, simulate with several windows; margins grow until plans fit."""
+        device_gb = host_gb = 0.0
+        step_gb = _granule(p)
+        before = self.budget.ops_left
+        best_here: Candidate | None = None
+        best_margins = Margins()
+        for round_ in range(MAX_ROUNDS):
+            if self.budget.is_late or before - self.budget.ops_left > share * 0.6 * before:
+                break
+            margins = Margins(device_gb=device_gb, host_gb=host_gb)
+            made, solution = self._solve(p, margins, integral=round_ == 0)
+            if made is None and solution.status != "infeasible":
+                made, solution = self._solve(p, margins, integral=False)
+            if made is None:
+                break
+            tried = [self.evaluate(v) for v in self._variants(p, made)]
+            fitting = [c for c in tried if c.step_s is not None]
+            for candidate in fitting:
+                self._consider(candidate)
+            quickest = min(fitting, key=lambda c: c.step_s or 0.0, default=None)
+            if quickest is not None and (
+                best_here is None or (quickest.step_s or 0) < (best_here.step_s or 0) * 0.9999
+            ):
+                best_here, best_margins = quickest, margins
+            elif best_here is not None and round_ > 2:
+                break
+            if best_here is not None and (best_here.step_s or 0.0) <= bound.step_s * (1 + GOOD_FRAC):
+                break
+            missing = max((c.short_bytes for c in tried if c.short_tier.startswith("gpu")), default=0) / GB
+            device_gb += max(
+                step_gb if quickest is not None or missing == 0 else min(missing, 2 * step_gb), 0.02 * p.device_gb
+            )
+            host_gb += 0.01 * p.host_gb + max((u.grads_gb + u.states_gb for u in p.units), default=0.0)
+        self.notes.append(
+            f"{p.order}: margins {best_margins.device_gb:.2f} GB device, {best_margins.host_gb:.2f} GB host"
+        )
+
+    def _variants(self, p: Problem, made: Plan) -> list[Plan]:
+        away = any(choice.states != "device" for choice in made.units)
+        stretches = STRETCHES if away and self.semantics == "in-backward" else STRETCHES[:1]
+        plans = [late_updates(p, made, stretch=s) for s in stretches]
+        found = [with_windows(v, w) for v in plans for w in ((1, 1, 1), (2, 2, 2))]
+        return found
+
+    def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
+        """Local moves from the best plan, in its own order."""
+        assert self.best is not None
+        by_order = {p.order: (p, b) for p, b in zip(problems, bounds, strict=True)}
+        p, bound = by_order.get(self.best.plan.order, (problems[0], bounds[0]))
+        special = self.best.plan.segment_units > 1 or self.best.plan.tiles > 1 or self.best.plan.devices > 1
+        if not special:
+            self._consider(improve(p, self.best, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
+
+    def _infeasible(self, problems: list[Problem]) -> InfeasiblePlan:
+        lacking = tuple(shortages(problems[0]))
+        reason = next((c.reason for c in self.evaluate.seen.values() if c.reason), "")
+        return InfeasiblePlan(self.workload.name, self.machine.name, lacking, None, reason)
+
+    def _result(self, bound: Bound, compared: Mapping[str, PolicyResult], status: Status) -> PlanResult:
+        best = self.best
+        assert best is not None
+        assert best.step_s is not None
+        assert best.schedule is not None
+        assert best.steady is not None
+        return PlanResult(
+            plan=best.plan,
+            schedule=best.schedule,
+            steady=best.steady,
+            step_s=best.step_s,
+            lower_bound_s=min(bound.step_s, best.step_s),
+            solve_s=self.solve_s,
+            total_s=self.budget.seconds,
+            status=status,
+            policies=compared,
+            bound_by=bound.shares,
+            s_per_gb=bound.s_per_gb,
+            num_simulated=self.evaluate.num_simulated,
+            solver=self.solver,
+            seed=self.seed,
+            notes=tuple(self.notes),
+        )
+
+
+def _granule(p: Problem) -> float:
+    """The largest thing that comes to the device in one piece: what a margin is counted in."""
+    return max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units if u.groups or u.params_gb)
