@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.validation.campaign import Artifact, CampaignError, load_artifacts, load_campaign, summarise
+from tierplan.validation.campaign_table import campaign_markdown
 
 CAMPAIGN = """
 name = "small"
@@ -130,3 +131,16 @@ def test_ranking_is_judged_per_model() -> None:
     few = [artifact(1, 1, model="opt"), artifact(2, 2, model="opt")]
     tau = summarise([*good, *swapped, *few]).tau
     assert sorted(tau.values()) == pytest.approx([1 / 3, 1.0])
+
+
+def test_page_has_a_row_for_every_run_and_says_what_failed() -> None:
+    runs = [artifact(1.0, 1.1), artifact(2.0, 2.2, asked={"policy": "fuyou", "accumulation": 4, "max_grad_norm": 1.0})]
+    runs.append(artifact(0.0, 1.0, answered=False, why_not="host memory is short | by 3 GiB"))
+    page = campaign_markdown(runs)
+    rows = [line for line in page.splitlines() if line.startswith("| gpt2")]
+    assert len(rows) == 3
+    assert all(row.count("|") == 12 for row in rows)
+    assert "| 1 s | 900 ms to 1.1 s | 1.1 s | -9.1 % | +3.0 % | exact | copy on nvme.read +100 ms |" in rows[0]
+    assert "fuyou, 4 micro-batches, clipping" in rows[1]
+    assert "no answer: host memory is short / by 3 GiB" in rows[2]
+    assert "2 of 3 runs answered" in page

@@ -1,0 +1,97 @@
+"""A campaign's page for the documentation: what came out, one row per run, made from artifacts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierplan.validation.campaign import Artifact, summarise
+from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
+
+__all__ = ["campaign_markdown", "summary_lines"]
+
+
+def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
+    """The summary as lines of plain text."""
+    found = summarise(artifacts)
+    lines = [
+        f"{found.answered} of {found.asked} runs answered",
+        f"step time: median error {found.median_error_frac * 100:.1f} %, nine in ten within "
+        f"{found.p90_error_frac * 100:.1f} %, mean signed error {format_error(found.mean_signed_error_frac)}",
+        f"within 10 %: {format_frac(found.within_10_frac)} of the runs asked",
+        f"bytes per stream: exact in {found.bytes_exact} of {found.answered}",
+        f"peak bytes per tier: the worst is {format_error(found.worst_peak_error_frac)}",
+    ]
+    if found.interval_coverage_frac is not None:
+        lines.append(f"90 % intervals hold {format_frac(found.interval_coverage_frac)} of the measured steps")
+    for model, tau in found.tau.items():
+        lines.append(f"ranking of plans, Kendall's tau {tau:+.2f}: {model}")
+    return lines
+
+
+def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
+    """The whole page. Errors are predicted / measured - 1."""
+    parts = [
+        "# Predicted and then run",
+        "",
+        "This page is generated: `tierplan validate --table ARTIFACTS -o docs/campaign.md`. Do not edit it.",
+        "",
+        "Every row was predicted first and then executed by the runtime on the same machine. The machine and the time of",
+        "one block were measured right before each group of rows, on a depth that no row has; nothing was fitted to the",
+        "rows. Rows that could not be answered are listed with the reason and count against the figures. An error is",
+        "`predicted / measured - 1`: below zero, the run was slower than predicted.",
+        "",
+    ]
+    parts += [f"- {line}" for line in summary_lines(artifacts)]
+    for machine in dict.fromkeys(a.machine for a in artifacts):
+        runs = [a for a in artifacts if a.machine == machine]
+        dates = sorted({a.when[:10] for a in runs})
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(runs[0].versions.items()))
+        parts += ["", f"## {machine}", "", f"Run on {' and '.join(dates)} with {versions}.", ""]
+        for group in dict.fromkeys(a.group for a in runs):
+            parts += _group([a for a in runs if a.group == group])
+    return "\n".join(parts) + "\n"
+
+
+def _group(runs: Sequence[Artifact]) -> list[str]:
+    first = runs[0].asked
+    lines = [
+        f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}",
+        "",
+        "| model | plan | device | host | predicted | 90 % interval | measured | error | peaks | bytes | main difference |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|",
+    ]
+    for a in runs:
+        cells = [a.model, _plan(a)]
+        if not a.answered:
+            cells += ["–"] * 8 + [f"no answer: {a.why_not}"]
+        else:
+            interval = "–" if a.interval_s is None else f"{format_s(a.interval_s[0])} to {format_s(a.interval_s[1])}"
+            cells += [
+                format_bytes(a.capacity_bytes.get("gpu0", 0)),
+                format_bytes(a.capacity_bytes.get("host", 0)),
+                format_s(a.predicted_step_s),
+                interval,
+                format_s(a.measured_step_s),
+                format_error(a.error_frac),
+                format_error(a.worst_peak_error_frac),
+                "exact" if a.bytes_exact else "differ",
+                _cause(a),
+            ]
+        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def _plan(a: Artifact) -> str:
+    extra = ""
+    if a.asked.get("accumulation", 1) > 1:
+        extra += f", {a.asked['accumulation']} micro-batches"
+    if a.asked.get("max_grad_norm") is not None:
+        extra += ", clipping"
+    return f"{a.asked.get('policy', '')}{extra} ({a.asked.get('device')} / {a.asked.get('host')})"
+
+
+def _cause(a: Artifact) -> str:
+    if not a.causes:
+        return ""
+    name, seconds = max(a.causes, key=lambda cause: abs(cause[1]))
+    return f"{name} {format_s(seconds, signed=True)}"
