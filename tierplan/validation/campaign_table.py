@@ -10,6 +10,12 @@ from tierplan.validation.text import format_bytes, format_error, format_frac, fo
 __all__ = ["campaign_markdown", "summary_lines"]
 
 
+COLUMNS = (
+    "model", "plan", "device", "host", "predicted", "90 % interval", "measured", "error", "peaks", "bytes",
+    "main difference",
+)  # fmt: skip
+
+
 def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
     """The summary as lines of plain text."""
     found = summarise(artifacts)
@@ -35,10 +41,10 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
         "",
         "This page is generated: `tierplan validate --table ARTIFACTS -o docs/campaign.md`. Do not edit it.",
         "",
-        "Every row was predicted first and then executed by the runtime on the same machine. The machine and the time of",
-        "one block were measured right before each group of rows, on a depth that no row has; nothing was fitted to the",
-        "rows. Rows that could not be answered are listed with the reason and count against the figures. An error is",
-        "`predicted / measured - 1`: below zero, the run was slower than predicted.",
+        "Every row was predicted first and then executed by the runtime on the same machine. The machine and the time",
+        "of one block were measured right before each group of rows, on a depth that no row has; nothing was fitted to",
+        "the rows. Rows that could not be answered are listed with the reason and count against the figures. An error",
+        "is `predicted / measured - 1`: below zero, the run was slower than predicted.",
         "",
     ]
     parts += [f"- {line}" for line in summary_lines(artifacts)]
@@ -57,7 +63,7 @@ def _group(runs: Sequence[Artifact]) -> list[str]:
     lines = [
         f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}",
         "",
-        "| model | plan | device | host | predicted | 90 % interval | measured | error | peaks | bytes | main difference |",
+        f"| {' | '.join(COLUMNS)} |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|",
     ]
     for a in runs:
