@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering_packs import lower_packs
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.ordering import order_by_readiness
@@ -48,6 +49,8 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
     do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
     """
     plan.check(workload)
+    if plan.packs is not None:
+        return lower_packs(plan, plan.packs, workload, machine)
     if plan.tiles > 1:
         plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
     schedule = _Lowering(plan, workload, machine).schedule()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tierplan.sim.workload import Workload
 
-__all__ = ["Plan", "PlanError", "UnitPlan"]
+__all__ = ["Packs", "Plan", "PlanError", "UnitPlan"]
 
 Place = Literal["device", "host", "nvme"]
 Action = Literal["keep", "recompute", "host", "nvme"]
@@ -42,6 +42,27 @@ class UnitPlan:
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """Harmony's decisions: runs of units that visit a device together, and which device takes which.
+
+    Micro-batches are grouped: all of them go through a pack before the next pack. Backward makes a pack's activations
+    again from its stashed input; its last pack does its forward there too.
+    """
+
+    form: Literal["data", "pipeline"]
+    """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn."""
+    devices: int
+    forward: tuple[tuple[int, int], ...]
+    """First unit and the one after the last, in order; together all units before the last backward pack."""
+    backward: tuple[tuple[int, int], ...]
+    """The same over all units."""
+    cleanup_s: float = 0.0
+    """Seconds of the compute stream that the end of each pack's turn costs."""
+    host_copy_bytes_per_s: float = 0.0
+    """At which a stashed input passes from one device's process to another's in host memory; 0: nothing is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +102,8 @@ class Plan:
     """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
     devices: int = 1
     """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
+    packs: Packs | None = None
+    """Packs of units that visit the device(s) in turn (Harmony); the fields above but semantics do not apply then."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 

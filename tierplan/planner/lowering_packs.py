@@ -1,0 +1,427 @@
+"""Lowering of packs: runs of units that visit one or several devices in turn, with all micro-batches (Harmony).
+
+A *task* is one pack's forward or backward turn on one device. It brings the pack's parameters in, takes the grouped
+micro-batches through, one ahead of compute (double buffers), and leaves: a forward task stashes the inputs from which
+backward tasks recompute, a backward task sends its gradients to host memory, where the pack is updated at once while
+the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
+peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Packs, Plan, PlanError
+from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.workload import Unit, Workload
+
+__all__ = ["lower_packs"]
+
+HOST, CORES = "host", "host.adam"
+
+
+def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine.
+
+    Devices contend for the host's link, so the list order follows from a simulation with what others slow down.
+    """
+    _check(packs, workload, machine)
+    schedule = _PackLowering(plan, packs, workload, machine).schedule()
+    costs = price(schedule, machine)
+    schedule = order_by_readiness(schedule, costs)
+    try:
+        spans = simulate(schedule, costs, limits=machine.limits).spans
+    except OutOfMemory:
+        return validate(schedule)  # simulating it says where
+    slowed = {span.key: Cost(0.0, span.duration_ns / 1e9) for span in spans}
+    return validate(order_by_readiness(schedule, slowed))
+
+
+def _check(packs: Packs, workload: Workload, machine: Machine) -> None:
+    have = sum(tier.kind == "device" for tier in machine.tiers)
+    if not 1 <= packs.devices <= have:
+        raise PlanError(f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {have}")
+    num_units = len(workload.units)
+    for name, runs, end in (
+        ("backward", packs.backward, num_units),
+        ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
+    ):
+        borders = [0, *(b for _, b in runs)]
+        if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
+            raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
+
+
+@dataclass
+class _Task:
+    """One pack's turn on one device."""
+
+    phase: str
+    """`fwd` or `bwd`; the last backward pack's turn does its forward too."""
+    first: int
+    end: int
+    device: int
+    is_last: bool = False
+    """The pack with the loss."""
+    batches: tuple[int, ...] = ()
+    computes: list[str] = field(default_factory=list)
+    """Key of the last compute op of each micro-batch."""
+    again: list[str] = field(default_factory=list)
+    """Key of the recomputation of each micro-batch, in backward."""
+    params: list[str] = field(default_factory=list)
+    """Buffers of its parameters on the device."""
+    gone: str = ""
+    """Key of the op that ends the turn."""
+
+
+class _PackLowering:
+    def __init__(self, plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> None:
+        self.plan, self.packs, self.workload, self.machine = plan, packs, workload, machine
+        self.units, self.training = workload.units, workload.training
+        self.buffers: dict[str, Buffer] = {}
+        self.ops: list[Op] = []
+        self.versions: dict[tuple[str, str], int] = {}
+        self.becomes: dict[str, str] = {}
+        self.params_home: dict[str, str] = {}
+        self.states_home: dict[str, str] = {}
+        self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
+        self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
+        self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
+        self.stash_at = {a for a, _ in packs.backward[:-1]}
+        self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
+
+    # ---- tasks and their order ----
+
+    def _rounds(self) -> list[list[_Task]]:
+        """Tasks in order; those of one round have the same pack on all devices (data) or are alone (pipeline)."""
+        packs, total = self.packs, self.training.gradient_accumulation_steps
+        turns = [("fwd", a, b) for a, b in packs.forward] + [("bwd", a, b) for a, b in reversed(packs.backward)]
+        last = packs.backward[-1]
+        rounds = []
+        for k, (phase, a, b) in enumerate(turns):
+            is_last = phase == "bwd" and (a, b) == last
+            if packs.form == "pipeline":
+                device = k % packs.devices
+                if phase == "bwd":
+                    self.takes_backward[a] = device
+                rounds.append([_Task(phase, a, b, device, is_last, tuple(range(total)))])
+            else:
+                share = [tuple(range(d * total // packs.devices, (d + 1) * total // packs.devices))
+                         for d in range(packs.devices)]  # fmt: skip
+                rounds.append([_Task(phase, a, b, d, is_last, share[d]) for d in range(packs.devices) if share[d]])
+        return rounds
+
+    def schedule(self) -> Schedule:
+        self._declare_homes()
+        before: dict[int, list[_Task]] = {d: [] for d in range(self.packs.devices)}
+        for tasks in self._rounds():
+            made = [self._turn(task, before[task.device]) for task in tasks]
+            if tasks[0].phase == "bwd":
+                self._gradients(tasks, [m for m in made if m is not None])
+            for task in tasks:
+                self._clean_up(task)
+                before[task.device].append(task)
+            if tasks[0].phase == "bwd":
+                self._update(tasks[0])
+        return Schedule(
+            name=f"{self.plan.policy} {self.workload.name}",
+            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in self.machine.tiers),
+            buffers=tuple(replace(b, becomes=self.becomes.get(b.name)) for b in self.buffers.values()),
+            ops=tuple(self.ops),
+            meta={
+                "policy": self.plan.policy,
+                "semantics": self.plan.semantics,
+                "model": self.workload.name,
+                "machine": self.machine.name,
+                "training": asdict(self.training),
+                "devices": self.packs.devices,
+                "form": self.packs.form,
+            },
+        )
+
+    def _declare_homes(self) -> None:
+        for unit in self.units:
+            for kind, per_parameter, homes in (
+                ("params", self.training.param_bytes, self.params_home),
+                ("states", self.training.state_bytes, self.states_home),
+            ):
+                if size := unit.num_parameters * per_parameter:
+                    home = self.buffer(f"{kind}/{unit.name}", HOST, size, kind, initial=True)
+                    homes[unit.name] = self.becomes[home] = home
+
+    # ---- buffers and ops ----
+
+    def buffer(
+        self, content: str, tier: str, size_bytes: int, kind: str, *, initial: bool = False, reuses: str | None = None
+    ) -> str:
+        version = self.versions.get((content, tier), -1) + 1
+        self.versions[content, tier] = version
+        name = f"{content}@{tier}#{version}"
+        self.buffers[name] = Buffer(
+            name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
+        )
+        return name
+
+    def op(
+        self,
+        key: str,
+        stream: str,
+        kind: str,
+        *,
+        work: Mapping[str, float],
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+        after: Iterable[str] = (),
+        unit: str = "",
+        m: int = 0,
+    ) -> str:
+        self.ops.append(
+            Op(
+                key=key,
+                stream=stream,
+                kind=kind,
+                unit=unit,
+                micro_batch=m,
+                work={name: amount for name, amount in work.items() if amount},
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(writes),
+                after=tuple(dict.fromkeys(after)),
+            )
+        )
+        return key
+
+    def copy(self, key: str, stream: str, source: str, tier: str, *, after: Iterable[str] = (), m: int = 0) -> str:
+        b = self.buffers[source]
+        target = self.buffer(b.content, tier, b.size_bytes, b.kind)
+        self.op(key, stream, "copy", work={"bytes": b.size_bytes}, reads=(source,), writes=(target,), after=after, m=m)
+        return target
+
+    def name(self, task: _Task) -> str:
+        pack = f"{self.units[task.first].name}-{self.units[task.end - 1].name}"
+        return f"{pack}/gpu{task.device}" if self.packs.devices > 1 else pack
+
+    def between(self, first: int, end: int) -> tuple[Unit, ...]:
+        return self.units[first:end]
+
+    def shared_params(self, task: _Task) -> list[str]:
+        """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
+        own = [u.name for u in self.between(task.first, task.end) if u.num_parameters]
+        tied = [u.shares for u in self.between(task.first, task.end) if u.shares and u.shares not in own]
+        return own + tied
+
+    # ---- one turn ----
+
+    def _turn(self, task: _Task, before: list[_Task]) -> str | None:
+        """The ops of one task but for its end; the buffer with its gradients, in backward."""
+        gpu, name = f"gpu{task.device}", self.name(task)
+        left = before[-1] if before else None
+        left2 = before[-2] if len(before) > 1 else None
+        params: list[str] = []
+
+        def fetch_params() -> None:
+            after = left.computes[-1:] if left else []
+            for unit in self.shared_params(task):
+                key = f"fetch_params/{unit}/{task.phase}/{name}"
+                params.append(self.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
+
+        params_first = left is None or (self.packs.form == "pipeline" and (task.phase == "fwd" or task.is_last))
+        if self.packs.devices == 1:
+            params_first = left is None
+        if params_first:
+            fetch_params()
+        grads: str | None = None
+        for i, m in enumerate(task.batches):
+            may_come = self._one_ahead(task, i, left, left2)
+            if task.phase == "fwd":
+                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
+                if i == 0 and not params_first:
+                    fetch_params()
+                self._forward(task, i, m, x, params, left)
+                continue
+            if task.is_last:
+                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
+                dy = None
+            else:
+                x = self.copy(f"fetch_stash/{self.units[task.first].name}/mb{m}", f"{gpu}.h2d",
+                              self.stash.pop((task.first, m)), gpu, after=may_come, m=m)  # fmt: skip
+                dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
+            if i == 0 and not params_first:
+                fetch_params()
+            grads = self._backward(task, m, x, dy, params, grads)
+        task.gone, task.params = f"leave/{task.phase}/{name}", params
+        return grads
+
+    def _one_ahead(self, task: _Task, i: int, left: _Task | None, left2: _Task | None) -> list[str]:
+        """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
+        if i >= 2:
+            return [task.computes[i - 2]]
+        if left is None:
+            return []
+        if i == 1:
+            return [left.gone]
+        if len(left.batches) >= 2:
+            return [left.computes[-2]]
+        return [left2.gone] if left2 else []
+
+    def _gradient_ahead(self, task: _Task, i: int, left: _Task | None, left2: _Task | None) -> list[str]:
+        if i >= 1:
+            return [task.again[i - 1]]
+        if left is None:
+            return []
+        if self.packs.devices == 1 or self.packs.form == "data" or (left.phase == "bwd" and not left.is_last):
+            return left.again[-1:] or left.computes[-1:]
+        return self._one_ahead(task, 0, left, left2)
+
+    def _arrives(
+        self, what: str, unit: int, m: int, task: _Task, after: list[str], *, first: bool = False
+    ) -> str | None:
+        """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
+        if first:
+            return None
+        gpu, source = f"gpu{task.device}", self.handed.pop((what, unit, m))
+        tier = self.buffers[source].tier
+        label = f"{what}/{self.units[unit].name}/mb{m}"
+        if tier == HOST:
+            return self.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
+        return self.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
+
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: _Task, to_device: int) -> None:
+        """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
+        if to_device == task.device:
+            label = f"offload_{what}/{self.units[unit].name}/mb{m}"
+            buffer = self.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
+        self.handed[what, unit, m] = buffer
+
+    def _forward(self, task: _Task, i: int, m: int, x: str | None, params: list[str], left: _Task | None) -> None:
+        gpu = f"gpu{task.device}"
+        cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
+        key = ""
+        for start, end in pairwise(cuts):
+            units = self.between(start, end)
+            if start in self.stash_at and x is not None:
+                if start == task.first:
+                    after = [task.computes[i - 1]] if i else [left.gone] if left else []
+                else:
+                    after = []
+                self._stash(task, start, m, x, after)
+            elif start in self.stash_at:
+                self.stash[start, m] = self._no_input(start, m)
+            key = f"fwd/{units[0].name}-{units[-1].name}/mb{m}"
+            y = self.buffer(f"x/{self.units[end].name}/mb{m}", gpu, units[-1].output_bytes, "acts")
+            size = max(u.saved_bytes + u.forward_work_bytes for u in units)
+            work = self.buffer(f"work/{key}", gpu, size, "work")
+            reads = [*params, *([x] if x else [])]
+            self.op(key, f"{gpu}.compute", "forward", work=_total(u.forward for u in units), reads=reads,
+                    writes=(y, work), unit=units[0].name, m=m)  # fmt: skip
+            x = y
+        task.computes.append(key)
+        assert x is not None
+        self._leaves("y", task.end, m, x, task, self._device_after(task))
+
+    def _no_input(self, unit: int, m: int) -> str:
+        """The first unit reads token ids, which are in host memory anyway and cost nothing."""
+        name = self.buffer(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts", initial=True)
+        self.becomes[name] = name
+        return name
+
+    def _stash(self, task: _Task, unit: int, m: int, x: str, after: list[str]) -> None:
+        label = f"{self.units[unit].name}/mb{m}"
+        stashed = self.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
+        rate = self.packs.host_copy_bytes_per_s
+        if rate and self.takes_backward.get(unit, task.device) != task.device:
+            size = self.buffers[stashed].size_bytes
+            again = self.buffer(self.buffers[stashed].content, HOST, size, "acts")
+            seconds = 2 * size * self.packs.devices / rate
+            self.op(f"pass_stash/{label}", CORES, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m)
+            stashed = again
+        self.stash[unit, m] = stashed
+
+    def _device_after(self, task: _Task) -> int:
+        return (task.device + 1) % self.packs.devices if self.packs.form == "pipeline" else task.device
+
+    def _backward(
+        self, task: _Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
+    ) -> str | None:
+        gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
+        label = f"{units[0].name}-{units[-1].name}/mb{m}"
+        acts = self.buffer(f"acts/{label}", gpu, sum(u.saved_bytes + u.input_bytes for u in units[1:])
+                           + units[0].saved_bytes, "acts")  # fmt: skip
+        reads = [*params, *([x] if x else [])]
+        again = self.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=_total(u.forward for u in units),
+                        reads=reads, writes=(acts,), unit=units[0].name, m=m)  # fmt: skip
+        task.again.append(again)
+        reads += [acts, *([dy] if dy else [])]
+        size = sum(u.num_parameters for u in units) * self.training.grad_bytes
+        writes = [self.buffer(f"work/bwd/{label}", gpu, max(u.backward_work_bytes for u in units), "work")]
+        if grads is None:
+            grads = self.buffer(f"grads/{self.name(task)}", gpu, size, "grads")
+        else:
+            reads.append(grads)
+            grads = self.buffer(f"grads/{self.name(task)}", gpu, size, "grads", reuses=grads)
+        writes.append(grads)
+        if task.first > 0:
+            dx = self.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
+            writes.append(dx)
+        key = self.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=_total(u.backward for u in units),
+                      reads=reads, writes=writes, unit=units[0].name, m=m)  # fmt: skip
+        task.computes.append(key)
+        if task.first > 0:
+            self._leaves("dx", task.first, m, dx, task, self._device_after(task))
+        return grads
+
+    # ---- the end of a turn ----
+
+    def _gradients(self, tasks: list[_Task], grads: list[str]) -> None:
+        """All-reduces the gradients of a round (data) and takes them to host memory."""
+        reduced = grads
+        if len(tasks) > 1:
+            reduced = []
+            for task in tasks:
+                to = (task.device + 1) % self.packs.devices
+                own = self.buffers[grads[task.device]]
+                total = self.buffer(own.content, own.tier, own.size_bytes, "grads")
+                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * own.size_bytes}
+                self.op(f"all_reduce/{self.name(task)}", f"gpu{task.device}.p2p.gpu{to}", "all_reduce", work=work,
+                        reads=grads, writes=(total,))  # fmt: skip
+                reduced.append(total)
+        self.arrived_grads[tasks[0].first] = [
+            self.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
+            for task, buffer in zip(tasks, reduced, strict=True)
+        ]
+
+    def _clean_up(self, task: _Task) -> None:
+        """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
+        name = self.name(task)
+        after = [task.computes[-1], *([f"offload_grads/{name}"] if task.phase == "bwd" else [])]
+        self.op(task.gone, f"gpu{task.device}.compute", "leave", work={"s": self.packs.cleanup_s},
+                reads=task.params, after=after)  # fmt: skip
+
+    def _update(self, task: _Task) -> None:
+        """Updates the pack's units one by one in host memory, while the next turns run."""
+        grads = self.arrived_grads[task.first]
+        for unit in self.between(task.first, task.end):
+            if not unit.num_parameters:
+                continue
+            homes = [homes[unit.name] for homes in (self.params_home, self.states_home) if unit.name in homes]
+            updated = []
+            for home, at in zip(homes, (self.params_home, self.states_home), strict=False):
+                b = self.buffers[home]
+                at[unit.name] = self.buffer(b.content, b.tier, b.size_bytes, b.kind, reuses=home)
+                self.becomes[at[unit.name]] = self.becomes.pop(home)
+                updated.append(at[unit.name])
+            self.op(f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters},
+                    reads=[*grads, *homes], writes=updated, unit=unit.name)  # fmt: skip
+
+
+def _total(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for work in works:
+        for kind, amount in work.items():
+            total[kind] = total.get(kind, 0.0) + amount
+    return total

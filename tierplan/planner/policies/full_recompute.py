@@ -1,0 +1,32 @@
+"""Full recompute: everything stays on the device, and backward makes activations again from a few kept inputs.
+
+With `every=1` each block is a segment: the blocks' inputs are kept and backward runs each block's forward once more.
+With `every=k` only each k-th input is kept, and a segment's k-1 other inputs are made again too when backward
+reaches it (Chen et al., arXiv 1604.06174): less memory for inputs, k blocks of activations at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.policies.options import bounded_semantics, number, read_options
+from tierplan.sim.workload import Workload
+
+NAME = "full-recompute"
+OPTIONS: Mapping[str, object] = {"every": 1, "semantics": None}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """All on the device; blocks are recomputed in segments of `every`."""
+    options = read_options(NAME, given, OPTIONS)
+    every = int(number(NAME, options, "every", low=1))
+    units = tuple(UnitPlan(acts="recompute" if unit.kind == "block" else "keep") for unit in workload.units)
+    return Plan(
+        policy=NAME,
+        units=units,
+        segment_units=every,
+        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
+        options=options,
+    )

@@ -1,0 +1,133 @@
+"""Fuyou (arXiv 2403.06504; later LoHan, Ratel): everything on NVMe, the optimizer runs inside backward.
+
+Each unit's gradients are consumed as they arrive in host memory: its states are read, updated and written back while
+backward goes on; the next forward waits for all of it (synchronous, the numbers of plain training). Gradients are never
+on NVMe. The drive's queue is waited for as a whole: the read of one unit's states and the write-back of the one before
+are in it together, and Adam starts when both are done (`write_back=awaited`). With `write_back=delayed` the
+write-back runs beside Adam instead. Parameters come through a window of one block ahead.
+
+Which activations are swapped to host memory and which are made again follows Fuyou's rule: saved tensors are ranked by
+the compute that swapping saves per byte, and more are swapped as long as the modelled iteration time, convex in the
+swapped bytes, falls. A block works on the batch in `tiles` where the whole batch's tensors would not fit the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
+from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
+from tierplan.sim.workload import Unit, Workload
+
+NAME = "fuyou"
+OPTIONS: Mapping[str, object] = {
+    "swap": "convex",  # or all, none
+    "write_back": "awaited",  # or delayed
+    "window": 1,
+    "tiles": 0,  # 0: as few as fit
+    "semantics": None,
+}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """Parameters and states on NVMe, updates in backward, activations swapped or recomputed by the convex rule."""
+    need_nvme(NAME, machine)
+    options = read_options(NAME, given, OPTIONS)
+    window = int(number(NAME, options, "window", low=0))
+    tiles = int(number(NAME, options, "tiles", low=0)) or _fewest_tiles(workload, machine, window)
+    swap = choice(NAME, options, "swap", ("convex", "all", "none"))
+    write_back = choice(NAME, options, "write_back", ("awaited", "delayed"))
+    rank = _by_saving(workload.blocks[0], machine) if workload.blocks else []
+    count = {"all": len(rank), "none": 0}.get(swap)
+    if count is None:
+        count = min(range(len(rank) + 1), key=lambda k: iteration_s(workload, machine, rank[:k]))
+    swapped = set(rank[:count])
+    room = next(t.capacity_bytes for t in machine.tiers if t.kind == "host") * 3 // 4
+    units = []
+    for unit in workload.units:
+        if unit.kind != "block":
+            units.append(UnitPlan(params="nvme", grads="device", states="nvme"))
+            continue
+        room -= unit.input_bytes + sum(unit.saved[k].size_bytes for k in swapped)
+        lower: Action = "host" if room > 0 else "nvme"
+        acts = tuple(lower if t.index in swapped else "recompute" for t in unit.saved)
+        units.append(
+            UnitPlan(params="nvme", grads="device", states="nvme", input=lower, acts=acts)  # type: ignore[arg-type]
+        )
+    return Plan(
+        policy=NAME,
+        units=tuple(units),
+        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
+        order="vertical",
+        tiles=tiles,
+        prefetch_params_units=window,
+        prefetch_acts_units=1,
+        prefetch_states_units=0,
+        strict_windows=True,
+        updates_in_flight=2,
+        write_back="delayed" if write_back == "delayed" else "awaited",
+        options={**options, "tiles": tiles, "swapped": len(swapped)},
+    )
+
+
+def _by_saving(block: Unit, machine: Machine) -> list[int]:
+    """Slots by the seconds of recomputation that swapping saves per byte, best first."""
+    compute = machine.stream("gpu0.compute").name
+
+    def saving(index: int) -> float:
+        tensor = block.saved[index]
+        return machine.cost(compute, tensor.recompute).work_s / max(tensor.size_bytes, 1)
+
+    return sorted((t.index for t in block.saved), key=lambda k: (-saving(k), k))
+
+
+def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> float:
+    """Fuyou's model of the iteration: in each phase the busiest of compute, link down, link up, drive and CPU Adam."""
+    t, batches = workload.training, workload.training.gradient_accumulation_steps
+
+    def seconds(stream: str, work: Mapping[str, float]) -> float:
+        return machine.cost(stream, work).work_s
+
+    n = workload.num_parameters
+    params = {"bytes": float(n * t.param_bytes)}
+    acts = sum(
+        unit.input_bytes + sum(unit.saved[k].size_bytes for k in swapped) for unit in workload.blocks
+    )  # per micro-batch
+    forward = batches * sum(seconds("gpu0.compute", u.forward) for u in workload.units)
+    backward = batches * sum(seconds("gpu0.compute", u.backward) for u in workload.units)
+    for unit in workload.blocks:
+        dropped = [s for s in unit.saved if s.index not in swapped]
+        again = [unit.forward] if len(dropped) == len(unit.saved) else [s.recompute for s in dropped]
+        backward += batches * sum(seconds("gpu0.compute", work) for work in again)
+    down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
+    states = {"bytes": float(n * t.state_bytes)}
+    drive = seconds("nvme.read", {"bytes": params["bytes"] + states["bytes"]})
+    drive += seconds("nvme.write", {"bytes": params["bytes"] + states["bytes"]})
+    in_forward = max(forward, seconds("gpu0.d2h", down), seconds("nvme.read", params), seconds("gpu0.h2d", params))
+    return in_forward + max(backward, seconds("gpu0.h2d", up), drive + seconds("host.adam", {"parameters": float(n)}))
+
+
+def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
+    """The fewest equal parts of the batch with which a unit's tensors fit the device beside its parameters.
+
+    Raises `PlanError` when not even single sequences do.
+    """
+    capacity = machine.tier("gpu0").capacity_bytes
+    t, batch = workload.training, workload.training.per_device_train_batch_size
+    largest = max(u.num_parameters for u in workload.units)
+    block = max((u.num_parameters for u in workload.blocks), default=largest)
+    parameters = block * t.param_bytes * (2 + window) + largest * (t.param_bytes + 2 * t.grad_bytes)
+    borders = 4 * max(u.input_bytes for u in workload.units) * t.gradient_accumulation_steps
+    need = 0
+    for tiles in (k for k in range(1, batch + 1) if batch % k == 0):
+        work = max(2 * u.saved_bytes + max(u.forward_work_bytes, u.backward_work_bytes) for u in workload.units)
+        need = parameters + borders + work // tiles
+        if need <= capacity:
+            return tiles
+    if parameters > capacity:
+        raise PlanError(
+            f"policy {NAME!r} needs about {need:,} bytes on the device for one sequence, but it has {capacity:,}; "
+            "take a larger device or a model with smaller blocks"
+        )
+    return batch

@@ -1,0 +1,155 @@
+"""Harmony (arXiv 2202.01306): packs of layers visit the GPUs in turn, with all micro-batches grouped behind each.
+
+Input-batch grouping: every micro-batch goes through a pack before the next pack comes, so weights move once per pack
+and pass. Forward and backward have their own packs; the last backward pack does its forward too. Updates run on the
+host just in time, when a pack's gradients have arrived. In pipelines the packs go round all GPUs ("wrap-around"),
+activations and their gradients from GPU to GPU; with data parallelism every GPU takes every pack with its part of the
+micro-batches, and gradients are all-reduced over the peer links. Weights cost 3 W minus the last pack, per pipeline
+or per data-parallel GPU.
+
+Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
+by Harmony's memory estimate, forward and backward packs apart. `memory_bytes` lowers the device memory that packs may use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering_packs import lower_packs
+from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
+from tierplan.planner.policies.options import number, read_options
+from tierplan.sim.engine import OutOfMemory
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.workload import Unit, Workload
+
+OPTIONS: Mapping[str, object] = {
+    "pack": 0,
+    "pack_forward": 0,
+    "devices": 0,  # 0: all that the machine has (one for `harmony`)
+    "memory_bytes": 0,  # 0: what the device has
+    "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
+    "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
+}
+Runs = tuple[tuple[int, int], ...]
+
+
+def single(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """Harmony on one GPU."""
+    return _policy("harmony", "data", workload, machine, {"devices": 1, **given})
+
+
+def data_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """Harmony's data parallelism over all GPUs."""
+    return _policy("harmony-dp", "data", workload, machine, given)
+
+
+def pipeline(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """Harmony's wrap-around pipeline over all GPUs."""
+    return _policy("harmony-pp", "pipeline", workload, machine, given)
+
+
+def _policy(
+    name: str, form: Literal["data", "pipeline"], workload: Workload, machine: Machine, given: Mapping[str, object]
+) -> Plan:
+    options = read_options(name, given, OPTIONS)
+    have = sum(tier.kind == "device" for tier in machine.tiers)
+    devices = int(number(name, options, "devices", low=0, high=have)) or have
+    capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier("gpu0").capacity_bytes
+    wanted = int(number(name, options, "pack", low=0))
+    wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted
+    plain = Plan(policy=name, units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),
+                 options={**options, "devices": devices})  # fmt: skip
+    candidates = [
+        Packs(
+            form=form,
+            devices=devices,
+            forward=forward,
+            backward=backward,
+            cleanup_s=number(name, options, "task_cleanup_s", low=0),
+            host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
+        )
+        for backward in ([_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd"))
+        for forward in _forward_packs(workload, capacity, backward, wanted_forward)
+    ]
+    if not candidates:
+        largest = max(_backward_bytes(workload, (unit,)) for unit in workload.units)
+        raise PlanError(
+            f"policy {name!r} needs {largest:,} bytes on a device for its largest unit, but may use {capacity:,}; "
+            "use a smaller micro-batch or a larger device"
+        )
+    plans = [replace(plain, packs=packs) for packs in candidates]
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda plan: _seconds(plan, workload, machine))
+
+
+def _seconds(plan: Plan, workload: Workload, machine: Machine) -> float:
+    assert plan.packs is not None
+    try:
+        return simulate_on(lower_packs(plan, plan.packs, workload, machine), machine).duration_s
+    except OutOfMemory:
+        return float("inf")
+
+
+def _forward_packs(workload: Workload, capacity: int, backward: Runs, wanted: int) -> list[Runs]:
+    end = backward[-1][0]
+    if end == 0:
+        return [()]
+    if wanted:
+        return [_by_size(end, wanted)] if backward[0][1] != wanted else [backward[:-1]]
+    own = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd")
+    return [backward[:-1], *(runs for runs in own if runs != backward[:-1])]
+
+
+def _by_size(count: int, size: int) -> Runs:
+    """Runs of `size` units; the first one is shorter where they do not go in evenly."""
+    borders = [*range(count, 0, -size), 0][::-1]
+    return tuple(pairwise(borders))
+
+
+def _equal_time(workload: Workload, capacity: int, phase: str) -> list[Runs]:
+    """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
+    seconds = [_weight(unit, phase) for unit in workload.units]
+    held = _backward_bytes if phase == "bwd" else _forward_bytes
+    found: list[Runs] = []
+    for count in range(1, len(seconds) + 1):
+        runs = _split(seconds, count)
+        if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs):
+            found.append(runs)
+            if len(found) == 4:
+                break
+    return found
+
+
+def _weight(unit: Unit, phase: str) -> float:
+    work = unit.forward if phase == "fwd" else {k: unit.forward.get(k, 0.0) + v for k, v in unit.backward.items()}
+    return sum(amount for kind, amount in work.items() if kind.endswith("flops") or kind == "s")
+
+
+def _split(weights: list[float], count: int) -> Runs:
+    """At most `count` runs whose sums are about equal: borders where the running sum passes each equal part."""
+    total, borders, running = sum(weights), [0], 0.0
+    for i, weight in enumerate(weights):
+        if running >= total * len(borders) / count - 1e-12 and i > borders[-1] and len(borders) < count:
+            borders.append(i)
+        running += weight
+    borders.append(len(weights))
+    return tuple(pairwise(borders))
+
+
+def _backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
+    """Harmony's estimate for a backward task: weights, gradients, all saved tensors, double-buffered borders."""
+    t = workload.training
+    params = sum(u.num_parameters for u in units) * (t.param_bytes + t.grad_bytes)
+    acts = sum(u.saved_bytes + u.input_bytes for u in units) + max(u.backward_work_bytes for u in units)
+    return params + acts + 3 * units[0].input_bytes + 2 * units[-1].output_bytes
+
+
+def _forward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
+    params = sum(u.num_parameters for u in units) * workload.training.param_bytes
+    work = max(u.saved_bytes + u.forward_work_bytes for u in units)
+    return params + work + 3 * units[0].input_bytes + 2 * max(u.output_bytes for u in units)

@@ -1,0 +1,69 @@
+"""What all policies share: the settings that a user may give one, and a few questions about workload and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Plan, PlanError, Semantics
+from tierplan.sim.workload import Workload
+
+__all__ = ["Policy", "bounded_semantics", "choice", "has_nvme", "number", "read_options"]
+
+Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
+
+SEMANTICS: tuple[Semantics, ...] = ("in-backward", "exact-clip", "delayed-1")
+
+
+def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, object]) -> dict[str, object]:
+    """The known options with their defaults, and the given values over them.
+
+    Raises `PlanError` for an option that the policy does not have, naming those that it has.
+    """
+    if unknown := sorted(set(given) - set(known)):
+        raise PlanError(
+            f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known)) or 'no options'}"
+        )
+    return {**known, **given}
+
+
+def number(policy: str, options: Mapping[str, object], name: str, *, low: float, high: float = float("inf")) -> float:
+    """An option that is a number within bounds, given as a number or as text."""
+    try:
+        value = float(str(options[name]))
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise PlanError(
+            f"option {name!r} of policy {policy!r} is {options[name]!r}; give a number from {low:g} to {high:g}"
+        )
+    return value
+
+
+def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:
+    """An option that is one of several words."""
+    value = str(options[name])
+    if value not in allowed:
+        raise PlanError(f"option {name!r} of policy {policy!r} is {value!r}; choose among {', '.join(allowed)}")
+    return value
+
+
+def bounded_semantics(policy: str, options: Mapping[str, object], workload: Workload, own: Semantics) -> Semantics:
+    """The semantics that the option asks for; else exact clipping where training clips, else the policy's own."""
+    asked = options.get("semantics")
+    if asked is None:
+        return "exact-clip" if workload.training.max_grad_norm is not None else own
+    for known in SEMANTICS:
+        if asked == known:
+            return known
+    raise PlanError(f"option 'semantics' of policy {policy!r} is {asked!r}; choose among {', '.join(SEMANTICS)}")
+
+
+def has_nvme(machine: Machine) -> bool:
+    return any(tier.kind == "nvme" for tier in machine.tiers)
+
+
+def need_nvme(policy: str, machine: Machine) -> None:
+    """Raises `PlanError` where the machine has no drive."""
+    if not has_nvme(machine):
+        raise PlanError(f"policy {policy!r} keeps data on NVMe, but machine {machine.name!r} has no drive; add one")

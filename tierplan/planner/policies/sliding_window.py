@@ -1,0 +1,43 @@
+"""Sliding window (Superpipeline, arXiv 2410.08791): a window of blocks is on the device, the rest waits in host memory.
+
+While the device computes with one block, the next ones arrive and the ones behind leave; forward slides up, backward
+slides down. Parameters, gradients and optimizer states live in host memory, and the host updates each block as its
+gradients arrive. Activations are recomputed block by block, and the blocks' inputs move with the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.policies.options import bounded_semantics, number, read_options
+from tierplan.sim.workload import Workload
+
+NAME = "sliding-window"
+OPTIONS: Mapping[str, object] = {"window": 3, "semantics": None}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """All in host memory; `window` blocks on the device, the computing one included."""
+    options = read_options(NAME, given, OPTIONS)
+    window = int(number(NAME, options, "window", low=1))
+    units = tuple(
+        UnitPlan(
+            params="host",
+            grads="host",
+            states="host",
+            input="host" if unit.kind == "block" else "keep",
+            acts="recompute" if unit.kind == "block" else "keep",
+        )
+        for unit in workload.units
+    )
+    return Plan(
+        policy=NAME,
+        units=units,
+        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
+        prefetch_params_units=window - 1,
+        prefetch_acts_units=window - 1,
+        strict_windows=True,
+        options=options,
+    )

@@ -1,0 +1,43 @@
+"""Vertical accumulation (GreedySnake): all micro-batches of a block before the next block.
+
+Parameters are fetched twice a step, whatever the number of micro-batches, and gradients accumulate on the device and
+leave once. The price is the traffic of block inputs: every micro-batch's inputs wait between one block and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Place, Plan, UnitPlan
+from tierplan.planner.policies.options import bounded_semantics, has_nvme, number, read_options
+from tierplan.sim.workload import Workload
+
+NAME = "vertical"
+OPTIONS: Mapping[str, object] = {"prefetch": 1, "semantics": None}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
+    options = read_options(NAME, given, OPTIONS)
+    ahead = int(number(NAME, options, "prefetch", low=0))
+    home: Place = "nvme" if has_nvme(machine) else "host"
+    units = tuple(
+        UnitPlan(
+            params=home,
+            grads="device",
+            states=home,
+            input="host" if unit.kind == "block" else "keep",
+            acts="recompute" if unit.kind == "block" else "keep",
+        )
+        for unit in workload.units
+    )
+    return Plan(
+        policy=NAME,
+        units=units,
+        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
+        order="vertical",
+        prefetch_params_units=ahead,
+        prefetch_acts_units=ahead,
+        options=options,
+    )

@@ -1,0 +1,42 @@
+"""ZeRO-Offload (arXiv 2101.06840): parameters on the device, gradients and the optimizer in host memory.
+
+Gradients leave during backward. CPU Adam starts when backward is done (it needs the norm of all gradients and the
+check for overflow); each unit's new parameters are copied back while the next unit is updated. Per parameter and step:
+2 bytes down, 2 bytes up. The delayed parameter update (`semantics=delayed-1`) overlaps the optimizer with the next
+step's compute and is another algorithm, so it is never the default. `device_frac` keeps the optimizer states of that
+share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.policies.options import bounded_semantics, choice, number, read_options
+from tierplan.sim.workload import Workload
+
+NAME = "zero-offload"
+OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "semantics": None}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+    """The optimizer on the host, but for `device_frac` of it; activations recomputed per block (`checkpointing`)."""
+    options = read_options(NAME, given, OPTIONS)
+    on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_parameters
+    recompute = choice(NAME, options, "checkpointing", ("on", "off")) == "on"
+    units: list[UnitPlan] = []
+    for unit in reversed(workload.units):
+        acts = "recompute" if recompute and unit.kind == "block" else "keep"
+        place = "device" if 0 < unit.num_parameters <= on_device else "host"
+        if place == "device":
+            on_device -= unit.num_parameters
+        units.insert(0, UnitPlan(params="device", grads=place, states=place, acts=acts))  # type: ignore[arg-type]
+    return Plan(
+        policy=NAME,
+        units=tuple(units),
+        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
+        hold_updates=True,
+        update_order="backward",
+        options=options,
+    )
