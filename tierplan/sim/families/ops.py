@@ -1,0 +1,210 @@
+"""The operations that transformers consist of, as autograd sees them: work, saved tensors, memory in backward.
+
+Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierplan.sim.families.tape import Storage, Tape, Value
+
+__all__ = ["activation", "add", "flash_attention", "layer_norm", "linear", "mul", "scale", "split"]
+
+
+def matmul_work(tape: Tape, flops: float, dtype: str) -> dict[str, float]:
+    return {f"matmul_{dtype}_flops": flops}
+
+
+def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Value:
+    """x (.., D) times a weight with D * O elements."""
+    rows = x.numel // x.shape[-1]
+    width = weight.numel // x.shape[-1]
+    flops = 2 * rows * weight.numel
+    saved = tape.save(*((x,) if weight.needs_grad else ()), *((weight,) if x.needs_grad else ()))
+    out = tape.empty((*x.shape[:-1], width), x.dtype)
+    tape.record("addmm" if bias else "mm", [x, weight], [out], matmul_work(tape, flops, x.dtype))
+    inputs = [x, weight, *([bias] if bias else [])]
+    num_x, num_weight, dtype, wants_x = x.numel, weight.numel, x.dtype, x.needs_grad
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        assert saved is not None
+        tape.backward_work.append(matmul_work(tape, flops * (2 if wants_x else 1), dtype))
+        grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype)]
+        if bias is not None:
+            grad_bias = tape.grad(width, dtype)
+            tape.backward_work.append(tape.moved(grad, grad_bias))
+            grads.append(grad_bias)
+        return grads
+
+    return tape.connect(out, inputs, backward)
+
+
+def layer_norm(tape: Tape, x: Value, weight: Value, bias: Value) -> Value:
+    """Statistics are in the parameters' dtype on a CPU, in fp32 on a GPU."""
+    rows, dtype = x.numel // x.shape[-1], x.dtype
+    saved = list(tape.save(bias, x, weight))
+    out = tape.empty(x.shape, dtype)
+    statistics = dtype if tape.training.backend == "cpu" else "fp32"
+    mean, rstd = (tape.empty((*x.shape[:-1], 1), statistics) for _ in range(2))
+    tape.record("native_layer_norm", [x, weight, bias], [out, mean, rstd], tape.moved(x, weight, bias, out, mean, rstd))
+    saved += tape.save(mean, rstd)
+    num_x, width = x.numel, x.shape[-1]
+    assert mean.numel == rows
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        grads = [tape.grad(num_x, dtype), tape.grad(width, dtype), tape.grad(width, dtype)]
+        tape.backward_work.append(tape.moved(grad, *saved, *grads))
+        return grads
+
+    return tape.connect(out, [x, weight, bias], backward)
+
+
+def add(tape: Tape, a: Value, b: Value) -> Value:
+    """Equal shapes, or b is broadcast over the batch."""
+    out = tape.empty(a.shape, a.dtype)
+    tape.record("add", [a, b], [out], tape.moved(a, b, out))
+    smaller = b.numel if b.numel != a.numel else 0
+    dtype = b.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        if not smaller:
+            return [grad, grad]
+        reduced = tape.grad(smaller, dtype)
+        tape.backward_work.append(tape.moved(grad, reduced))
+        return [grad, reduced]
+
+    return tape.connect(out, [a, b], backward)
+
+
+def scale(tape: Tape, x: Value, name: str = "mul") -> Value:
+    """x times, or plus, a number: nothing is saved; plus a number passes its gradient on."""
+    out = tape.empty(x.shape, x.dtype)
+    tape.record(name, [x], [out], tape.moved(x, out))
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        if name == "add":
+            return [grad]
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def mul(tape: Tape, a: Value, b: Value) -> Value:
+    """Elementwise product: each factor is saved for the other's gradient."""
+    saved_b = tape.save(b) if a.needs_grad else None
+    saved_a = tape.save(a) if b.needs_grad else None
+    out = tape.empty(a.shape, a.dtype)
+    tape.record("mul", [a, b], [out], tape.moved(a, b, out))
+    numel, dtype = a.numel, a.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        grads: list[Storage | None] = []
+        for other in (saved_b, saved_a):
+            made = tape.grad(numel, dtype) if other else None
+            if made and other:
+                tape.backward_work.append(tape.moved(grad, other[0], made))
+            grads.append(made)
+        return grads
+
+    return tape.connect(out, [a, b], backward)
+
+
+def unary(tape: Tape, x: Value, name: str, *, saves: str) -> Value:
+    """A function whose backward is one kernel that needs its input or its output (`saves`)."""
+    saved = tape.save(x) if saves == "input" else ()
+    out = tape.empty(x.shape, x.dtype)
+    tape.record(name, [x], [out], tape.moved(x, out))
+    if saves == "output":
+        saved = tape.save(out)
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, *saved, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def power(tape: Tape, x: Value) -> Value:
+    """x to an integer power: its derivative is a chain of three kernels."""
+    saved = tape.save(x)
+    out = tape.empty(x.shape, x.dtype)
+    tape.record("pow", [x], [out], tape.moved(x, out))
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        lower, scaled = tape.grad(numel, dtype), tape.grad(numel, dtype)
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(*saved, lower, lower, scaled, grad, scaled, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def activation(tape: Tape, x: Value, name: str) -> Value:
+    """The activation functions of `transformers`, by the names used in a config."""
+    if name in ("gelu_new", "gelu_python_tanh"):  # a composite: five tensors of the width of the MLP are saved
+        half = scale(tape, x)
+        inner = scale(tape, add(tape, x, scale(tape, power(tape, x))))
+        return mul(tape, half, scale(tape, unary(tape, inner, "tanh", saves="output"), "add"))
+    if name in ("gelu", "gelu_pytorch_tanh", "silu", "swish"):
+        return unary(tape, x, name, saves="input")
+    return unary(tape, x, name, saves="output")
+
+
+def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
+    """Views of x along its last dimension; their gradients are put together again."""
+    whole, dtype, meter = x.numel, x.dtype, tape.moved
+    rows = x.numel // x.shape[-1]
+    node_values = [Value((*x.shape[:-1], width), dtype, x.storage) for width in parts]
+    gathered: dict[int, Storage] = {}
+
+    def join() -> Storage:
+        made = tape.grad(whole, dtype)
+        tape.backward_work.append(meter(*gathered.values(), made))
+        gathered.clear()
+        return made
+
+    # Each part is a node that hands its gradient over; the first part, last in reverse order, joins them.
+    for i, value in enumerate(node_values):
+
+        def backward(grad: Storage, i: int = i) -> Sequence[Storage | None]:
+            gathered[i] = grad
+            return [join() if i == 0 else None]
+
+        tape.connect(value, [x], backward)
+    assert sum(parts) * rows == whole
+    return node_values
+
+
+def attention_work(dtype: str, flops: float) -> dict[str, float]:
+    return {f"attention_{dtype}_flops": flops}
+
+
+def flash_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int) -> Value:
+    """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
+
+    FLOPs are those of the full square of scores, causal or not, as PyTorch's counter has them: two products forward,
+    five backward.
+    """
+    batch, length = q.shape[0], q.shape[1]
+    flops = 4 * batch * heads * length * k.shape[1] * head_dim
+    saved = list(tape.save(q, k, v) if tape.training.backend == "cpu" else tape.save(k, q, v))
+    out = tape.empty((batch, length, heads * head_dim), q.dtype)
+    rows = tape.empty((batch, heads, length), "fp32")
+    extra = [] if tape.training.backend == "cpu" else [tape.empty((2,), "uint64"), tape.empty((), "uint64")]
+    tape.record("flash_attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops))
+    saved += tape.save(rows, out, *extra)
+    sizes, dtype = [value.numel for value in (q, k, v)], q.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        tape.backward_work.append(attention_work(dtype, flops * 2.5))
+        assert saved
+        return [tape.grad(size, dtype) for size in sizes]
+
+    return tape.connect(out, [q, k, v], backward)

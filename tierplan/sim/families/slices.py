@@ -1,0 +1,84 @@
+"""What it takes to make a dropped tensor again: the slice of a unit's operations that lead to it.
+
+The exact path records real operations, the closed forms record the same operations without tensors; both come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierplan.sim.workload import SavedTensor
+
+__all__ = ["Operation", "Save", "saved_tensors", "total"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of a unit's forward, on storages that are numbered in order of appearance."""
+
+    name: str
+    """`mlp.act/aten.mul`: where it happens, and what."""
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    work: Mapping[str, float]
+    random: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A storage that autograd keeps, in order of first save."""
+
+    storage: int
+    size_bytes: int
+    dtype: str
+
+
+def total(amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of several works, kind by kind; kinds with nothing are left out."""
+    result: dict[str, float] = {}
+    for work in amounts:
+        for kind, amount in work.items():
+            if amount:
+                result[kind] = result.get(kind, 0) + amount
+    return result
+
+
+def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tuple[SavedTensor, ...]:
+    """The saved tensors with names, slices and costs. Slices start at other saved tensors, input or parameters."""
+    writers: dict[int, list[int]] = {}
+    for i, operation in enumerate(operations):
+        for storage in operation.writes:
+            writers.setdefault(storage, []).append(i)
+    slot_of = {save.storage: k for k, save in enumerate(saves)}
+    result = []
+    for k, save in enumerate(saves):
+        wanted, needs, seen, work_list = set[int](), set[int](), {save.storage}, [save.storage]
+        while work_list:
+            storage = work_list.pop()
+            for i in writers.get(storage, ()):
+                if i in wanted:
+                    continue
+                wanted.add(i)
+                for source in operations[i].reads:
+                    if source in seen:
+                        continue
+                    if source in slot_of:
+                        needs.add(slot_of[source])
+                    else:
+                        seen.add(source)
+                        work_list.append(source)
+        part = [operations[i] for i in sorted(wanted)]
+        made_by = writers.get(save.storage)
+        result.append(
+            SavedTensor(
+                index=k,
+                name=operations[made_by[-1]].name if made_by else "from outside",
+                size_bytes=save.size_bytes,
+                dtype=save.dtype,
+                recompute=total([operation.work for operation in part]),
+                needs=tuple(sorted(needs)),
+                replayable=bool(made_by) and not any(operation.random for operation in part),
+            )
+        )
+    return tuple(result)

@@ -1,0 +1,227 @@
+"""Autograd's bookkeeping without tensors: what an operation computes, saves and allocates, from shapes alone.
+
+A family writes its forward in terms of these operations, in the order and with the local variables of its module in
+`transformers`. A storage is released when Python drops the last reference to it, as in PyTorch, so peaks come out of
+the same mechanism. Each operation states what autograd saves and how its backward allocates. `backward` then walks the
+operations in reverse, as the autograd engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from tierplan.sim.families.slices import Operation, Save, saved_tensors, total
+from tierplan.sim.workload import DTYPE_BYTES, SavedTensor, Training
+
+__all__ = ["Tape", "Value"]
+
+ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
+
+
+class Meter:
+    """Bytes live now, and the most there have been."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class Storage:
+    """Memory that lives as long as something refers to it."""
+
+    __slots__ = ("dtype", "meter", "number", "owner", "size_bytes")
+
+    def __init__(self, size_bytes: int, dtype: str, owner: str, meter: Meter | None, number: int) -> None:
+        self.size_bytes, self.dtype, self.owner, self.meter, self.number = size_bytes, dtype, owner, meter, number
+        if meter:
+            meter.add(size_bytes)
+
+    def __del__(self) -> None:
+        if self.meter:
+            self.meter.add(-self.size_bytes)
+
+
+Backward = Callable[[Storage], Sequence[Storage | None]]
+"""From the gradient of an output to those of the inputs; the closure holds what autograd saves, and no more."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One differentiable operation: where its gradients go, and how they are made."""
+
+    edges: tuple[Node | None, ...]
+    """Per input: who made it, or None where no gradient is wanted."""
+    backward: Backward | None
+    numel: int
+    """Elements of the output."""
+    dtype: str
+    leaf: bool = False
+    """A parameter or the unit's input: gradients end here."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor: a shape and dtype over a storage. Views share the storage."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: Storage
+    node: Node | None = None
+
+    @property
+    def needs_grad(self) -> bool:
+        return self.node is not None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def view(self, *shape: int) -> Value:
+        """The same memory in another shape."""
+        return Value(shape, self.dtype, self.storage, self.node)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that a kernel reads: those of an expanded tensor count once."""
+        return min(self.numel * ITEM_BYTES[self.dtype], self.storage.size_bytes)
+
+
+@dataclass(slots=True)
+class Tape:
+    """Records one unit's forward; afterwards `saved`, `forward`, and `backward` have the answers."""
+
+    training: Training
+    meter: Meter = field(default_factory=Meter)
+    operations: list[Operation] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    saves: dict[int, Save] = field(default_factory=dict)
+    num_parameters: int = 0
+    shared_parameters: int = 0
+    input_saved: bool = False
+    backward_work: list[Mapping[str, float]] = field(default_factory=list)
+    scope: str = ""
+    _numbers: int = 0
+    _final_grads: list[Storage] = field(default_factory=list)
+
+    # ---- values ----
+
+    def _storage(self, size_bytes: int, dtype: str, owner: str = "") -> Storage:
+        self._numbers += 1
+        return Storage(size_bytes, dtype, owner, None if owner else self.meter, self._numbers)
+
+    def parameter(self, *shape: int, shared: bool = False) -> Value:
+        """A parameter of this unit, or (`shared`) one that another unit owns."""
+        dtype = self.training.dtype
+        size = prod(shape)
+        if shared:
+            self.shared_parameters += size
+        else:
+            self.num_parameters += size
+        leaf = Node((), None, size, dtype, leaf=True)
+        return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
+
+    def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:
+        """The unit's input: it belongs to the unit before."""
+        dtype = dtype or self.training.dtype
+        leaf = Node((), None, prod(shape), dtype, leaf=True) if needs_grad else None
+        return Value(shape, dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype, "input"), leaf)
+
+    def outside(self, *shape: int, dtype: str | None = None) -> Value:
+        """Something made once for all units: a mask, a rotary table, the labels."""
+        dtype = dtype or self.training.dtype
+        return Value(shape, dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype, "outside"))
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Value:
+        return Value(tuple(shape), dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype))
+
+    def save(self, *values: Value) -> tuple[Storage, ...]:
+        """What autograd keeps for backward; the result holds it."""
+        for value in values:
+            storage = value.storage
+            if storage.owner == "input":
+                self.input_saved = True
+            if storage.owner or storage.number in self.saves:
+                continue
+            self.saves[storage.number] = Save(
+                storage=storage.number, size_bytes=storage.size_bytes, dtype=storage.dtype
+            )
+        return tuple(v.storage for v in values)
+
+    # ---- recording ----
+
+    def record(
+        self,
+        name: str,
+        reads: Sequence[Value],
+        writes: Sequence[Value],
+        work: Mapping[str, float],
+        random: bool = False,
+    ) -> None:
+        self.operations.append(
+            Operation(
+                name=f"{self.scope}/{name}" if self.scope else name,
+                reads=tuple(v.storage.number for v in reads),
+                writes=tuple(v.storage.number for v in writes),
+                work=work,
+                random=random,
+            )
+        )
+
+    def connect(self, output: Value, inputs: Sequence[Value], backward: Backward) -> Value:
+        """Makes `output` differentiable through `backward`, which returns one gradient per input."""
+        if any(v.needs_grad for v in inputs):
+            output.node = Node(tuple(v.node for v in inputs), backward, output.numel, output.dtype)
+            self.nodes.append(output.node)
+        return output
+
+    def grad(self, numel: int, dtype: str) -> Storage:
+        return self._storage(numel * ITEM_BYTES[dtype], dtype)
+
+    def moved(self, *values: Value | Storage) -> dict[str, float]:
+        """The work of a memory-bound kernel: bytes that it reads and writes."""
+        return {"elementwise_bytes": sum(v.size_bytes for v in values)}
+
+    # ---- backward ----
+
+    def run_backward(self, output: Node) -> None:
+        """Walks the operations in reverse; `meter` then has backward's peak, `backward_work` its work."""
+        pending = {id(output): self.grad(output.numel, output.dtype)}
+        while self.nodes:
+            node = self.nodes.pop()
+            grad = pending.pop(id(node), None)
+            if grad is None or node.backward is None:
+                continue
+            made: list[Storage | None] = list(node.backward(grad))
+            del grad
+            node.backward = None  # releases what it saved
+            for i, target in enumerate(node.edges):
+                new, made[i] = made[i], None
+                if new is None or target is None:
+                    continue
+                old = pending.pop(id(target), None)
+                if old is not None:
+                    both = self.grad(target.numel, target.dtype)
+                    self.backward_work.append(self.moved(old, new, both))
+                    new = both
+                    del both, old
+                pending[id(target)] = new
+                del new
+        self._final_grads = list(pending.values())
+
+    # ---- answers ----
+
+    def saved(self) -> tuple[SavedTensor, ...]:
+        return saved_tensors(self.operations, list(self.saves.values()))
+
+    def forward_work(self) -> dict[str, float]:
+        return total([operation.work for operation in self.operations])
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(save.size_bytes for save in self.saves.values())

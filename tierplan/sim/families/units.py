@@ -1,0 +1,170 @@
+"""What a family consists of, and how its parts become units of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierplan.sim.families.slices import total
+from tierplan.sim.families.tape import Storage, Tape, Value
+from tierplan.sim.workload import Training, Unit, WorkloadError
+
+__all__ = ["Config", "Family", "causal_loss", "embedding", "measure_unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A `config.json` with the several names that one thing has in different families."""
+
+    raw: Mapping[str, object]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.raw.get(name)
+        if value is None:
+            if default is None:
+                raise WorkloadError(
+                    f"the config has no {name!r}; it is needed for model_type {self.raw['model_type']!r}"
+                )
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise WorkloadError(f"{name} is {value!r} in the config; it must be a whole number of 1 or more")
+        return value
+
+    def first(self, *names: str) -> int:
+        for name in names:
+            if self.raw.get(name) is not None:
+                return self.number(name)
+        raise WorkloadError(f"the config has none of {', '.join(names)}; give one of them")
+
+    def text(self, name: str, default: str) -> str:
+        return str(self.raw.get(name, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self.raw.get(name, default))
+
+    def fraction(self, name: str, default: float) -> float:
+        value = self.raw.get(name, default)
+        return float(value) if isinstance(value, (int, float)) else default
+
+    @property
+    def hidden(self) -> int:
+        return self.first("hidden_size", "n_embd", "d_model")
+
+    @property
+    def heads(self) -> int:
+        return self.first("num_attention_heads", "n_head", "num_heads")
+
+    @property
+    def layers(self) -> int:
+        return self.first("num_hidden_layers", "n_layer", "num_layers")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.number("vocab_size")
+
+    @property
+    def tied(self) -> bool:
+        return self.flag("tie_word_embeddings", True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one model type computes, in terms of a tape."""
+
+    embed: Callable[[Tape, Config, Value], Value]
+    block: Callable[[Tape, Config, Value], Value]
+    head: Callable[[Tape, Config, Value, Value], Value]
+    shared: Callable[[Config, Training], int] = lambda config, training: 0
+    """Bytes made once per micro-batch and used by every block."""
+
+
+def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
+    """A gather of rows; its gradient has the size of the whole table."""
+    table = tape.parameter(rows, width)
+    tape.save(ids)
+    out = tape.empty((*ids.shape, width), table.dtype)
+    tape.record("embedding", [ids, table], [out], {"elementwise_bytes": ids.size_bytes + 2 * out.size_bytes})
+    size, dtype, id_bytes = table.numel, table.dtype, ids.size_bytes
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(size, dtype)
+        tape.backward_work.append({"elementwise_bytes": id_bytes + grad.size_bytes + made.size_bytes})
+        return [made]
+
+    return tape.connect(out, [table], backward)
+
+
+def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
+    """Cross entropy of the next token in fp32, over shifted labels."""
+    tape.scope = "loss"
+    numel, dtype, shape = logits.numel, logits.dtype, logits.shape
+    wide = logits
+    if dtype != "fp32":
+        wide = tape.empty(shape, "fp32")
+        tape.record("_to_copy", [logits], [wide], tape.moved(logits, wide))
+
+        def narrow(grad: Storage) -> Sequence[Storage | None]:
+            made = tape.grad(numel, dtype)
+            tape.backward_work.append(tape.moved(grad, made))
+            return [made]
+
+        tape.connect(wide, [logits], narrow)
+    shifted = tape.empty(labels.shape, "int64")
+    tape.record("clone", [labels], [shifted], tape.moved(labels, shifted))
+    log_probabilities = tape.empty(shape, "fp32")
+    tape.record("_log_softmax", [wide], [log_probabilities], tape.moved(wide, log_probabilities))
+    saved = tape.save(log_probabilities)
+
+    def softmax_backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, "fp32")
+        tape.backward_work.append(tape.moved(grad, *saved, made))
+        return [made]
+
+    tape.connect(log_probabilities, [wide], softmax_backward)
+    saved_too = tape.save(shifted)
+    loss, weight = tape.empty((), "fp32"), tape.empty((), "fp32")
+    tape.record("nll_loss", [log_probabilities, shifted], [loss, weight], tape.moved(log_probabilities, shifted))
+    held = (*saved, *saved_too, *tape.save(weight))
+
+    def loss_backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, "fp32")
+        tape.backward_work.append(tape.moved(grad, *held, made))
+        return [made]
+
+    return tape.connect(loss, [log_probabilities], loss_backward)
+
+
+def measure_unit(
+    name: str, kind: str, training: Training, run: Callable[[Tape, Value], Value], shape: tuple[int, ...]
+) -> Unit:
+    """Runs one part on a fresh tape, forward and backward."""
+    tape = Tape(training)
+    is_embed = kind == "embed"
+    given = tape.input(*shape, dtype="int64" if is_embed else None, needs_grad=not is_embed)
+    out = run(tape, given)
+    node, out_bytes = out.node, out.size_bytes
+    assert node is not None
+    loss_bytes = out_bytes if kind == "head" else 0
+    input_bytes = 0 if is_embed else given.size_bytes
+    forward_peak = tape.meter.peak_bytes
+    saved, saved_bytes = tape.saved(), tape.saved_bytes
+    forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes))
+    del out, given
+    tape.meter.peak_bytes = tape.meter.live_bytes
+    tape.run_backward(node)
+    gradients = tape.num_parameters + tape.shared_parameters
+    made = gradients * training.grad_bytes + input_bytes + (0 if loss_bytes else out_bytes)
+    return Unit(
+        name=name,
+        kind=kind,  # type: ignore[arg-type]
+        num_parameters=tape.num_parameters,
+        shares="embed" if tape.shared_parameters else None,
+        forward=tape.forward_work(),
+        backward=total(tape.backward_work),
+        saved=saved,
+        input_bytes=input_bytes,
+        output_bytes=0 if loss_bytes else out_bytes,
+        saves_input=tape.input_saved and not is_embed,
+        forward_work_bytes=forward_work,
+        backward_work_bytes=max(0, tape.meter.peak_bytes - saved_bytes - made),
+    )

@@ -1,0 +1,112 @@
+"""Workloads from a model's config by closed forms: no torch, milliseconds even for the largest models.
+
+    load_workload(model, training)     the amounts of one training step
+    read_config(model)                 the config behind a path or a name
+    named_models()                     the names that the package knows
+
+`tierplan.runtime.tracing.trace_workload` gives the same by running the model's class on fake tensors, for any family.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module, resources
+from pathlib import Path
+
+from tierplan.sim.families.tape import Tape, Value
+from tierplan.sim.families.units import Config, Family, measure_unit
+from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
+
+__all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
+
+SUPPORTED: Mapping[str, str] = {"gpt2": "gpt2"}
+"""Model types with closed forms, and the module in `tierplan.sim.families` that has them."""
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+@lru_cache(maxsize=1)
+def named_models() -> dict[str, dict[str, object]]:
+    """The configurations that the package knows by name."""
+    text = resources.files("tierplan.sim").joinpath("named_models.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, object]]:
+    """Name and config of a model: a `config.json`, a folder that holds one, or a known name."""
+    path = Path(model)
+    named = named_models()
+    if not path.exists() and str(model) in named:
+        config = dict(named[str(model)])
+        if config["model_type"] == "gpt2":
+            common = {"vocab_size": 50257, "n_positions": training.sequence_length, "tie_word_embeddings": True}
+            config = {**common, **dict.fromkeys(DROPOUTS, 0.0), **config}
+        return str(model), config
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise WorkloadError(
+            f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name; "
+            f"known names: {', '.join(named)}"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
+    return file.resolve().parent.name or file.stem, config
+
+
+def load_workload(model: str | Path, training: Training) -> Workload:
+    """What one training step of `model` computes, keeps and owns, by closed forms.
+
+    Raises `WorkloadError` for a model type or a setting that the closed forms do not cover; tracing may cover it.
+    """
+    name, config = read_config(model, training)
+    return workload_of(name, config, training)
+
+
+def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
+    """The same for a config that is at hand."""
+    family, config = family_of(raw), Config(raw)
+    positions = config.raw.get("n_positions", config.raw.get("max_position_embeddings"))
+    if isinstance(positions, int) and training.sequence_length > positions:
+        raise WorkloadError(
+            f"sequence_length is {training.sequence_length}, but {name} has {positions} positions; "
+            "use shorter sequences, or a model with more positions"
+        )
+    batch, length = training.per_device_train_batch_size, training.sequence_length
+    hidden = (batch, length, config.hidden)
+    embed = measure_unit("embed", "embed", training, lambda t, ids: family.embed(t, config, ids), (batch, length))
+    block = measure_unit("L0", "block", training, lambda t, x: family.block(t, config, x), hidden)
+    head = measure_unit(
+        "head",
+        "head",
+        training,
+        lambda t, x: family.head(t, config, x, t.outside(batch, length, dtype="int64")),
+        hidden,
+    )
+    blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
+    return Workload(
+        name=name,
+        model_type=str(raw["model_type"]),
+        training=training,
+        units=(embed, *blocks, head),
+        shared_bytes=family.shared(config, training),
+        config=dict(raw),
+    )
+
+
+def family_of(raw: Mapping[str, object]) -> Family:
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED:
+        raise WorkloadError(
+            f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
+            "Tracing (--exact) covers every transformer class of `transformers`"
+        )
+    family = import_module(f"tierplan.sim.families.{SUPPORTED[str(model_type)]}").FAMILY
+    assert isinstance(family, Family)
+    return family
