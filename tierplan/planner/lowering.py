@@ -133,6 +133,7 @@ class _Lowering:
         self._declare_homes()
         stages = walk(self.plan, self.workload)
         self.turns = [f"{s.phase}/{self.units[s.unit].name}/mb{s.micro_batch}" for s in stages]
+        self._late_updates()
         for stage in stages:
             if stage.phase == "fwd":
                 self._forward(stage)
@@ -165,6 +166,7 @@ class _Lowering:
                     "shares": u.shares,
                     "slot_bytes": [t.size_bytes for t in u.saved],
                     "slot_actions": [self.choice[u.name].action(k) for k in range(len(u.saved))],
+                    "late_update": self._is_late(self.choice[u.name]),
                 }
                 for u in self.units
             ],
@@ -177,6 +179,10 @@ class _Lowering:
                     f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
                     "update runs on the host with gradients that waited in host memory"
                 )
+            if self._is_late(choice) and choice.grads == "nvme":
+                raise PlanError(
+                    f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory, so use 'host'"
+                )
             if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
                 raise PlanError(
                     f"unit {unit.name!r} keeps optimizer states on the device, but parameters in {choice.params!r} and "
@@ -184,7 +190,7 @@ class _Lowering:
                 )
 
     def _declare_homes(self) -> None:
-        """Buffers that exist before the step: parameters and states, and the old gradients of delayed updates."""
+        """Buffers that exist before the step: parameters and states, and the old gradients of delayed or late updates."""
         t = self.training
         for unit in self.units:
             n, choice = unit.num_parameters, self.choice[unit.name]
@@ -201,7 +207,7 @@ class _Lowering:
                 )
                 self.states_home[unit.name] = states
                 self.becomes[states] = states
-            if self.plan.semantics == "delayed-1":
+            if self.plan.semantics == "delayed-1" or self._is_late(choice):
                 old = self.buffer(f"grads/{unit.name}/mb0", HOST, n * t.grad_bytes, "grads", initial=True)
                 self.old_grads[unit.name] = old
 
@@ -274,9 +280,8 @@ class _Lowering:
         self.op(at, key, stream, "copy", unit, work=work, reads=reads, writes=(target,), m=m, after=after)
         return target
 
-    def to_device(self, step: float, ahead_units: int, what: str, source: str, unit: str, m: int = 0) -> str:
-        """Brings a buffer to the device `ahead_units` before `step`, and from NVMe into host memory as much earlier."""
-        ahead = ahead_units * self.turns_per_unit
+    def to_device(self, step: float, ahead: int, what: str, source: str, unit: str, m: int = 0) -> str:
+        """Brings a buffer to the device `ahead` turns before `step`, and from NVMe into host memory as much earlier."""
         if self.buffers[source].tier == NVME:
             early = step - ahead - max(ahead, 1)
             source = self.copy((early, 0), what, source, HOST, unit, m, after=self._turn_before(early))
@@ -311,7 +316,7 @@ class _Lowering:
             if pass_over not in self.fetched_params:
                 what = f"params/{owner}/{turn}" if owner == unit.name else f"params/{owner}/{unit.name}"
                 what = what if batch == "all" else f"{what}/{batch}"
-                ahead = self.plan.prefetch_params_units
+                ahead = self.plan.prefetch_params_units * self.turns_per_unit
                 self.fetched_params[pass_over] = self.to_device(
                     stage.step, ahead, what, home, unit.name, stage.micro_batch
                 )
@@ -507,9 +512,9 @@ class _Lowering:
             if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
                 grads = self._widen(stage, unit, grads)
             self.grads[unit.name] = self.copy((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
-        if self.plan.semantics == "in-backward" and not (choice.late_update and choice.states != "device"):
+        if self.plan.semantics == "in-backward" and not self._is_late(choice):
             self._update(unit, float(stage.step), self.grads[unit.name])
-        elif self.plan.semantics == "delayed-1":
+        elif self.plan.semantics == "delayed-1" or self._is_late(choice):
             self.becomes[grads] = self.old_grads[unit.name]
 
     def _widen(self, stage: _Stage, unit: Unit, grads: str) -> str:
@@ -540,8 +545,23 @@ class _Lowering:
             writes=(norm,),
         )
 
+    def _is_late(self, choice: UnitPlan) -> bool:
+        """Whether a unit's update waits for the next step: it then uses that step's forward time, before it is needed."""
+        return choice.late_update and choice.states != "device" and self.plan.semantics == "in-backward"
+
+    def _late_updates(self) -> None:
+        """Late updates of the step before, with its gradients: each in time for the unit's parameters to be fetched.
+
+        Listed in the step that they overlap rather than behind the step whose gradients they use, so that their grants
+        do not hold back those of this step's forward.
+        """
+        for u, unit in enumerate(self.units):
+            if unit.num_parameters and self._is_late(self.choice[unit.name]):
+                ahead = self.plan.prefetch_params_units + 1
+                self._update(unit, float((u - ahead) * self.turns_per_unit), self.old_grads[unit.name])
+
     def _updates_after(self, end: float) -> None:
-        """Updates that wait for all gradients (exact clipping), that use those of the step before, or that are late."""
+        """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
         owners = [u for u in self.units if u.num_parameters]
         if self.plan.update_order == "backward":
             owners.reverse()
@@ -552,10 +572,6 @@ class _Lowering:
         if self.plan.semantics == "exact-clip":
             for i, unit in enumerate(owners):
                 self._update(unit, end + i, self.grads[unit.name])
-        elif self.plan.semantics == "in-backward":
-            for i, unit in enumerate(owners):
-                if self.choice[unit.name].late_update and self.choice[unit.name].states != "device":
-                    self._update(unit, end + i, self.grads[unit.name])
         elif self.plan.semantics == "delayed-1":
             for i, unit in enumerate(owners):
                 self._update(unit, end * i / len(owners), self.old_grads[unit.name], upload_at=end + i)

@@ -38,7 +38,9 @@ class UnitPlan:
     acts: Action | tuple[Action, ...] = "keep"
     """What happens to the saved tensors: one action for all, or one per slot."""
     late_update: bool = False
-    """With updates in backward: this one waits until backward has ended, so that it overlaps the next forward."""
+    """With updates in backward: this one is made in the next step, in time for its forward, which it overlaps.
+
+    Its gradients wait in host memory. The numbers are the same; after the last step, one such update is still due."""
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
