@@ -23,7 +23,7 @@ PREDICTED = toy_trace(SCHEDULE)
 
 def as_measured(trace: Trace) -> Trace:
     """Without what only the simulator knows."""
-    return replace(trace, spans=tuple(replace(s, alone_ns=-1) for s in trace.spans))
+    return replace(trace, spans=tuple(s._replace(alone_ns=-1) for s in trace.spans))
 
 
 def slower(stream: str, factor: float) -> Comparison:
@@ -70,7 +70,7 @@ def test_keys_without_a_step_are_one_step() -> None:
     assert split_key("s12/fwd/L0") == (12, "fwd/L0")
     assert split_key("shared/L0") == (0, "shared/L0")
     one = toy_trace(SCHEDULE, 1)
-    bare = replace(one, spans=tuple(replace(s, key=split_key(s.key)[1]) for s in one.spans))
+    bare = replace(one, spans=tuple(s._replace(key=split_key(s.key)[1]) for s in one.spans))
     assert compare(SCHEDULE, bare, one).step_error_frac == 0
 
 

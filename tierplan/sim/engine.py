@@ -1,293 +1,49 @@
 """The simulator: SimPy executes a schedule by the four rules and returns the trace.
 
-One SimPy process per stream walks its ops in list order (rule 1). An op is *eligible* when its stream has reached it
-and all that it waits for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3), and
-takes bytes back when a buffer's last reader ends (rule 4). Ops that use a shared limit run as flows whose speeds are
-divided anew whenever a flow starts or ends (`tierplan.sim.sharing`).
+Streams walk their ops in list order (rule 1). An op is *eligible* when its stream has reached it and all that it waits
+for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3), and takes bytes back
+when a buffer's last reader ends (rule 4). An op is one SimPy timeout. Ops that use a shared limit run as flows instead,
+whose speeds are divided anew whenever a flow begins or ends (`tierplan.sim.sharing`).
 
-This module knows nothing of transformers, optimizers or systems. Times are integer nanoseconds. Errors:
-
-    SimulationError(RuntimeError)
-    └── OutOfMemory     the schedule cannot complete: names the op, the tier, the bytes wanted and free, and the holders
+This module knows nothing of transformers, optimizers or systems. Times are integer nanoseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from itertools import pairwise
 
 import simpy
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.completion import OutOfMemory, SimulationError, out_of_memory
+from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
 from tierplan.sim.trace import MemoryEvent, Span, Trace
 
-__all__ = ["OutOfMemory", "SimulationError", "simulate"]
-
-
-class SimulationError(RuntimeError):
-    """The schedule could not be simulated to its end."""
-
-
-@dataclass
-class OutOfMemory(SimulationError):
-    """An op waits for memory that nothing will free: with this order, the tier is too small."""
-
-    op: str
-    tier: str
-    wanted_bytes: int
-    free_bytes: int
-    capacity_bytes: int
-    holders: tuple[tuple[str, int], ...]
-    """Largest buffers held in the tier, by name and bytes, largest first."""
-
-    def __str__(self) -> str:
-        held = ", ".join(f"{name} {size:,} B" for name, size in self.holders[:5])
-        return (
-            f"op {self.op!r} wants {self.wanted_bytes:,} bytes in tier {self.tier!r}, but {self.free_bytes:,} of "
-            f"{self.capacity_bytes:,} are free and nothing that still runs will free more; held by {held or 'nothing'}. "
-            f"Raise the capacity of {self.tier!r}, or choose a plan that keeps less there"
-        )
+__all__ = ["OutOfMemory", "SimulationError", "alone_ns", "simulate", "simulate_graph"]
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[str, float] | None = None) -> Trace:
     """The trace of `schedule` when its ops cost `costs` (by key) and share `limits` (units per second, by name).
 
-    Raises `OutOfMemory` when the schedule cannot complete. The schedule is taken to be valid (`schedule.validate`).
+    The schedule is taken to be valid (`schedule.validate`).
+
+    Raises
+    ------
+    OutOfMemory
+        When the schedule cannot complete, for whatever costs.
+    SimulationError
+        When a cost is missing, negative or not finite, or names a limit that is unknown or 0.
     """
-    return _Run(schedule, costs, limits or {}).trace()
+    return simulate_graph(graph_of(schedule), costs, limits=limits)
 
 
-class _Run:
-    """One execution. Ops, tiers and buffers are numbered; `_x[i]` is a fact about op i."""
-
-    def __init__(self, schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> None:
-        self.env = simpy.Environment()
-        self.schedule = schedule
-        self.flows = _Flows(self.env, limits)
-        self._costs = [costs[op.key] for op in schedule.ops]
-        self._number_tiers_and_buffers()
-        self._number_ops()
-
-    def _number_tiers_and_buffers(self) -> None:
-        schedule = self.schedule
-        tier_index = {t.name: i for i, t in enumerate(schedule.tiers)}
-        self._capacity = [t.capacity_bytes for t in schedule.tiers]
-        self._used = [0] * len(schedule.tiers)
-        self._peak = [0] * len(schedule.tiers)
-        self._buffer_index = {b.name: i for i, b in enumerate(schedule.buffers)}
-        self._tier_of = [tier_index[b.tier] for b in schedule.buffers]
-        self._readers_left = [0] * len(schedule.buffers)
-        reused = {b.reuses for b in schedule.buffers}
-        self._is_freed = [b.becomes is None and b.name not in reused for b in schedule.buffers]
-        self._held = [False] * len(schedule.buffers)
-        self._memory: list[tuple[int, int, int]] = []  # time_ns, buffer, +1 or -1
-
-    def _number_ops(self) -> None:
-        """Dependencies, memory needs and the order of grants, all fixed before time starts."""
-        schedule, index = self.schedule, self._buffer_index
-        number = {op.key: i for i, op in enumerate(schedule.ops)}
-        n = len(schedule.ops)
-        self._reads = [[index[name] for name in op.reads] for op in schedule.ops]
-        self._writes = [[index[name] for name in op.writes] for op in schedule.ops]
-        self._waiting_for = [0] * n  # inputs that have not ended
-        self._followers: list[list[int]] = [[] for _ in range(n)]
-        self._needs: list[dict[int, int]] = [{} for _ in range(n)]  # bytes to be granted, by tier
-        self._grant_order: list[list[int]] = [[] for _ in schedule.tiers]
-        writer = [-1] * len(index)
-        readers: list[list[int]] = [[] for _ in index]
-        streams: dict[str, list[int]] = {}
-        for i, op in enumerate(schedule.ops):
-            streams.setdefault(op.stream, []).append(i)
-            inputs = {writer[b] for b in self._reads[i] if writer[b] >= 0}
-            inputs.update(number[key] for key in op.after)
-            for b in self._reads[i]:
-                readers[b].append(i)
-                self._readers_left[b] += 1
-            for b in self._writes[i]:
-                writer[b] = i
-                buffer = schedule.buffers[b]
-                if buffer.reuses is not None:
-                    inputs.update(readers[index[buffer.reuses]])
-                elif buffer.size_bytes > 0:
-                    tier = self._tier_of[b]
-                    self._needs[i][tier] = self._needs[i].get(tier, 0) + buffer.size_bytes
-            inputs.discard(i)
-            self._waiting_for[i] = len(inputs)
-            for j in inputs:
-                self._followers[j].append(i)
-            for tier in self._needs[i]:
-                self._grant_order[tier].append(i)
-        self._streams = streams
-        self._grants_left = [len(needs) for needs in self._needs]
-        self._next_grant = [0] * len(schedule.tiers)
-        self._eligible = [False] * n
-        self._reached = [False] * n
-        self._go: list[simpy.Event | None] = [None] * n
-        self._free_ns = [0] * n
-        self._ready_ns = [0] * n
-        self._start_ns = [-1] * n
-        self._end_ns = [-1] * n
-
-    # ---- the four rules ----
-
-    def _stream(self, ops: Sequence[int]) -> Generator[simpy.Event, None, None]:
-        env = self.env
-        for i in ops:
-            self._reached[i] = True
-            self._free_ns[i] = env.now
-            if self._waiting_for[i] == 0:
-                self._make_eligible(i)
-            if self._start_ns[i] < 0:
-                self._go[i] = env.event()
-                yield self._go[i]
-            cost = self._costs[i]
-            if cost.demand:
-                if latency_ns := round(cost.latency_s * 1e9):
-                    yield env.timeout(latency_ns)
-                yield self.flows.run(cost)
-            else:
-                yield env.timeout(alone_ns(cost))
-            self._end(i)
-
-    def _make_eligible(self, i: int) -> None:
-        self._eligible[i] = True
-        if self._grants_left[i] == 0:
-            self._start(i)
-        else:
-            for tier in self._needs[i]:
-                self._grant(tier)
-
-    def _grant(self, tier: int) -> None:
-        """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
-        order, at = self._grant_order[tier], self._next_grant[tier]
-        while at < len(order):
-            i = order[at]
-            needed = self._needs[i][tier]
-            if not self._eligible[i] or self._used[tier] + needed > self._capacity[tier]:
-                break
-            at += 1
-            self._next_grant[tier] = at
-            self._hold(i, tier)
-            self._grants_left[i] -= 1
-            if self._grants_left[i] == 0:
-                self._start(i)
-
-    def _hold(self, i: int, tier: int) -> None:
-        for b in self._writes[i]:
-            if self._tier_of[b] == tier and self.schedule.buffers[b].reuses is None:
-                self._held[b] = True
-                self._used[tier] += self.schedule.buffers[b].size_bytes
-                self._memory.append((self.env.now, b, 1))
-        self._peak[tier] = max(self._peak[tier], self._used[tier])
-
-    def _start(self, i: int) -> None:
-        self._start_ns[i] = self.env.now
-        go = self._go[i]
-        if go is not None:
-            go.succeed()
-
-    def _end(self, i: int) -> None:
-        self._end_ns[i] = self.env.now
-        freed = set()
-        for b in self._reads[i]:
-            self._readers_left[b] -= 1
-            if self._readers_left[b] == 0 and self._is_freed[b]:
-                freed.add(self._free(b))
-        for b in self._writes[i]:
-            reuses = self.schedule.buffers[b].reuses
-            if reuses is not None:
-                self._held[self._buffer_index[reuses]] = False
-                self._held[b] = True
-            if self._readers_left[b] == 0 and self._is_freed[b]:
-                freed.add(self._free(b))
-        for j in self._followers[i]:
-            self._waiting_for[j] -= 1
-            if self._waiting_for[j] == 0:
-                self._ready_ns[j] = self.env.now
-                if self._reached[j]:
-                    self._make_eligible(j)
-        for tier in sorted(freed):
-            self._grant(tier)
-
-    def _free(self, b: int) -> int:
-        tier = self._tier_of[b]
-        self._held[b] = False
-        self._used[tier] -= self.schedule.buffers[b].size_bytes
-        self._memory.append((self.env.now, b, -1))
-        return tier
-
-    # ---- before and after ----
-
-    def trace(self) -> Trace:
-        schedule = self.schedule
-        for b, buffer in enumerate(schedule.buffers):
-            if buffer.initial and (self._readers_left[b] > 0 or not self._is_freed[b]):
-                tier = self._tier_of[b]
-                self._held[b] = True
-                self._used[tier] += buffer.size_bytes
-                self._memory.append((0, b, 1))
-                self._peak[tier] = max(self._peak[tier], self._used[tier])
-        self._check_initial()
-        for ops in self._streams.values():
-            self.env.process(self._stream(ops))
-        self.env.run()
-        if any(end < 0 for end in self._end_ns):
-            raise self._out_of_memory()
-        spans = [
-            Span(
-                op.key, op.stream, self._free_ns[i], self._ready_ns[i], self._start_ns[i], self._end_ns[i], alone_ns(c)
-            )
-            for i, (op, c) in enumerate(zip(schedule.ops, self._costs, strict=True))
-        ]
-        buffers = schedule.buffers
-        return Trace(
-            name=schedule.name,
-            spans=tuple(sorted(spans, key=lambda s: s.start_ns)),
-            memory=tuple(
-                MemoryEvent(t, buffers[b].tier, buffers[b].kind, sign * buffers[b].size_bytes)
-                for t, b, sign in self._memory
-            ),
-            capacity_bytes={t.name: t.capacity_bytes for t in schedule.tiers},
-            peak_bytes={t.name: self._peak[k] for k, t in enumerate(schedule.tiers)},
-            meta=schedule.meta,
-        )
-
-    def _check_initial(self) -> None:
-        for k, tier in enumerate(self.schedule.tiers):
-            if self._used[k] > tier.capacity_bytes:
-                initial = [(b.name, b.size_bytes) for b in self.schedule.buffers if b.initial and b.tier == tier.name]
-                raise OutOfMemory(
-                    op="(before the step)",
-                    tier=tier.name,
-                    wanted_bytes=self._used[k],
-                    free_bytes=tier.capacity_bytes,
-                    capacity_bytes=tier.capacity_bytes,
-                    holders=tuple(sorted(initial, key=lambda h: (-h[1], h[0]))),
-                )
-
-    def _out_of_memory(self) -> OutOfMemory:
-        schedule = self.schedule
-        for k, tier in enumerate(schedule.tiers):
-            if self._next_grant[k] == len(self._grant_order[k]):
-                continue
-            i = self._grant_order[k][self._next_grant[k]]
-            if self._eligible[i]:
-                held = [(b.name, b.size_bytes) for j, b in enumerate(schedule.buffers) if self._held[j]]
-                held = [
-                    (name, size) for name, size in held if schedule.buffers[self._buffer_index[name]].tier == tier.name
-                ]
-                return OutOfMemory(
-                    op=schedule.ops[i].key,
-                    tier=tier.name,
-                    wanted_bytes=self._needs[i][k],
-                    free_bytes=self._capacity[k] - self._used[k],
-                    capacity_bytes=self._capacity[k],
-                    holders=tuple(sorted(held, key=lambda h: (-h[1], h[0]))),
-                )
-        stuck = next(op.key for op, end in zip(schedule.ops, self._end_ns, strict=True) if end < 0)
-        raise AssertionError(f"op {stuck!r} never ran although no tier is short; the schedule was not validated")
+def simulate_graph(graph: Graph, costs: Mapping[str, Cost], *, limits: Mapping[str, float] | None = None) -> Trace:
+    """As `simulate`, for a schedule whose graph is at hand: repeated simulations need it only once."""
+    return _Run(graph, costs, limits or {}).trace()
 
 
 def alone_ns(cost: Cost) -> int:
@@ -295,57 +51,226 @@ def alone_ns(cost: Cost) -> int:
     return round(cost.latency_s * 1e9) + round(cost.work_s * 1e9)
 
 
-class _Flows:
-    """The ops that share limits, each with what is left of its work; one live timer for the earliest end."""
+class _Run:
+    """One execution. Ops, tiers and buffers are numbered as in `Graph`; `_x[i]` is a fact about op i."""
 
-    def __init__(self, env: simpy.Environment, limits: Mapping[str, float]) -> None:
+    def __init__(self, graph: Graph, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> None:
+        self.env = simpy.Environment()
+        self.graph = graph
+        self._costs, self._alone_ns = _checked(graph.schedule, costs, limits)
+        self._flows = _Flows(self.env, limits, self._on_end)
+        num_ops, num_tiers = len(graph.inputs), len(graph.capacity_bytes)
+        self._next_on_stream = [-1] * num_ops
+        for ops in graph.streams:
+            for i, following in pairwise(ops):
+                self._next_on_stream[i] = following
+        self._waiting_for = [len(inputs) for inputs in graph.inputs]
+        self._grants_left = [len(needs) for needs in graph.needs]
+        self._eligible = [False] * num_ops
+        self._readers_left = list(graph.num_readers)
+        self._used_bytes = [0] * num_tiers
+        self._peak_bytes = [0] * num_tiers
+        self._next_grant = [0] * num_tiers
+        self._free_ns = [-1] * num_ops
+        self._ready_ns = [0] * num_ops
+        self._start_ns = [-1] * num_ops
+        self._end_ns = [-1] * num_ops
+        self._buffers = graph.schedule.buffers
+        self._changes: list[tuple[int, int, int]] = []  # time_ns, buffer, +1 where it is granted or -1 where freed
+
+    # ---- the four rules ----
+
+    def _reach(self, i: int) -> None:
+        """Op i is next on its stream."""
+        self._free_ns[i] = self.env.now
+        if self._waiting_for[i] == 0:
+            self._ask(i)
+
+    def _ask(self, i: int) -> None:
+        """Op i is eligible: it starts when it has been granted its memory."""
+        self._eligible[i] = True
+        if not self._grants_left[i]:
+            self._start(i)
+        for tier in self.graph.needs[i]:
+            self._grant(tier)
+
+    def _grant(self, tier: int) -> None:
+        """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
+        requests, capacity_bytes = self.graph.requests[tier], self.graph.capacity_bytes[tier]
+        while self._next_grant[tier] < len(requests):
+            i, size_bytes, buffers = requests[self._next_grant[tier]]
+            used_bytes = self._used_bytes[tier] + size_bytes
+            if not self._eligible[i] or used_bytes > capacity_bytes:
+                return
+            self._next_grant[tier] += 1
+            self._used_bytes[tier] = used_bytes
+            if used_bytes > self._peak_bytes[tier]:
+                self._peak_bytes[tier] = used_bytes
+            for b in buffers:
+                self._changes.append((self.env.now, b, 1))
+            self._grants_left[i] -= 1
+            if self._grants_left[i] == 0:
+                self._start(i)
+
+    def _start(self, i: int) -> None:
+        self._start_ns[i] = self.env.now
+        cost = self._costs[i]
+        if not cost.demand:
+            self.env.timeout(self._alone_ns[i], i).callbacks.append(self._on_end)
+        elif latency_ns := round(cost.latency_s * 1e9):
+            self.env.timeout(latency_ns, i).callbacks.append(self._on_latency_over)
+        else:
+            self._flows.begin(i, cost)
+
+    def _on_latency_over(self, event: simpy.Event) -> None:
+        self._flows.begin(event.value, self._costs[event.value])
+
+    def _on_end(self, event: simpy.Event) -> None:
+        """The op that the event carries has ended: bytes come back, followers and the stream go on."""
+        graph, now, i = self.graph, self.env.now, event.value
+        self._end_ns[i] = now
+        for old, new in graph.takes_over[i]:
+            if self._buffers[old].kind != self._buffers[new].kind:
+                self._changes += ((now, old, -1), (now, new, 1))
+        freed = graph.frees[i]
+        for b in graph.counts_down[i]:
+            self._readers_left[b] -= 1
+            if self._readers_left[b] == 0:
+                freed = (*freed, b)
+        for b in freed:
+            self._used_bytes[graph.tier_of[b]] -= graph.size_bytes[b]
+            self._changes.append((now, b, -1))
+        for b in freed:
+            self._grant(graph.tier_of[b])
+        for j in graph.followers[i]:
+            self._waiting_for[j] -= 1
+            if self._waiting_for[j] == 0:
+                self._ready_ns[j] = now
+                if self._free_ns[j] >= 0:
+                    self._ask(j)
+        if self._next_on_stream[i] >= 0:
+            self._reach(self._next_on_stream[i])
+
+    # ---- before and after ----
+
+    def trace(self) -> Trace:
+        graph = self.graph
+        for b in graph.initial:
+            self._used_bytes[graph.tier_of[b]] += graph.size_bytes[b]
+            self._changes.append((0, b, 1))
+        self._peak_bytes = list(self._used_bytes)
+        if any(used > capacity for used, capacity in zip(self._used_bytes, graph.capacity_bytes, strict=True)):
+            raise out_of_memory(graph)
+        for ops in graph.streams:
+            self._reach(ops[0])
+        self.env.run()
+        if -1 in self._end_ns:
+            raise out_of_memory(graph)
+        schedule = graph.schedule
+        buffers, size_bytes = self._buffers, graph.size_bytes
+        memory = [
+            MemoryEvent(t, buffers[b].tier, buffers[b].kind, sign * size_bytes[b]) for t, b, sign in self._changes
+        ]
+        tiers = [t.name for t in schedule.tiers]
+        return Trace(
+            name=schedule.name,
+            spans=tuple(map(self._span, sorted(range(len(schedule.ops)), key=self._start_ns.__getitem__))),
+            memory=tuple(memory),
+            capacity_bytes=dict(zip(tiers, graph.capacity_bytes, strict=True)),
+            peak_bytes=dict(zip(tiers, self._peak_bytes, strict=True)),
+            meta=schedule.meta,
+        )
+
+    def _span(self, i: int) -> Span:
+        op = self.graph.schedule.ops[i]
+        return Span(
+            op.key,
+            op.stream,
+            self._free_ns[i],
+            self._ready_ns[i],
+            self._start_ns[i],
+            self._end_ns[i],
+            self._alone_ns[i],
+        )
+
+
+def _checked(
+    schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]
+) -> tuple[list[Cost], list[int]]:
+    """The cost of each op and its time alone, in list order. Ops of one price share a `Cost`, looked at once."""
+    known_ns: dict[int, int] = {}
+    found = []
+    for op in schedule.ops:
+        cost = costs.get(op.key)
+        if cost is None:
+            raise SimulationError(f"op {op.key!r} has no cost; price all ops of the schedule")
+        found.append(cost)
+        if id(cost) not in known_ns:
+            for what, seconds in (("latency_s", cost.latency_s), ("work_s", cost.work_s)):
+                if not (math.isfinite(seconds) and seconds >= 0):
+                    raise SimulationError(f"op {op.key!r} costs {what} = {seconds}; it must be finite and 0 or more")
+            for name, need in cost.demand.items():
+                if need > 0 and not limits.get(name, 0.0) > 0:
+                    raise SimulationError(
+                        f"op {op.key!r} takes {need:g} per second of shared limit {name!r}, which is "
+                        f"{limits.get(name, 'unknown')}; it would never end. Give the limit a value above 0"
+                    )
+            known_ns[id(cost)] = alone_ns(cost)
+    return found, [known_ns[id(cost)] for cost in found]
+
+
+class _Flows:
+    """The ops that share limits, each with what is left of its work; one pending timer, for the earliest end."""
+
+    def __init__(self, env: simpy.Environment, limits: Mapping[str, float], on_end: object) -> None:
         self._env = env
         self._limits = limits
-        self._done: list[simpy.Event] = []
-        self._left_ns: list[float] = []  # at full speed
+        self._on_end = on_end
+        self._ops: list[int] = []
         self._costs: list[Cost] = []
+        self._left_ns: list[float] = []  # at full speed
         self._speeds: list[float] = []
         self._since_ns = 0
         self._timer_ns = -1  # when the live timer fires; -1 for none
+        self._known: dict[tuple[int, ...], list[float]] = {}  # speeds by the costs that run together
 
-    def run(self, cost: Cost) -> simpy.Event:
-        """An event that fires when the op's work is done, however it is shared until then."""
-        done = self._env.event()
+    def begin(self, i: int, cost: Cost) -> None:
+        """Op i begins its work; however it is shared until then, `on_end` gets an event with value i at its end."""
         self._advance()
-        self._done.append(done)
-        self._left_ns.append(float(round(cost.work_s * 1e9)))
+        self._ops.append(i)
         self._costs.append(cost)
+        self._left_ns.append(float(round(cost.work_s * 1e9)))
         self._divide()
-        return done
 
     def _advance(self) -> None:
-        elapsed = self._env.now - self._since_ns
+        elapsed_ns = self._env.now - self._since_ns
         self._since_ns = self._env.now
-        if elapsed:
-            self._left_ns = [left - elapsed * speed for left, speed in zip(self._left_ns, self._speeds, strict=True)]
+        if elapsed_ns:
+            self._left_ns = [left - elapsed_ns * v for left, v in zip(self._left_ns, self._speeds, strict=True)]
 
     def _divide(self) -> None:
-        self._speeds = max_min_speeds([c.demand for c in self._costs], [c.share for c in self._costs], self._limits)
-        soonest = min(
-            (left / speed for left, speed in zip(self._left_ns, self._speeds, strict=True) if speed > 0), default=None
-        )
-        if soonest is None:
-            return
-        end_ns = self._env.now + max(0, -int(-(soonest - 1e-3) // 1))  # rounded up to whole ns, but for float dust
+        together = tuple(map(id, self._costs))
+        if together not in self._known:
+            self._known[together] = max_min_speeds(
+                [c.demand for c in self._costs], [c.share for c in self._costs], self._limits
+            )
+        self._speeds = self._known[together]
+        soonest_ns = min(left / v for left, v in zip(self._left_ns, self._speeds, strict=True))
+        end_ns = self._env.now + max(0, math.ceil(soonest_ns - 1e-3))  # whole ns, but for float dust
         if self._timer_ns < 0 or end_ns < self._timer_ns:
             self._timer_ns = end_ns
-            timer = self._env.timeout(end_ns - self._env.now, value=end_ns)
-            timer.callbacks.append(self._on_timer)
+            self._env.timeout(end_ns - self._env.now, end_ns).callbacks.append(self._on_timer)
 
     def _on_timer(self, timer: simpy.Event) -> None:
         if timer.value != self._timer_ns:
             return  # an earlier end replaced this timer
         self._timer_ns = -1
         self._advance()
-        ended = [i for i, left in enumerate(self._left_ns) if left <= 1e-3]
-        for i in ended:
-            self._done[i].succeed()
-        for i in reversed(ended):
-            del self._done[i], self._left_ns[i], self._costs[i], self._speeds[i]
-        if self._done:
+        ended = [k for k, left in enumerate(self._left_ns) if left <= 1e-3]
+        for k in ended:
+            self._env.event().succeed(self._ops[k]).callbacks.append(self._on_end)
+        for k in reversed(ended):
+            del self._ops[k], self._costs[k], self._left_ns[k]
+        self._speeds = []
+        if self._ops:
             self._divide()
