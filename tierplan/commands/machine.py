@@ -1,0 +1,208 @@
+"""Describe machines: list and show the catalog, measure this machine, import other tools' results.
+
+tierplan machine list                              what the catalog has
+tierplan machine show desktop-4090                 every number with its source
+tierplan machine measure --nvme-dir /mnt/nvme/tmp  measures this machine, about 1 minute; then --machine here
+tierplan machine import --fio fio.json --base desktop-4090 -o mine.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierplan.hwmodels.description import Description
+    from tierplan.hwmodels.machine import Machine
+
+__all__ = ["add_arguments", "run"]
+
+QUICK_S, THOROUGH_S = 60.0, 900.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = commands.add_parser("list", help="machines and parts of the catalog")
+    listing.set_defaults(act=_list)
+
+    show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
+    show.add_argument("machine", help="a catalog name, a TOML file, or `here`")
+    show.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    show.add_argument("--keys", action="store_true", help="list every key that --set takes, with its meaning")
+    show.add_argument("--json", action="store_true", help="as one JSON object")
+    show.set_defaults(act=_show)
+
+    measure = commands.add_parser("measure", help="measure this machine and keep the result as `here`")
+    measure.add_argument(
+        "--nvme-dir",
+        action="append",
+        metavar="DIR",
+        help="folder on the drive that will be the NVMe tier, once per drive (default: this folder)",
+    )
+    measure.add_argument("--no-nvme", action="store_true", help="leave drives out")
+    measure.add_argument(
+        "--thorough",
+        action="store_true",
+        help=f"about {THOROUGH_S / 60:.0f} minutes; writes enough to leave the drive's write cache",
+    )
+    measure.add_argument("--budget-s", type=float, metavar="S", help=f"about how long (default {QUICK_S:.0f})")
+    measure.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    measure.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the machine here instead")
+    measure.set_defaults(act=_measure)
+
+    imports = commands.add_parser("import", help="a machine from the output of other tools")
+    imports.add_argument("--base", metavar="X", help="machine whose numbers hold where the tools say nothing")
+    imports.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    imports.add_argument(
+        "--fio", type=Path, action="append", default=[], metavar="FILE", help="fio --output-format=json"
+    )
+    imports.add_argument("--nvbandwidth", type=Path, metavar="FILE", help="nvbandwidth --json")
+    imports.add_argument("--nvidia-smi", type=Path, metavar="FILE", help="nvidia-smi --query-gpu=... --format=csv")
+    imports.add_argument(
+        "--ds-io",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="what DeepSpeed's ds_io or ds_nvme_tune printed",
+    )
+    imports.add_argument("--name", help="of the machine (default: the file's name)")
+    imports.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="TOML file to write")
+    imports.set_defaults(act=_import)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.act(args))
+
+
+def _list(args: argparse.Namespace) -> int:
+    from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part
+    from tierplan.hwmodels.keys import PARTS
+
+    names = catalog_names() + ([HERE] if here_path().exists() else [])
+    width = max(map(len, names))
+    print("Machines")
+    for name in names:
+        print(f"  {name:{width}}  {load_description(name).summary}")
+    for section, folder in PARTS.items():
+        print(f"\n{folder.capitalize()} (choose one with --set {section}.part=NAME)")
+        parts = catalog_names(folder)
+        for name in parts:
+            print(f"  {name:{max(map(len, parts))}}  {load_part(section, name).name}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.catalog import load_description
+    from tierplan.hwmodels.keys import KEYS
+
+    description = load_description(args.machine, args.overrides)
+    machine = build(description)
+    if args.json:
+        print(json.dumps({"name": machine.name, **machine.description}, indent=1))
+        return 0
+    print(f"{description.name}: {description.summary}\n")
+    if args.keys:
+        for key in KEYS.values():
+            print(f"  {key.name:22} {key.unit:13} {key.meaning}")
+        return 0
+    print(numbers(description))
+    print()
+    print(structure(machine))
+    return 0
+
+
+def numbers(description: Description) -> str:
+    """A table of every number: value, where it comes from, and its spread."""
+    from tierplan.hwmodels.keys import KEYS
+
+    lines = [f"{'key':22} {'value':>38}  {'spread':>7}  {'basis':10} source"]
+    for name, quantity in description.used().items():
+        spread = "" if quantity.spread is None else f"{100 * quantity.spread:.0f} %"
+        lines.append(f"{name:22} {quantity.text(KEYS[name]):>38}  {spread:>7}  {quantity.basis:10} {quantity.source}")
+    return "\n".join(lines)
+
+
+def structure(machine: Machine) -> str:
+    """Tiers, and the shared limits with the streams that load them."""
+    from tierplan.hwmodels.units import format_amount
+
+    lines = ["tiers: " + ", ".join(f"{t.name} {format_amount(t.capacity_bytes, 'bytes')}" for t in machine.tiers)]
+    for limit in machine.shared_limits:
+        takers = [s.name for s in machine.streams if limit.name in s.takes]
+        lines.append(f"shared limit {limit.name}: {limit.limit:.4g}, loaded by {', '.join(takers)}")
+    if machine.nameplate:
+        lines.append(f"from data sheets, not measured: {', '.join(machine.nameplate)}")
+    return "\n".join(lines)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.catalog import HERE, here_path
+    from tierplan.hwmodels.description import write_description
+    from tierplan.runtime.measure import measure_description
+    from tierplan.sim.trace import write_atomically
+
+    budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
+    folders = None if args.no_nvme else args.nvme_dir or ["."]
+    with tqdm(total=1.0, bar_format="{l_bar}{bar}| {desc} [{elapsed}]", disable=not sys.stderr.isatty()) as bar:
+
+        def progress(what: str, part: float) -> None:
+            bar.set_description_str(what)
+            bar.update(part - bar.n)
+
+        description = measure_description(
+            folders,
+            budget_s=budget_s,
+            device=args.device,
+            progress=progress,
+            name=HERE if args.output is None else args.output.stem,
+        )
+    target = args.output or here_path()
+    write_atomically(target, write_description(description))
+    print(numbers(description))
+    print()
+    print(structure(build(description)))
+    print(f"drives: {description.notes['drives']}")
+    for remark in description.notes["remarks"]:  # type: ignore[attr-defined]  # a list
+        print(remark)
+    print(f"largest error of the shared limits on a pair of streams: {description.notes['worst_error_of_a_pair']}")
+    print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.catalog import load_description
+    from tierplan.hwmodels.description import Description, Quantity, override, write_description
+    from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
+    from tierplan.hwmodels.machine import MachineError
+    from tierplan.sim.trace import write_atomically
+
+    values: dict[str, Quantity] = {}
+    for paths, read in (
+        ([args.nvidia_smi], read_nvidia_smi), ([args.nvbandwidth], read_nvbandwidth),
+        (args.fio, read_fio), (args.ds_io, read_ds_io),
+    ):  # fmt: skip
+        for path in paths:
+            if path is not None:
+                values |= read(path.read_text(encoding="utf-8"), where=path.name)
+    if not values:
+        raise MachineError("nothing to import; give at least one of --fio, --nvbandwidth, --nvidia-smi, --ds-io")
+    base = load_description(args.base) if args.base else Description(name="")
+    description = replace(base, name=args.name or args.output.stem, values={**base.values, **values})
+    description = override(description, args.overrides)
+    write_atomically(args.output, write_description(description))
+    machine = build(load_description(str(args.output)))
+    print("\n".join(f"{name} = {quantity.value}" for name, quantity in values.items()))
+    print(structure(machine))
+    print(f"written to {args.output}")
+    return 0
