@@ -2,8 +2,8 @@
 
 One worker thread per stream walks its ops in list order (rule 1). An op is *eligible* when its stream has reached it
 and all that it waits for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3)
-and takes it back when a buffer's last reader ends (rule 4). What an op does is the business of a body, a function that is
-called in the worker with the op and its buffers; this module knows nothing of models.
+and takes it back when a buffer's last reader ends (rule 4). What an op does is the business of a body, a function that
+is called in the worker with the op and its buffers; this module knows nothing of models.
 
 Steps run back to back: a step is *opened* (joined to the one before, as `schedule.unroll` does) when a stream reaches
 the step before it, so a stream that is done with one step goes on with the next. Errors:

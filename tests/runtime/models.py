@@ -1,0 +1,139 @@
+"""Small real models, and their workloads as observed in one forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierplan.runtime.device import Device
+from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.units import split_model
+from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+
+VOCABULARY = 96
+
+
+def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.0, dtype: str = "fp32") -> nn.Module:
+    """An unmodified `transformers` model with random weights, the same for equal arguments."""
+    import transformers as hf
+
+    torch.manual_seed(17)
+    if family == "gpt2":
+        config: Any = hf.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=32,
+            n_layer=num_blocks,
+            n_head=2,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model: nn.Module = hf.GPT2LMHeadModel(config)
+    elif family == "opt":
+        config = hf.OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=64,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            dropout=dropout,
+            attention_dropout=dropout,
+        )
+        model = hf.OPTForCausalLM(config)
+    elif family == "llama":
+        config = hf.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            attention_dropout=dropout,
+        )
+        model = hf.LlamaForCausalLM(config)
+    elif family == "bert":
+        config = hf.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        model = hf.BertForMaskedLM(config)
+    else:
+        raise AssertionError(family)
+    model.train()
+    return model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+
+
+def make_batches(count: int, *, batch: int = 2, length: int = 16, seed: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.clone()})
+    return found
+
+
+def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training: Training) -> Workload:
+    """Sizes as one real forward shows them; works are made up. The model is unchanged."""
+    restore = without_cache(model)
+    units = split_model(model, batch)
+    hooks = ModelHooks(units)
+    lane = Lane(
+        hooks=hooks,
+        units=units,
+        plans=[SlotPlan() for _ in units],
+        forward=lambda: loss_of(model, batch, None),
+        external=batch_addresses(batch, model),
+        device=Device(torch.device("cpu")),
+        num_threads=1,
+        seed=1,
+    )
+    for unit in units:
+        if unit.num_parameters:
+            unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
+    runs = [lane.run_forward(i) for i in range(len(units))]
+    handed = [sum(leaf.nbytes for leaf in run.leaves) for run in runs]
+    described = []
+    for i, (unit, run) in enumerate(zip(units, runs, strict=True)):
+        assert run.recorder is not None
+        described.append(
+            Unit(
+                name=unit.name,
+                kind="block" if unit.block is not None else "embed" if i == 0 else "head",
+                num_parameters=unit.num_parameters,
+                shares=unit.shares,
+                forward={"matmul_fp32_flops": 1e6},
+                backward={"matmul_fp32_flops": 2e6},
+                saved=tuple(
+                    SavedTensor(
+                        index=k, name=f"slot{k}", size_bytes=size, dtype="fp32", recompute={"elementwise_bytes": 1}
+                    )
+                    for k, size in enumerate(run.recorder.sizes)
+                ),
+                input_bytes=handed[i],
+                output_bytes=handed[i + 1] if i + 1 < len(units) else 0,
+            )
+        )
+    for i in reversed(range(len(units))):
+        lane.run_backward(i)
+    model.zero_grad()
+    hooks.remove()
+    restore()
+    for unit in units:
+        for _, p in unit.parameters:
+            p.data = p.data.clone()
+    return Workload(name="observed", model_type="test", training=training, units=tuple(described))

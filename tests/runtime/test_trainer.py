@@ -1,0 +1,271 @@
+"""Training on a schedule gives the numbers of plain in-memory training, bit for bit, and moves the schedule's bytes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.toys import uniform_plan
+from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings
+from tierplan.runtime.bodies import SizeError
+from tierplan.runtime.executor import OutOfMemoryError
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.store import StoreError
+from tierplan.runtime.trainer import Trainer, TrainingError, train
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workload import Training, Workload
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2, "the thread count leaked"
+    torch.set_num_threads(before)
+
+
+def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
+    rates = {
+        kind: Rate.constant(1e9)
+        for kind in ("bytes", "parameters", "elementwise_bytes", "matmul_fp32_flops", "matmul_bf16_flops")
+    }
+    sizes = {"gpu0": device_bytes, "host": host_bytes, "nvme": 1 << 30}
+    kinds: dict[str, Any] = {"gpu0": "device", "host": "host", "nvme": "nvme"}
+    streams = ("gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam")
+    return Machine(
+        name="test",
+        tiers=tuple(TierSpec(name=n, kind=kinds[n], capacity_bytes=size) for n, size in sizes.items()),
+        streams=tuple(Stream(name=n, rates=rates) for n in streams),
+    )
+
+
+def check(
+    model: nn.Module,
+    training: Training,
+    plan: Plan | UnitPlan,
+    nvme_dir: Path,
+    *,
+    on: Machine | None = None,
+    workload: Workload | None = None,
+    optimizer: OptimizerSettings | None = None,
+    **settings: Any,
+) -> Schedule:
+    """Trains both ways and compares everything that can be compared."""
+    optimizer = optimizer or OptimizerSettings(name=training.optimizer, lr=1e-2)
+    batches = make_batches(STEPS * training.gradient_accumulation_steps)
+    workload = workload or observed_workload(model, batches[0], training)
+    if isinstance(plan, UnitPlan):
+        plan = uniform_plan(workload, plan, semantics="exact-clip" if training.max_grad_norm else "in-backward")
+    schedule = lower(plan, workload, on or machine())
+    plain = copy.deepcopy(model)
+    losses = train_plainly(
+        plain,
+        batches,
+        steps=STEPS,
+        optimizer=optimizer,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        max_grad_norm=training.max_grad_norm,
+        delayed=plan.semantics == "delayed-1",
+        **settings,
+    )
+    result = train(schedule, model, batches, steps=STEPS, nvme_dir=nvme_dir, optimizer=optimizer, **settings)
+    assert result.losses == tuple(losses)
+    for (name, trained), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(trained, expected), name
+    assert dict(result.moved_bytes) == {stream: STEPS * size for stream, size in schedule.bytes_moved().items()}
+    for tier in schedule.tiers:
+        assert result.peak_bytes[tier.name] <= tier.capacity_bytes
+    assert set(result.trace.by_key()) == {f"s{s}/{op.key}" for s in range(STEPS) for op in schedule.ops}
+    assert len(result.step_ends_s) == STEPS
+    assert not list(nvme_dir.iterdir())
+    return schedule
+
+
+CPU = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
+MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="host", input="nvme")
+
+
+@pytest.mark.parametrize("acts", ["keep", "recompute", "host", "nvme"])
+@pytest.mark.parametrize(("params", "states"), [("device", "device"), ("device", "nvme"), ("host", "host")])
+def test_gpt2_with_every_action(params: str, states: str, acts: str, tmp_path: Path) -> None:
+    choice = UnitPlan(params=params, states=states, acts=acts)  # type: ignore[arg-type]
+    check(make_model("gpt2", dropout=0.1), CPU, choice, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (1, 0.5), (2, None), (2, 0.5)])
+def test_every_family(family: str, dtype: str, accumulation: int, clip: float | None, tmp_path: Path) -> None:
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
+    model = make_model(family, num_blocks=2, dropout=0.1, dtype=dtype)
+    check(model, training, random_choices(model, training, seed=f"{family}{dtype}{accumulation}{clip}"), tmp_path)
+
+
+def random_choices(model: nn.Module, training: Training, seed: str) -> Plan:
+    """A plan with everything different for each unit."""
+    rng = random.Random(seed)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    units = []
+    for unit in workload.units:
+        params, grads, states = (rng.choice(["device", "host", "nvme"]) for _ in range(3))
+        if rng.random() < 0.2:
+            params = grads = states = "device"
+        elif states == "device":
+            states = "host"
+        actions = ["keep", "host", "nvme", "recompute"] if unit.kind == "block" else ["keep", "host", "nvme"]
+        if unit.kind == "embed":
+            params = "device" if params != "device" else params  # its backward may read them
+        acts = tuple(rng.choice(actions) for _ in unit.saved)
+        units.append(
+            UnitPlan(params=params, grads=grads, states=states, acts=acts, input=rng.choice(["keep", "host", "nvme"]))
+        )  # type: ignore[arg-type]
+    return Plan(
+        policy="random",
+        units=tuple(units),
+        semantics="exact-clip" if training.max_grad_norm else "in-backward",
+        order=rng.choice(["horizontal", "vertical"]),  # type: ignore[arg-type]
+        prefetch_params_units=rng.randint(0, 2),
+        prefetch_acts_units=rng.randint(0, 2),
+        prefetch_states_units=rng.randint(0, 2),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_plans(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    family = rng.choice(["gpt2", "opt", "llama", "bert"])
+    training = replace(
+        CPU,
+        dtype=rng.choice(["fp32", "bf16"]),  # type: ignore[arg-type]
+        gradient_accumulation_steps=rng.choice([1, 2, 3]),
+        max_grad_norm=rng.choice([None, 0.5]),
+    )
+    model = make_model(family, num_blocks=3, dropout=0.1, dtype=training.dtype)
+    check(model, training, random_choices(model, training, str(seed)), tmp_path)
+
+
+def test_delayed_updates(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    plan = uniform_plan(workload, UnitPlan(grads="host", states="host"), semantics="delayed-1")
+    check(model, CPU, plan, tmp_path, workload=workload)
+
+
+def test_sgd_and_a_learning_rate_schedule(tmp_path: Path) -> None:
+    training = replace(CPU, optimizer="sgd")
+    choice = UnitPlan(params="host", grads="host", states="host")
+    check(make_model("gpt2"), training, choice, tmp_path, learning_rate=lambda step: 0.1 / (step + 1))
+
+
+def test_global_random_numbers(tmp_path: Path) -> None:
+    """Without a seed, dropout draws from PyTorch's generator as plain training does."""
+    model = make_model("gpt2", dropout=0.1)
+    batches = make_batches(STEPS)
+    schedule = lower(uniform_plan(w := observed_workload(model, batches[0], CPU), UnitPlan(acts="recompute")), w,
+    machine())
+    plain = copy.deepcopy(model)
+    torch.manual_seed(5) expected = train_plainly(plain, batches, steps=STEPS, seed=None)
+    torch.manual_seed(5)
+    result = train(schedule, model, batches, steps=STEPS, seed=None, nvme_dir=tmp_path)
+    assert result.losses == tuple(expected)
+
+
+def test_in_a_device_too_small_for_plain_training(tmp_path: Path) -> None:
+    model = make_model("gpt2", num_blocks=6)
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    plan = uniform_plan(workload, MIXED, prefetch_params_units=1, prefetch_acts_units=1)
+    plain_bytes = workload.num_parameters * 16
+    tight = machine(device_bytes=plain_bytes // 2, host_bytes=plain_bytes // 2)
+    check(model, CPU, plan, tmp_path, on=tight, workload=workload)
+
+
+def test_over_budget_is_an_error_before_the_allocation(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    small = machine(device_bytes=workload.num_parameters * 4 + 50_000)
+    schedule = lower(uniform_plan(workload, UnitPlan(grads="host", states="host")), workload, small, refine=False)
+    with pytest.raises(OutOfMemoryError, match="Raise the capacity of 'gpu0'"):
+        train(schedule, model, make_batches(2), steps=2, nvme_dir=tmp_path)
+
+
+def schedule_for(model: nn.Module, choice: UnitPlan, training: Training = CPU) -> Schedule:
+    workload = observed_workload(model, make_batches(1)[0], training)
+    return lower(uniform_plan(workload, choice), workload, machine())
+
+
+def test_other_shapes_than_planned_are_refused(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan(acts="host"))
+    with pytest.raises(SizeError, match="is declared with .* bytes, but holds"):
+        train(schedule, model, make_batches(2, length=32), steps=2, nvme_dir=tmp_path)
+
+
+def test_another_model_than_planned_is_refused(tmp_path: Path) -> None:
+    schedule = schedule_for(make_model("gpt2"), UnitPlan())
+    with pytest.raises(TrainingError, match="make the schedule from this model"):
+        train(schedule, make_model("opt"), make_batches(2), steps=2, nvme_dir=tmp_path)
+    with pytest.raises(TrainingError, match="5 units, the schedule|6 units, the schedule"):
+        train(schedule, make_model("gpt2", num_blocks=4), make_batches(2), steps=2, nvme_dir=tmp_path)
+    with pytest.raises(TrainingError, match=r"in torch.bfloat16, but the schedule trains in torch.float32"):
+        train(schedule, make_model("gpt2", dtype="bf16"), make_batches(2), steps=2, nvme_dir=tmp_path)
+
+
+def test_bad_settings_say_what_to_do(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan(states="nvme"))
+    with pytest.raises(TrainingError, match="name a folder for it"):
+        train(schedule, model, make_batches(2), steps=2)
+    with pytest.raises(StoreError, match="give a folder that you may write to"):
+        train(schedule, model, make_batches(2), steps=2, nvme_dir="/proc/nowhere")
+    with pytest.raises(TrainingError, match="batches ended before micro-batch 0 of step 2"):
+        train(schedule, make_model("gpt2"), make_batches(2), steps=3, nvme_dir=tmp_path)
+    with pytest.raises(TrainingError, match="optimizer 'adamw', not 'sgd'"):
+        train(schedule, model, make_batches(2), steps=2, optimizer=OptimizerSettings(name="sgd"))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan(states="nvme"))
+    bad = iter([1.0, 1.0, float("nan")])
+    with pytest.raises(NonFiniteGradientError, match="gradient of head"):
+        train(
+            schedule, model, make_batches(3), steps=3, nvme_dir=tmp_path, loss=lambda out, batch: out.loss * next(bad)
+        )
+
+
+def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan(states="nvme"))
+    with pytest.raises(ZeroDivisionError):
+        train(schedule, model, make_batches(3), steps=3, nvme_dir=tmp_path, loss=lambda out, batch: out.loss / (1 // 0))
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert model.config.use_cache
+    train(schedule, make_model("gpt2"), make_batches(3), steps=3, nvme_dir=tmp_path)
+
+
+def test_running_on_continues(tmp_path: Path) -> None:
+    model, plain = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
+    schedule = schedule_for(model, MIXED)
+    batches = make_batches(5)
+    expected = train_plainly(plain, batches, steps=5)
+    with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
+        trainer.run(batches[:2], 2)
+        trainer.run(batches[2:], 3)
+        trainer.restore_model()
+        assert trainer.result().losses == tuple(expected)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -1,0 +1,486 @@
+"""What the ops of a training step do: the bodies that `executor.Executor` calls, by kind of op.
+
+A buffer's value is a `Held`: memory (a block of a pool), a place on a drive (an extent), or nothing but a `Thing` that
+lives on the device by itself, such as a tensor that autograd saved. The thing travels with the content through the
+tiers and is told when its bytes arrive on the device or leave it.
+
+    SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
+from tierplan.runtime.arena import Block, Pool
+from tierplan.runtime.device import Device
+from tierplan.runtime.executor import Call, Instance
+from tierplan.runtime.lanes import Lane
+from tierplan.runtime.saved import Slot, memory_of
+from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.units import ModelError, ModelUnit
+
+__all__ = ["Bodies", "Held", "SizeError"]
+
+DEVICE, HOST, NVME = "gpu0", "host", "nvme"
+
+
+class SizeError(ValueError):
+    """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
+
+
+class Thing:
+    """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
+
+    They may come back while the first copy is still in use; then they take its place when that one leaves.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_here = True
+        self._next: torch.Tensor | None = None
+
+    def arrive(self, memory: torch.Tensor) -> None:
+        """The bytes are in this device memory."""
+        with self._lock:
+            if self._is_here:
+                self._next = memory
+            else:
+                self._is_here = True
+                self._use(memory)
+
+    def leave(self) -> None:
+        """The device memory that was in use is given back."""
+        with self._lock:
+            self._use(self._next)
+            self._is_here, self._next = self._next is not None, None
+
+    def memory(self) -> torch.Tensor:
+        """The bytes, as a uint8 tensor."""
+        raise NotImplementedError
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+
+class SavedThing(Thing):
+    """A saved tensor that goes its own way."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        self.slot = slot
+
+    def memory(self) -> torch.Tensor:
+        assert self.slot.storage is not None
+        return memory_of(self.slot.storage)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        self.slot.storage = None if memory is None else memory.untyped_storage()
+
+
+class InputThing(Thing):
+    """A unit's input: the leaves that the unit before it made."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def memory(self) -> torch.Tensor:
+        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in self.leaves]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
+        for k, leaf in enumerate(self.leaves):
+            if parts is None:
+                leaf.data = torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            else:
+                leaf.data = parts[k].view(leaf.dtype).view(leaf.shape)
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A buffer's value."""
+
+    place: Block | Extent | None = None
+    thing: Thing | None = None
+    filled: set[int] | None = None
+    """Of a gradient: the positions, in the unit, of the parameters that have one; None for all."""
+    is_absent: bool = False
+    """Of a gradient: there is none yet (the first delayed update)."""
+    norms: Sequence[tuple[int, torch.Tensor]] = ()
+    """Of `norm/U`: the position in the model and the norm of each parameter's gradient."""
+    clip: torch.Tensor | None = None
+
+    @property
+    def block(self) -> Block:
+        assert isinstance(self.place, Block)
+        return self.place
+
+
+@dataclass(eq=False)
+class Bodies:
+    """Executes ops on a model. `__call__` and `release` are what the executor wants."""
+
+    units: Sequence[ModelUnit]
+    device: Device
+    device_pool: Pool
+    host_pool: Pool
+    store: Store | None
+    optimizer: OptimizerSettings
+    has_master: bool
+    dtype: torch.dtype
+    max_grad_norm: float | None
+    learning_rate: Callable[[int], float]
+    """By step, from 0."""
+    new_lane: Callable[[int, int], Lane]
+    """Starts micro-batch m of a step."""
+    num_threads: int
+    parameters: Sequence[torch.nn.Parameter]
+    """In the model's order, which is that of the global norm."""
+    num_updates: Callable[[int], int] = lambda step: step
+    """Updates made before this step: one fewer where they are delayed."""
+    on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that copies have moved, by stream."""
+
+    def __post_init__(self) -> None:
+        self._index = {u.name: i for i, u in enumerate(self.units)}
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._position = {id(p): k for k, p in enumerate(self.parameters)}
+        self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._kinds: Mapping[str, Callable[[Call], None]] = {
+            "forward": self._forward,
+            "recompute": self._recompute,
+            "backward": self._backward,
+            "copy": self._copy,
+            "accumulate": self._accumulate,
+            "norm": self._norm,
+            "clip": self._clip,
+            "update": self._update,
+        }
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._take_gradient) for u in self.units for _, p in u.parameters
+        ]
+
+    def __call__(self, call: Call) -> None:
+        with self.device.on(call.op.stream):
+            self._kinds[call.op.kind](call)
+            self.device.finish()
+
+    def close(self) -> None:
+        """Ends lanes that are under way, and takes the hooks off the model."""
+        for lane in self._lanes.values():
+            lane.cancel()
+        self._lanes.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- memory ----
+
+    def allocate(self, instance: Instance) -> Block | Extent:
+        """A place for a buffer in its tier."""
+        b = instance.buffer
+        if b.tier == NVME:
+            assert self.store is not None
+            return self.store.allocate(b.size_bytes)
+        return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
+
+    def place(self, instance: Instance) -> Held:
+        """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
+        over = instance.over
+        if over is not None:
+            assert isinstance(over.value, Held)
+            instance.value = held = over.value
+        else:
+            instance.value = held = Held(self.allocate(instance))
+        return held
+
+    def release(self, instance: Instance) -> None:
+        """Gives a freed buffer's memory back."""
+        held = instance.value
+        if not isinstance(held, Held):
+            return
+        if held.thing is not None and instance.buffer.tier == DEVICE:
+            held.thing.leave()
+        if isinstance(held.place, Extent):
+            assert self.store is not None
+            self.store.free(held.place)
+        elif held.place is not None:
+            self._unbind(held.place)
+            (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(held.place)
+
+    def _unbind(self, block: Block) -> None:
+        address = block.pages.data_ptr()
+        for unit in self.units:
+            if unit.bound is not None and unit.bound.data_ptr() == address:
+                unit.unbind()
+
+    # ---- copies ----
+
+    def _copy(self, call: Call) -> None:
+        source, target = call.reads[0], call.writes[0]
+        old = held_of(source)
+        size = source.buffer.size_bytes
+        new = self.place(target)
+        new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
+        if isinstance(new.place, Extent):
+            assert self.store is not None
+            self.store.write(new.place, self._memory(source))
+        elif isinstance(old.place, Extent):
+            assert self.store is not None
+            self.store.read(old.place, new.block.pages)
+        else:
+            new.block.data.copy_(self._memory(source), non_blocking=True)
+        if new.thing is not None and target.buffer.tier == DEVICE:
+            new.thing.arrive(new.block.data)
+        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
+
+    def _memory(self, instance: Instance) -> torch.Tensor:
+        """The bytes of a buffer in memory; whole pages where it lies in a block."""
+        held = held_of(instance)
+        if isinstance(held.place, Block):
+            return held.place.data
+        assert held.thing is not None
+        memory = held.thing.memory()
+        expect(instance, memory.numel())
+        return memory
+
+    # ---- compute ----
+
+    def _bind(self, call: Call) -> None:
+        """Makes the parameters that the op reads those of the model."""
+        for instance in call.reads:
+            kind, _, name = instance.buffer.content.partition("/")
+            if kind == "params":
+                self.units[self._index[name]].bind(held_of(instance).block.data.view(self.dtype))
+
+    def _forward(self, call: Call) -> None:
+        index = self._index[call.op.unit]
+        self._bind(call)
+        key = call.step, call.op.micro_batch
+        if index == 0:
+            self._lanes[key] = self.new_lane(*key)
+        lane = self._lanes[key]
+        run = lane.run_forward(index)
+        assert run.recorder is not None
+        sizes, plan = run.recorder.sizes, lane.plans[index]
+        kept = sum(size for k, size in enumerate(sizes) if k not in plan.dropped | plan.leaving)
+        for instance in call.writes:
+            kind, *rest = instance.buffer.content.split("/")
+            if kind == "x":
+                leaves = lane.runs[index + 1].leaves
+                expect(instance, sum(leaf.nbytes for leaf in leaves))
+                instance.value = Held(thing=InputThing(leaves))
+            elif kind == "acts" and rest[-1] == "keep":
+                expect(instance, kept)
+                kept = 0
+            elif kind == "acts":
+                slot = run.recorder.missing.pop(int(rest[-1]), None)
+                expect(instance, slot.size_bytes if slot else 0)
+                assert slot is not None
+                instance.value = Held(thing=SavedThing(slot))
+        if kept:
+            raise SizeError(
+                f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
+                f"the unit saves tensors of {sizes} bytes here. {REMEDY}"
+            )
+        if lane.runs[-1].recorder is not None and index + 1 == len(self.units):
+            self.on_loss(call.step, call.op.micro_batch, lane.loss)
+
+    def _recompute(self, call: Call) -> None:
+        self._bind(call)
+        made = self._lanes[call.step, call.op.micro_batch].run_again(self._index[call.op.unit])
+        for instance in call.writes:
+            if instance.buffer.content.endswith("/re"):
+                expect(instance, made)
+
+    def _backward(self, call: Call) -> None:
+        index = self._index[call.op.unit]
+        self._bind(call)
+        key = call.step, call.op.micro_batch
+        lane = self._lanes[key]
+        self._prepare_gradients(call)
+        lane.run_backward(index)
+        for instance in call.writes:
+            if instance.buffer.content.startswith("dx/"):
+                expect(instance, sum(leaf.grad.nbytes for leaf in lane.runs[index].leaves if leaf.grad is not None))
+        self._finish_gradients(call)
+        if index == 0:
+            del self._lanes[key]
+
+    # ---- gradients ----
+
+    def _prepare_gradients(self, call: Call) -> None:
+        """Says where the gradient of each parameter goes that this backward makes.
+
+        Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
+        micro-batches before, as in plain training.
+        """
+        self._sinks.clear()
+        tied = next((x for x in call.reads if x.buffer.content.startswith("tied/")), None)
+        for instance in call.writes:
+            kind, *rest = instance.buffer.content.split("/")
+            if kind not in ("grads", "tied"):
+                continue
+            unit = self.units[self._index[rest[0]]]
+            over = instance.over
+            held = self.place(instance)
+            if over is None:
+                held.filled = set()
+            self._aim(unit, held)
+            if tied is not None and kind == "grads" and over is not tied:
+                self._aim(unit, held_of(tied), only=held_of(tied).filled)
+
+    def _aim(self, unit: ModelUnit, held: Held, only: set[int] | None = None) -> None:
+        views = unit.views(held.block.data.view(self.dtype))
+        for k, ((_, p), view) in enumerate(zip(unit.parameters, views, strict=True)):
+            if only is None or k in only:
+                self._sinks[id(p)] = _sink(view, held, k)
+
+    def _take_gradient(self, p: torch.Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        assert p.grad is not None
+        sink = self._sinks.get(id(p))
+        if sink is not None:
+            sink(p.grad)
+            p.grad = None
+
+    def _finish_gradients(self, call: Call) -> None:
+        for instance in call.writes:
+            kind, *rest = instance.buffer.content.split("/")
+            if kind != "grads":
+                continue
+            unit, held = self.units[self._index[rest[0]]], held_of(instance)
+            views = unit.views(held.block.data.view(self.dtype))
+            for other in call.reads:
+                tied = other.value
+                if other.buffer.content.startswith("tied/") and isinstance(tied, Held) and tied is not held:
+                    shares = unit.views(tied.block.data.view(self.dtype))
+                    for k in sorted(tied.filled or ()):
+                        _sink(views[k], held, k)(shares[k])
+            if held.filled is not None:
+                for k, view in enumerate(views):
+                    if k not in held.filled:
+                        view.zero_()
+                held.filled = None
+        self._sinks.clear()
+
+    def _accumulate(self, call: Call) -> None:
+        total = self.place(call.writes[0])
+        total.block.data.view(self.dtype).add_(held_of(call.reads[1]).block.data.view(self.dtype))
+
+    def _norm(self, call: Call) -> None:
+        """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
+        unit = self.units[self._index[call.op.unit]]
+        views = unit.views(held_of(call.reads[0]).block.data.view(self.dtype))
+        with _Threads(self.num_threads):
+            norms = [
+                (self._position[id(p)], torch.linalg.vector_norm(view, 2.0).cpu())
+                for (_, p), view in zip(unit.parameters, views, strict=True)
+            ]
+        call.writes[0].value = Held(norms=norms)
+
+    def _clip(self, call: Call) -> None:
+        found = sorted((pair for x in call.reads for pair in held_of(x).norms), key=lambda pair: pair[0])
+        total = torch.linalg.vector_norm(torch.stack([norm for _, norm in found]), 2.0)
+        if not torch.isfinite(total):
+            raise NonFiniteGradientError(
+                f"the global norm of the gradients is {total.item()} in step {call.step}; no update was made and the "
+                "last committed step is intact. Lower the learning rate, or look at the data of this step"
+            )
+        assert self.max_grad_norm is not None
+        call.writes[0].value = Held(clip=torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0))
+
+    # ---- update ----
+
+    def _update(self, call: Call) -> None:
+        unit = self.units[self._index[call.op.unit]]
+        grads, params, clip = held_of(call.reads[0]), None, None
+        for instance in call.reads[1:]:
+            if instance.buffer.content == "clip":
+                clip = held_of(instance).clip
+        states = None
+        for instance in call.writes:
+            held = self.place(instance)
+            if instance.buffer.content.startswith("states/"):
+                states = held
+            else:
+                params = held
+                if instance.over is None and not self.has_master:
+                    raise ModelError(
+                        f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
+                    )
+        assert params is not None
+        flat = params.block.data.view(self.dtype)
+        regions = (
+            state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
+            if states
+            else {}
+        )
+        if grads.is_absent:
+            if "master" in regions:
+                flat.copy_(regions["master"])
+            return
+        update_flat(
+            flat,
+            grads.block.data.view(self.dtype),
+            regions,
+            self.optimizer,
+            step=self.num_updates(call.step) + 1,
+            lr=self.learning_rate(self.num_updates(call.step)),
+            clip=clip,
+            odd_lengths=unit.odd_lengths,
+            label=unit.name,
+        )
+
+
+REMEDY = (
+    "Make the schedule from a workload of this model, with the same shapes, dtype and backend "
+    "(tierplan.runtime.tracing.trace_workload)"
+)
+
+
+def expect(instance: Instance, found_bytes: int) -> None:
+    """Raises `SizeError` unless the buffer declares so many bytes."""
+    b = instance.buffer
+    if found_bytes != b.size_bytes:
+        raise SizeError(
+            f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
+        )
+
+
+def held_of(instance: Instance) -> Held:
+    assert isinstance(instance.value, Held), f"buffer {instance.buffer.name!r} has no value"
+    return instance.value
+
+
+def _sink(view: torch.Tensor, held: Held, k: int) -> Callable[[torch.Tensor], None]:
+    """Where a gradient goes: added to what is there, or put there if nothing is."""
+
+    def take(gradient: torch.Tensor) -> None:
+        if held.filled is None or k in held.filled:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            held.filled.add(k)
+
+    return take
+
+
+class _Threads:
+    """So many threads for the kernels of this thread: a norm has the bits of its number of threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._wanted = num_threads
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._wanted)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._before)

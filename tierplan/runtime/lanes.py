@@ -1,0 +1,316 @@
+"""Runs an unmodified model unit by unit: forward, recompute and backward of one micro-batch.
+
+The model's own `forward` runs in a thread, a *lane* for each micro-batch. Each block's `forward` is replaced on the
+instance; at every boundary (embed | L0 | L1 | ... | head with loss) the lane stops and hands the baton back to the
+thread that executes the schedule's compute stream. Only the holder of the baton runs, so the order of the compute
+stream's ops is the order of execution, horizontal or vertical.
+
+Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
+backward of the unit. For a chain of blocks that changes no bit. What a unit saves goes through `saved.Recorder`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tierplan.runtime.device import Device
+from tierplan.runtime.saved import AllMade, Recorder, Recreator
+from tierplan.runtime.units import ModelError, ModelUnit
+
+__all__ = ["Lane", "ModelHooks", "SlotPlan", "UnitRun"]
+
+Root = tuple[GradientEdge, torch.Tensor]
+"""An output's place in the unit's graph, and the leaf that the next units see instead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """What happens to the saved tensors of a unit."""
+
+    dropped: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class UnitRun:
+    """One unit's forward for one micro-batch, until its backward has run."""
+
+    recorder: Recorder | None = None
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
+    roots: list[Root] = field(default_factory=list)
+    glue: list[Root] = field(default_factory=list)
+    """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
+    call: tuple[Callable[..., Any], tuple, dict] | None = None
+    """To run it again."""
+    rng: tuple[torch.Tensor, ...] | None = None
+
+
+class _Cancelled(BaseException):
+    """Unwinds the model's forward when the run is over."""
+
+
+class ModelHooks:
+    """The blocks' replaced `forward`s; they find the lane of the thread that they are called in."""
+
+    def __init__(self, units: Sequence[ModelUnit]) -> None:
+        self._local = threading.local()
+        self._blocks: list[nn.Module] = []
+        for index, unit in enumerate(units):
+            if unit.block is not None:
+                self._replace(unit.block, index)
+
+    def _replace(self, block: nn.Module, index: int) -> None:
+        original = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            lane: Lane | None = getattr(self._local, "lane", None)
+            return original(*args, **kwargs) if lane is None else lane.block(index, original, args, kwargs)
+
+        block.forward = forward
+        self._blocks.append(block)
+
+    @contextmanager
+    def of(self, lane: Lane) -> Iterator[None]:
+        """Calls of blocks in this thread belong to this lane."""
+        self._local.lane = lane
+        try:
+            yield
+        finally:
+            self._local.lane = None
+
+    def remove(self) -> None:
+        """Gives the model its own `forward`s back."""
+        for block in self._blocks:
+            del block.forward
+        self._blocks.clear()
+
+
+@dataclass(eq=False)
+class Lane:
+    """One micro-batch on its way through the units."""
+
+    hooks: ModelHooks
+    units: Sequence[ModelUnit]
+    plans: Sequence[SlotPlan]
+    forward: Callable[[], torch.Tensor]
+    """Runs the model on the micro-batch; the loss, divided as backward needs it."""
+    external: set[int]
+    """Addresses of the batch's tensors and the model's buffers."""
+    device: Device
+    num_threads: int
+    seed: int | None = None
+    """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
+    loss: float = float("nan")
+    runs: list[UnitRun] = field(default_factory=list)
+    _at: int = 0
+    _rng: tuple[torch.Tensor, ...] = ()
+    _recording: Any = None
+    _error: BaseException | None = None
+    _is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.runs = [UnitRun() for _ in self.units]
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._main, name="tierplan lane", daemon=True)
+
+    # ---- called by the thread that executes the compute stream ----
+
+    def run_forward(self, index: int) -> UnitRun:
+        """Runs the model up to the end of this unit."""
+        assert index == self._at, "the schedule runs a micro-batch's units out of order"
+        if index == 0:
+            self._thread.start()
+        if self.seed is not None and index == 0:
+            torch.manual_seed(self.seed)
+        elif self.seed is not None:
+            self.device.set_rng_state(self._rng)
+        self._go.release()
+        self._back.acquire()
+        if self.seed is not None:
+            self._rng = self.device.rng_state()
+        if self._error is not None:
+            raise self._error
+        self._at += 1
+        return self.runs[index]
+
+    def run_backward(self, index: int) -> None:
+        """Backward through one unit: gradients of its inputs are in the leaves then, those of parameters with hooks."""
+        run = self.runs[index]
+        edges, gradients = [], []
+        for edge, leaf in run.roots:
+            gradient = leaf.grad if index + 1 < len(self.units) else torch.ones_like(leaf)
+            if gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+                leaf.grad = None
+        run.roots = []
+        torch.autograd.backward(edges, gradients)
+        del gradients
+        for edge, leaf in run.glue:
+            if leaf.grad is not None:
+                torch.autograd.backward([edge], [leaf.grad])
+        self.runs[index] = UnitRun(leaves=run.leaves)  # drops the graph; `dx` is in the leaves
+
+    def run_again(self, index: int) -> int:
+        """Makes the dropped slots of a block again, for the graph to hold; their bytes."""
+        run = self.runs[index]
+        assert run.recorder is not None
+        plan = self.plans[index]
+        wanted = {k: run.recorder.missing.pop(k) for k in sorted(plan.dropped) if k in run.recorder.missing}
+        made_bytes = sum(slot.size_bytes for slot in wanted.values())
+        if not wanted:
+            return 0
+        if run.call is None:
+            raise ModelError(
+                f"unit {self.units[index].name!r} is not a block, so it cannot be run again; keep or move what it saves"
+            )
+        call, args, kwargs = run.call
+        inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
+        recreator = Recreator(self._params_of(index), inputs, self.external | _addresses((args, kwargs)), wanted=wanted)
+        now = self.device.rng_state()
+        self.device.set_rng_state(run.rng or now)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack):
+                call(*args, **kwargs)
+        except AllMade:
+            pass
+        finally:
+            self.device.set_rng_state(now)
+            recreator.close()
+        if recreator.wanted:
+            raise ModelError(
+                f"a rerun of {self.units[index].name!r} saved {recreator.num_slots} tensors and not number "
+                f"{min(recreator.wanted)}, unlike its forward; blocks must do the same each time"
+            )
+        return made_bytes
+
+    def cancel(self) -> None:
+        """Ends the lane's thread, wherever it is."""
+        self._is_cancelled = True
+        self._go.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- called in the lane's own thread ----
+
+    def _main(self) -> None:
+        torch.set_num_threads(self.num_threads)
+        self._go.acquire()
+        try:
+            if self._is_cancelled:
+                return
+            with self.hooks.of(self), self.device.on("gpu0.compute"), torch.enable_grad():
+                self._open(0)
+                loss = self.forward()
+                self._close()
+                head = self.runs[-1]
+                if len(self.runs) != self._at + 1:
+                    raise ModelError(
+                        f"the model's forward ran {self._at - 1} of its {len(self.runs) - 2} blocks; it must run all"
+                    )
+                head.roots = [(get_gradient_edge(loss), loss.detach())]
+                self.loss = loss.item()
+                self.device.finish()
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._recording is not None:
+                self._close()
+            self._back.release()
+
+    def _yield(self) -> None:
+        self.device.finish()
+        self._back.release()
+        self._go.acquire()
+        if self._is_cancelled:
+            raise _Cancelled
+
+    def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), external: set[int] | None = None) -> None:
+        run, plan = self.runs[index], self.plans[index]
+        run.recorder = Recorder(
+            self._params_of(index), leaves, external or self.external, dropped=plan.dropped, leaving=plan.leaving
+        )
+        if plan.dropped:
+            run.rng = self.device.rng_state()
+        self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
+        self._recording.__enter__()
+        self._recorder = run.recorder
+
+    def _close(self) -> None:
+        self._recording.__exit__(None, None, None)
+        self._recording = None
+        self._recorder.close()
+
+    def _params_of(self, index: int) -> list[ModelUnit]:
+        unit = self.units[index]
+        return [unit, *(u for u in self.units if u.name == unit.shares)]
+
+    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
+        if index != self._at + (index == 1):
+            raise ModelError(
+                f"the model's forward called {self.units[index].name!r} out of order; the runtime runs each block "
+                "once, in the order of the model's list"
+            )
+        run = self.runs[index]
+        flat, spec = tree_flatten((args, kwargs))
+        if index == 1:
+            self._close()
+            flat = self._cut(flat, self.runs[0].roots)
+            run.leaves = [leaf for _, leaf in self.runs[0].roots]
+            self._yield()
+        else:
+            flat = self._cut(flat, run.glue)
+        args, kwargs = tree_unflatten(flat, spec)
+        leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
+        if self.plans[index].dropped:
+            run.call = (original, args, kwargs)
+        inputs = {id(t): t for t in (*leaves, *run.leaves)}
+        self._open(index, list(inputs.values()), self.external | _addresses(flat))
+        out = original(*args, **kwargs)
+        self._close()
+        flat, spec = tree_flatten(out)
+        del out
+        flat = self._cut(flat, run.roots)
+        following = self.runs[index + 1]
+        following.leaves = [leaf for _, leaf in run.roots]
+        self._yield()
+        if index + 2 == len(self.units):
+            self._open(index + 1, following.leaves)
+        return tree_unflatten(flat, spec)
+
+    def _cut(self, flat: Sequence[object], roots: list[Root]) -> list[object]:
+        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from."""
+        cut: dict[int, torch.Tensor] = {}
+        out: list[object] = []
+        for t in flat:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                if id(t) not in cut:
+                    cut[id(t)] = t.detach().requires_grad_()
+                    roots.append((get_gradient_edge(t), cut[id(t)]))
+                out.append(cut[id(t)])
+            else:
+                out.append(t)
+        return out
+
+
+def _addresses(values: object) -> set[int]:
+    """Addresses of the storages of all tensors in a nest of values."""
+    return {t.untyped_storage().data_ptr() for t in tree_flatten(values)[0] if isinstance(t, torch.Tensor)}
+
+
+def batch_addresses(batch: Mapping[str, object], model: nn.Module) -> set[int]:
+    """Addresses of what exists outside of all units: the batch and the model's buffers."""
+    return _addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in model.buffers()}

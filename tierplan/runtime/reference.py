@@ -1,0 +1,121 @@
+"""Plain in-memory training: the numbers that every schedule must give, bit for bit.
+
+An ordinary loop with PyTorch's own optimizer (`fused=True`), clipping and gradient accumulation. bf16 training keeps
+an fp32 master copy that the optimizer updates and the model's parameters are rounded from. The only departure from the
+shortest possible loop is that each micro-batch's random numbers are seeded, so that dropout does not depend on the
+order in which micro-batches are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierplan.runtime.adam import OptimizerSettings
+
+__all__ = ["loss_of", "micro_batch_seed", "train_plainly", "without_cache"]
+
+
+def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
+    """The seed of one micro-batch's random numbers."""
+    return ((seed * 1_000_003 + step) * 1_000_003 + micro_batch) % 2**63
+
+
+def loss_of(
+    model: nn.Module, batch: Mapping[str, Any], loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None
+) -> torch.Tensor:
+    """The loss of one micro-batch: by `loss`, else the one that the model's output has."""
+    output = model(**batch)
+    return loss(output, batch) if loss is not None else output.loss
+
+
+def without_cache(model: nn.Module) -> Callable[[], None]:
+    """Switches off the cache of keys and values, which training has no use for; returns what switches it back."""
+    config = getattr(model, "config", None)
+    if config is None or not getattr(config, "use_cache", False):
+        return lambda: None
+    config.use_cache = False
+
+    def restore() -> None:
+        config.use_cache = True
+
+    return restore
+
+
+def train_plainly(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    steps: int,
+    optimizer: OptimizerSettings | None = None,
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float | None = None,
+    master_weights: bool = True,
+    learning_rate: Callable[[int], float] | None = None,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    seed: int | None = 0,
+    delayed: bool = False,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """The losses by step; the model is trained in place. Settings as in `trainer.Trainer`.
+
+    `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later.
+    """
+    settings = optimizer or OptimizerSettings()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    has_master = master_weights and any(p.dtype != torch.float32 for p in parameters)
+    masters = [nn.Parameter(p.detach().float()) if has_master else p for p in parameters]
+    torch_optimizer = _optimizer(masters, settings)
+    num_updates = 0
+    waiting: list[torch.Tensor] | None = None
+    source, losses = iter(batches), []
+    restore = without_cache(model)
+    for step in range(steps):
+        total = 0.0
+        for m in range(gradient_accumulation_steps):
+            batch = next(source)
+            if seed is not None:
+                torch.manual_seed(micro_batch_seed(seed, step, m))
+            scaled = loss_of(model, batch, loss)
+            if gradient_accumulation_steps > 1:
+                scaled = scaled / gradient_accumulation_steps
+            scaled.backward()
+            total += scaled.item()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
+        gradients = [p.grad for p in parameters]
+        if delayed:
+            gradients, waiting = waiting or [], gradients  # type: ignore[assignment]
+        if gradients:
+            for group in torch_optimizer.param_groups:
+                group["lr"] = learning_rate(num_updates) if learning_rate else settings.lr
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = None if gradient is None else gradient.to(master.dtype)
+            torch_optimizer.step()
+            num_updates += 1
+            if has_master:
+                with torch.no_grad():
+                    for p, master in zip(parameters, masters, strict=True):
+                        p.copy_(master)
+        for p in (*parameters, *masters):
+            p.grad = None
+        losses.append(total)
+        on_step(step, total)
+    restore()
+    return losses
+
+
+def _optimizer(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    if settings.name == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay, foreach=False)
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )

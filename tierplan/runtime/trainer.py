@@ -1,0 +1,374 @@
+"""Trains a model on a schedule.
+
+    from tierplan.runtime.trainer import train
+    result = train(schedule, model, batches, steps=12, nvme_dir="/mnt/nvme")
+
+`train` places parameters and optimizer states where the schedule says, executes its steps, and puts the trained
+parameters back into the model. The numbers are those of `tierplan.runtime.reference.train_plainly`, bit for bit.
+
+    TrainingError(ValueError)   schedule, model and settings do not fit together
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierplan.runtime.adam import OptimizerSettings, state_regions
+from tierplan.runtime.arena import Block, map_host
+from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies, Held, held_of
+from tierplan.runtime.device import Device
+from tierplan.runtime.executor import Executor, Instance
+from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
+from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.units import ModelUnit, split_model
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Trace
+
+__all__ = ["RunResult", "Trainer", "TrainingError", "train"]
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Batch = Mapping[str, Any]
+
+
+class TrainingError(ValueError):
+    """Schedule, model and settings do not fit together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run did."""
+
+    losses: tuple[float, ...]
+    """By step, the mean over its micro-batches."""
+    trace: Trace
+    """Spans by op key (`s0/fwd/L3/mb0`) and bytes by tier over time."""
+    moved_bytes: Mapping[str, int]
+    """By stream, of all steps."""
+    peak_bytes: Mapping[str, int]
+    """By tier."""
+    step_ends_s: tuple[float, ...]
+    """When the last op of each step ended, since the first began."""
+    notes: tuple[str, ...] = ()
+    """What a user should know, such as a folder without O_DIRECT."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step in steady state: the mean distance of step ends after the first; the whole, for one step."""
+        ends = self.step_ends_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+
+
+def train(
+    schedule: Schedule,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    steps: int,
+    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Trains `model` for `steps` optimizer steps as the schedule says; its parameters are the trained ones afterwards.
+
+    `batches` gives one micro-batch at a time, as the keyword arguments of the model's forward, in the order of
+    training. `nvme_dir` is the folder of the NVMe tier, or several to stripe over; needed if the schedule uses it. For
+    `settings` see `Trainer`.
+    """
+    with Trainer(schedule, model, nvme_dir=nvme_dir, **settings) as trainer:
+        trainer.run(batches, steps)
+        trainer.restore_model()
+        return trainer.result()
+
+
+@dataclass(eq=False)
+class Trainer:
+    """A model placed into the tiers of a schedule; a context manager that gives everything back.
+
+    `run` may be called several times. `restore_model` makes the model whole again.
+    """
+
+    schedule: Schedule
+    model: nn.Module
+    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    learning_rate: Callable[[int], float] | None = None
+    """By step, from 0; the optimizer's `lr` if not given."""
+    loss: Callable[[Any, Batch], torch.Tensor] | None = None
+    """Of the model's output and the batch; the output's own `loss` if not given."""
+    seed: int | None = 0
+    """Each micro-batch's random numbers (dropout) follow from it; None leaves PyTorch's generators alone."""
+    device: str = "cpu"
+    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`."""
+    num_threads: int | None = None
+    """Threads for kernels on the CPU; PyTorch's setting if not given."""
+    trace_steps: int | None = None
+    """Steps of which the trace is kept; None for all."""
+    on_step: Callable[[int, float], None] = lambda step, loss: None
+    """Called with each finished step, from 0, and its loss."""
+
+    def __post_init__(self) -> None:
+        meta = self.schedule.meta
+        training: Any = meta.get("training")
+        if not isinstance(training, Mapping) or not meta.get("units"):
+            raise TrainingError(
+                f"schedule {self.schedule.name!r} does not say what it trains: its meta lacks 'training' or 'units'; "
+                "make it with `tierplan plan`"
+            )
+        self._training = training
+        self._num_micro_batches = int(training["gradient_accumulation_steps"])
+        self._dtype = TORCH_DTYPES[training["dtype"]]
+        self._has_master = bool(training["master_weights"]) and training["dtype"] != "fp32"
+        if self.optimizer.name != training["optimizer"]:
+            raise TrainingError(
+                f"the schedule was made for optimizer {training['optimizer']!r}, not {self.optimizer.name!r}; plan "
+                "again, or change the optimizer settings"
+            )
+        self._threads_before = torch.get_num_threads()
+        self._threads = self.num_threads or self._threads_before
+        self._losses: dict[int, list[float]] = {}
+        self._ends_s: list[float] = []
+        self._units: list[ModelUnit] = []
+        self._store: Store | None = None
+        self._bodies: Bodies | None = None
+        self._hooks: ModelHooks | None = None
+        self._batches: Iterator[Batch] = iter(())
+        self._uncache = without_cache(self.model)
+
+    # ---- life ----
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, batches: Iterable[Batch], steps: int) -> None:
+        """Runs so many optimizer steps more, on the next micro-batches of `batches`."""
+        self._batches = iter(batches)
+        if self._bodies is None:
+            first = next(self._batches, None)
+            if first is None:
+                raise TrainingError("there are no batches to train on; give at least one micro-batch")
+            self._batches = _chain(first, self._batches)
+            self._set_up(first)
+        try:
+            self._executor.run(steps)
+        finally:
+            torch.set_num_threads(self._threads_before)
+
+    def stop_after_current(self) -> int:
+        """Lets the steps under way run to their end; `run` returns then. The number of steps done."""
+        return self._executor.stop_after_current()
+
+    def result(self) -> RunResult:
+        """What has been done so far."""
+        assert self._bodies is not None
+        trace = self._executor.trace(meta={**self.schedule.meta, "num_steps": self._executor.num_steps_done})
+        return RunResult(
+            losses=tuple(sum(self._losses[s]) for s in sorted(self._losses)),
+            trace=trace,
+            moved_bytes=dict(self._bodies.moved_bytes),
+            peak_bytes=trace.peak_bytes,
+            step_ends_s=tuple(self._ends_s),
+            notes=self._store.notes if self._store else (),
+        )
+
+    def restore_model(self) -> None:
+        """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
+        for name, instance in self._executor.carried.items():
+            kind, _, unit_name = instance.buffer.content.partition("/")
+            if kind == "params":
+                unit = next(u for u in self._units if u.name == unit_name)
+                flat = torch.empty(unit.num_parameters, dtype=self._dtype)
+                flat.view(torch.uint8).copy_(self.bytes_of(name))
+                unit.unbind()
+                for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
+                    p.data = view.clone()
+
+    def bytes_of(self, name: str) -> torch.Tensor:
+        """A copy of an initial buffer's bytes as they stand, in host memory."""
+        instance = self._executor.carried[name]
+        place = held_of(instance).place
+        if isinstance(place, Extent):
+            assert self._store is not None
+            out = map_host(instance.buffer.size_bytes)
+            self._store.read(place, out)
+            return out[: instance.buffer.size_bytes]
+        assert isinstance(place, Block)
+        return place.data.cpu().clone()
+
+    def close(self) -> None:
+        """Gives back memory, files and the model's own forward. A model that was not restored has no parameters "
+        "left."""
+        if self._bodies is not None:
+            self._bodies.close()
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._store is not None:
+            self._store.close(remove=True)
+            self._store = None
+        self._uncache()
+        torch.set_num_threads(self._threads_before)
+
+    # ---- setting up ----
+
+    def _set_up(self, first: Batch) -> None:
+        self._device = Device(torch.device(self.device))
+        self._units = split_model(self.model, first)
+        self._check_units()
+        capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
+        self._open_store(capacity.get(NVME, 0))
+        self._hooks = ModelHooks(self._units)
+        lr = self.optimizer.lr
+        late = int(self.schedule.meta.get("semantics") == "delayed-1")
+        self._bodies = Bodies(
+            units=self._units,
+            device=self._device,
+            device_pool=self._device.pool(capacity.get(DEVICE, 0)),
+            host_pool=self._device.host_pool(capacity.get(HOST, 0)),
+            store=self._store,
+            optimizer=self.optimizer,
+            has_master=self._has_master,
+            dtype=self._dtype,
+            max_grad_norm=self._training["max_grad_norm"],
+            learning_rate=self.learning_rate or (lambda step: lr),
+            new_lane=self._new_lane,
+            num_threads=self._threads,
+            parameters=list(self.model.parameters()),
+            num_updates=lambda step: step - late,
+            on_loss=self._on_loss,
+        )
+        self._executor = Executor(
+            self.schedule,
+            self._bodies,
+            release=self._bodies.release,
+            on_thread_start=self._on_thread_start,
+            on_step_end=self._on_step_end,
+            trace_steps=self.trace_steps,
+        )
+        self._place_initial()
+
+    def _check_units(self) -> None:
+        planned: Any = self.schedule.meta["units"]
+        found = [(u.name, u.num_parameters) for u in self._units]
+        wanted = [(u["name"], u["num_parameters"]) for u in planned]
+        for (name, n), (wanted_name, wanted_n) in zip(found, wanted, strict=False):
+            if (name, n) != (wanted_name, wanted_n):
+                raise TrainingError(
+                    f"the model has unit {name!r} with {n:,} parameters where the schedule has {wanted_name!r} with "
+                    f"{wanted_n:,}; make the schedule from this model"
+                )
+        if len(found) != len(wanted):
+            raise TrainingError(
+                f"the model has {len(found)} units, the schedule {len(wanted)}; make it from this model"
+            )
+        for unit in self._units:
+            if unit.num_parameters and unit.dtype != self._dtype:
+                raise TrainingError(
+                    f"unit {unit.name!r} has parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
+                    "convert the model or plan again"
+                )
+        self._plans = [
+            SlotPlan(
+                dropped=frozenset(k for k, action in enumerate(u["slot_actions"]) if action == "recompute"),
+                leaving=frozenset(
+                    k
+                    for k, (action, size) in enumerate(zip(u["slot_actions"], u["slot_bytes"], strict=True))
+                    if action in ("host", "nvme") and size
+                ),
+            )
+            for u in planned
+        ]
+
+    def _open_store(self, capacity_bytes: int) -> None:
+        stored = [b for b in self.schedule.buffers if b.tier == NVME and b.reuses is None]
+        if not stored:
+            return
+        if self.nvme_dir is None:
+            raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
+        folders = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else list(self.nvme_dir)
+        self._store = Store(folders)
+        self._store.reserve(min(capacity_bytes, sum(b.size_bytes for b in stored)))
+
+    def _place_initial(self) -> None:
+        """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit."""
+        by_content: dict[str, Instance] = {x.buffer.content: x for x in self._executor.carried.values()}
+        for unit in self._units:
+            if unit.num_parameters == 0:
+                continue
+            flat = torch.cat([p.detach().reshape(-1).to("cpu") for _, p in unit.parameters])
+            unit.unbind()
+            self._fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
+            states = by_content.get(f"states/{unit.name}")
+            if states is not None:
+                start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
+                regions = state_regions(start, optimizer=self.optimizer.name, has_master=self._has_master)
+                if "master" in regions:
+                    regions["master"].copy_(flat)
+                self._fill(states, start)
+            grads = by_content.get(f"grads/{unit.name}/mb0")
+            if grads is not None:
+                assert self._bodies is not None
+                grads.value = Held(self._bodies.allocate(grads), is_absent=True)
+
+    def _fill(self, instance: Instance, memory: torch.Tensor) -> None:
+        assert self._bodies is not None
+        if memory.numel() != instance.buffer.size_bytes:
+            raise TrainingError(
+                f"buffer {instance.buffer.name!r} is declared with {instance.buffer.size_bytes:,} bytes, but the model "
+                f"needs {memory.numel():,} there; make the schedule from this model"
+            )
+        place = self._bodies.allocate(instance)
+        instance.value = Held(place)
+        if isinstance(place, Extent):
+            assert self._store is not None
+            self._store.write(place, memory)
+        else:
+            place.data.copy_(memory)
+
+    # ---- during the run ----
+
+    def _new_lane(self, step: int, m: int) -> Lane:
+        batch = next(self._batches, None)
+        if batch is None:
+            raise TrainingError(
+                f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
+            )
+        moved = {k: v.to(self._device.torch_device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        assert self._hooks is not None
+
+        def forward() -> torch.Tensor:
+            loss = loss_of(self.model, moved, self.loss)
+            return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
+
+        return Lane(
+            hooks=self._hooks,
+            units=self._units,
+            plans=self._plans,
+            forward=forward,
+            external=batch_addresses(moved, self.model),
+            device=self._device,
+            num_threads=self._threads,
+            seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
+        )
+
+    def _on_thread_start(self, stream: str) -> None:
+        torch.set_num_threads(self._threads if stream == "gpu0.compute" else 1)
+
+    def _on_loss(self, step: int, m: int, loss: float) -> None:
+        self._losses.setdefault(step, []).append(loss)
+
+    def _on_step_end(self, step: int, time_ns: int) -> None:
+        self._ends_s.append(time_ns / 1e9)
+        self.on_step(step, sum(self._losses[step]))
+
+
+def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield first
+    yield from rest
