@@ -1,0 +1,85 @@
+"""Makes a forward on fake CPU tensors take the operations that a real CPU step, or a real CUDA step, would take.
+
+`transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone. For CUDA,
+attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are widened to fp32, as its kernel has
+them: a CPU build of PyTorch then saves what a CUDA build saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from tierplan.sim.workload import Training
+
+__all__ = ["backend_rules", "result_on"]
+
+aten = torch.ops.aten
+STATISTICS_IN_FP32 = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.default: (1, 2)}
+
+
+def result_on(training: Training) -> Any:
+    """A function that changes an operation's result to what the backend returns; None where nothing differs."""
+    if training.backend == "cpu" or training.dtype == "fp32":
+        return None
+
+    def widen(func: Any, out: Any) -> Any:
+        if func not in STATISTICS_IN_FP32:
+            return out
+        return tuple(t.float() if i in STATISTICS_IN_FP32[func] else t for i, t in enumerate(out))
+
+    return widen
+
+
+@contextmanager
+def backend_rules(training: Training) -> Iterator[None]:
+    """Inside, `transformers` behaves as in a real run on the training's backend."""
+    with ExitStack() as stack:
+        import transformers.masking_utils as masking
+
+        if hasattr(masking, "find_packed_sequence_indices"):
+            stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda *a, **k: None))
+        if hasattr(masking, "is_tracing"):
+            stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: False))
+        if training.backend == "cuda":
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", cuda_attention))
+            stack.enter_context(patch.object(F, "dropout", cuda_dropout))
+        yield
+
+
+def cuda_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """One kernel that keeps a mask of one byte per element."""
+    if p == 0 or not training:
+        return x
+    return torch.native_dropout(x, p, True)[0]
+
+
+def cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention for 16-bit types without a mask, else the memory-efficient kernel."""
+    flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
+    if flash:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]

@@ -1,0 +1,98 @@
+"""From a config to a model of `transformers`, and to the inputs that training gives it.
+
+    build_config(raw)            the config object of a `config.json`
+    model_class(config)          the class with a loss on top
+    build_model(raw, training)   the model, on whatever device or mode is active
+    example_batch(...)           input ids and labels of one micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierplan.sim.workload import Training, WorkloadError
+
+__all__ = ["TORCH_DTYPES", "build_config", "build_model", "example_batch", "model_class"]
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+)
+
+
+def build_config(raw: Mapping[str, object]) -> Any:
+    """The config object, with settings that only inference has a use for switched off."""
+    import transformers
+
+    values = dict(raw)
+    model_type = values.pop("model_type", None)
+    if model_type not in transformers.CONFIG_MAPPING:
+        known = sorted(k for k in transformers.CONFIG_MAPPING if isinstance(k, str))
+        near = [k for k in known if str(model_type)[:3].lower() == k[:3]] or known[:10]
+        raise WorkloadError(
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; "
+            f"it knows {len(known)}, among them {', '.join(near[:10])}"
+        )
+    for name in ("torch_dtype", "dtype", "transformers_version", "_name_or_path"):
+        values.pop(name, None)
+    # Token ids that a small vocabulary does not have are of no use here, and are complained about.
+    vocabulary = values.get("vocab_size")
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        default = values.get(name, getattr(config_class, name, None))
+        if isinstance(default, int) and isinstance(vocabulary, int) and default >= vocabulary:
+            values[name] = None
+    config = config_class(**values)
+    config.use_cache = False
+    return config
+
+
+def model_class(config: Any) -> type[nn.Module]:
+    """The class that has a loss for language modelling: the config's own architecture if it is one, else by type."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None and ("LM" in name or "ConditionalGeneration" in name):
+            return found  # type: ignore[no-any-return]
+    order = MAPPINGS if not config.is_encoder_decoder else MAPPINGS[1:]
+    for mapping in order:
+        table = getattr(modeling_auto, mapping)
+        if type(config) in table and (mapping != MAPPINGS[0] or config.model_type not in ("bert", "roberta")):
+            return table[type(config)]  # type: ignore[no-any-return]
+    raise WorkloadError(
+        f"transformers has no class with a language-modelling loss for model_type {config.model_type!r}; "
+        "causal, masked and sequence-to-sequence models are supported"
+    )
+
+
+def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
+    """The model in training mode, with random weights (or none, on the meta device or in a fake-tensor mode)."""
+    config = build_config(raw)
+    implementation = "sdpa" if training.attention == "flash" else "eager"
+    cls = model_class(config)
+    dtype = TORCH_DTYPES[training.dtype]
+    try:
+        model = cls._from_config(config, dtype=dtype, attn_implementation=implementation)  # type: ignore[attr-defined]
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
+    model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
+    return model.train()  # type: ignore[no-any-return]
+
+
+def example_batch(config: Any, training: Training, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens, and labels of the same shape."""
+    shape = (training.per_device_train_batch_size, training.sequence_length)
+    generator = torch.Generator().manual_seed(seed)
+    text = config.get_text_config()
+    ids = torch.randint(0, text.vocab_size, shape, generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}

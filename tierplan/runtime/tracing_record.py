@@ -1,0 +1,212 @@
+"""Records what one unit does on fake tensors: operations, saved storages, and the memory that is live.
+
+`UnitRecorder` is a dispatch mode: it sees every aten operation of forward and backward. Storages are numbered when they
+are first seen; one is gone when PyTorch releases it, so peaks are those of the real run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from tierplan.sim.families.slices import Operation, Save
+
+__all__ = ["DTYPE_NAMES", "UnitRecorder", "tensors_in"]
+
+aten = torch.ops.aten
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
+CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+GATHERS = {aten.embedding.default}
+"""Operations that read as many rows of their first argument as they write."""
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def bytes_touched(t: torch.Tensor) -> int:
+    """Bytes of a tensor that a kernel reads or writes: those of an expanded dimension count once."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> dict[str, float]:
+    """The work of one operation: FLOPs where PyTorch's counter has a formula (and for the CPU's attention), else bytes."""
+    ins, outs = tensors_in((args, kwargs)), tensors_in(out)
+    kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
+    if func is CPU_FLASH:
+        return {f"attention_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
+    if func is CPU_FLASH_BACKWARD:
+        return {f"attention_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        what = "attention" if "attention" in func.overloadpacket.__name__ else "matmul"
+        return {f"{what}_{kind}_flops": formula(*args, **kwargs, out_val=out)}
+    if func in GATHERS:
+        return {"elementwise_bytes": bytes_touched(args[1]) + 2 * sum(map(bytes_touched, outs))}
+    return {"elementwise_bytes": sum(map(bytes_touched, (*ins, *outs)))}
+
+
+@dataclass
+class _Memory:
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@dataclass(eq=False)
+class UnitRecorder(TorchDispatchMode):
+    """Records one unit. Storages that it sees but that existed before belong to parameters, the input, or outside."""
+
+    parameters: Mapping[int, str]
+    """Names of the model's parameters, by the address of their storage."""
+    change_result: Callable[[Any, Any], Any] | None = None
+    """Changes what an operation returns, to give what another backend would."""
+    scope: Callable[[], str] = str
+    operations: list[Operation] = field(default_factory=list)
+    saves: dict[int, Save] = field(default_factory=dict)
+    backward_work: list[Mapping[str, float]] = field(default_factory=list)
+    parameters_used: dict[str, None] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
+    """Bytes of the storages from outside that forward reads."""
+    input_numbers: set[int] = field(default_factory=set)
+    saves_input: bool = False
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.memory = _Memory()
+        self._numbers: dict[int, int] = {}
+        self._own: set[int] = set()
+        self._made = 0
+        self._pins: list[torch.UntypedStorage] = []
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # ---- storages ----
+
+    def number(self, t: torch.Tensor) -> int:
+        """The storage's number. Those from outside the unit are held until it is done, so that numbers stay true."""
+        storage = t.untyped_storage()
+        found = self._numbers.get(storage._cdata)
+        if found is None:
+            self._made += 1
+            found = self._numbers[storage._cdata] = self._made
+            self._pins.append(storage)
+        return found
+
+    def adopt(self, t: torch.Tensor) -> None:
+        """Counts a new storage of the unit's own, until it is released."""
+        storage = t.untyped_storage()
+        if storage._cdata in self._numbers:
+            return
+        self._made += 1
+        number = self._numbers[storage._cdata] = self._made
+        self._own.add(number)
+        size_bytes = storage.nbytes()
+        self.memory.add(size_bytes)
+        weakref.finalize(storage, self._release, storage._cdata, size_bytes).atexit = False
+
+    def _release(self, address: int, size_bytes: int) -> None:
+        self._numbers.pop(address, None)
+        self.memory.add(-size_bytes)
+
+    def is_own(self, number: int) -> bool:
+        return number in self._own
+
+    def declare_input(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.input_numbers.update(self.number(t) for t in tensors)
+
+    # ---- hooks ----
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        """The saved-tensor hook: notes the storage in order of first save."""
+        storage = t.untyped_storage()
+        if storage._cdata in self.parameters or storage.nbytes() == 0:
+            return t
+        number = self.number(t)
+        if number in self._own:
+            if number not in self.saves:
+                self.saves[number] = Save(storage=number, size_bytes=storage.nbytes(), dtype=dtype_name(t.dtype))
+        elif number in self.input_numbers:
+            self.saves_input = True
+        else:
+            self.outside[storage._cdata] = storage.nbytes()
+        return t
+
+    @staticmethod
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.change_result is not None:
+            out = self.change_result(func, out)
+        ins, outs = tensors_in((args, kwargs)), tensors_in(out)
+        known = {t.untyped_storage()._cdata for t in ins}
+        is_view = bool(outs) and all(t.untyped_storage()._cdata in known for t in outs) and not func._schema.is_mutable
+        for t in outs:
+            if t.untyped_storage()._cdata not in known:
+                self.adopt(t)
+        if is_view or not outs:
+            return out
+        work = work_of(func, args, kwargs, out)
+        if self.in_backward:
+            self.backward_work.append(work)
+            return out
+        for t in ins:
+            address = t.untyped_storage()._cdata
+            if address in self.parameters:
+                self.parameters_used[self.parameters[address]] = None
+            else:
+                number = self.number(t)
+                if number not in self._own and number not in self.input_numbers:
+                    self.outside[address] = t.untyped_storage().nbytes()
+        name = func.overloadpacket.__name__
+        where = self.scope()
+        self.operations.append(
+            Operation(
+                name=f"{where}/{name}" if where else name,
+                reads=tuple(dict.fromkeys(self.number(t) for t in ins)),
+                writes=tuple(dict.fromkeys(self.number(t) for t in outs)),
+                work=work,
+                random=torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args),
+            )
+        )
+        return out
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(save.size_bytes for save in self.saves.values())
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Attention without dropout draws no random numbers, though the operation could."""
+    if "attention" not in func.overloadpacket.__name__:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    position = names.index("dropout_p") if "dropout_p" in names else -1
+    return not (0 <= position < len(args)) or args[position] == 0
