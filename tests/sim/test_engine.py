@@ -1,0 +1,400 @@
+"""The engine on cases solved by hand: links, pipelines, overlap, memory, shared limits, several GPUs, refusals."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+
+import pytest
+
+from tests.sim.test_schedule import buffer, op
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.sim.engine import OutOfMemory, SimulationError, simulate
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.trace import Trace
+
+
+def run(
+    buffers: list[Buffer],
+    ops: list[Op],
+    seconds: Mapping[str, float] | float = 1.0,
+    *,
+    capacity_bytes: int = 10**6,
+    demand: Mapping[str, Mapping[str, float]] | None = None,
+    share: Mapping[str, float] | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Trace:
+    schedule = validate(
+        Schedule(
+            name="x",
+            tiers=(Tier(name="host", capacity_bytes=capacity_bytes),),
+            buffers=tuple(buffers),
+            ops=tuple(ops),
+        )
+    )
+    costs = {
+        o.key: Cost(
+            0.0,
+            seconds if isinstance(seconds, float) else seconds[o.key],
+            (demand or {}).get(o.key, {}),
+            (share or {}).get(o.key, 1.0),
+        )
+        for o in ops
+    }
+    return simulate(schedule, costs, limits=limits)
+
+
+def log(trace: Trace) -> list[tuple[str, float, float]]:
+    return [(s.key, s.start_ns / 1e9, s.end_ns / 1e9) for s in trace.spans]
+
+
+# ---- without sharing ----
+
+
+def test_one_link_takes_bytes_over_bandwidth_and_a_latency_each() -> None:
+    machine = Machine(
+        name="m",
+        tiers=(TierSpec(name="host", kind="host", capacity_bytes=10**9),),
+        streams=(Stream(name="s", rates={"bytes": Rate.constant(2e9)}, latency_s=1e-3),),
+    )
+    ops = [op(f"c{i}", work={"bytes": 1e9}) for i in range(4)]
+    schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=0),), buffers=(), ops=tuple(ops))
+    assert simulate_on(schedule, machine).duration_ns == 4 * (1_000_000 + 500_000_000)
+
+
+def test_a_fixed_overhead_per_op_is_work_in_seconds() -> None:
+    """A pinned allocation of 3 ms per tensor, before the copy on its stream."""
+    machine = Machine(
+        name="m",
+        tiers=(TierSpec(name="host", kind="host", capacity_bytes=10**9),),
+        streams=(Stream(name="s", rates={"bytes": Rate.constant(2e9)}),),
+    )
+    copy = op("copy", work={"bytes": 1e9, "s": 0.003})
+    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(copy,))
+    assert simulate_on(schedule, machine).duration_ns == 503_000_000
+
+
+def test_rates_depend_on_the_amount() -> None:
+    curve = Rate(((1e6, 1e9), (1e8, 4e9)))
+    machine = Machine(name="m", tiers=(), streams=(Stream(name="s", rates={"bytes": curve}),))
+    small = Schedule(name="x", tiers=(), buffers=(), ops=(op("o", work={"bytes": 1e6}),))
+    large = Schedule(name="x", tiers=(), buffers=(), ops=(op("o", work={"bytes": 1e8}),))
+    middle = Schedule(name="x", tiers=(), buffers=(), ops=(op("o", work={"bytes": 1e7}),))
+    assert simulate_on(small, machine).duration_s == 1e-3
+    assert simulate_on(large, machine).duration_s == 25e-3
+    assert simulate_on(middle, machine).duration_s == pytest.approx(5e-3)  # halfway on log-log paper: 2 GB/s
+
+
+@pytest.mark.parametrize("stage_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (2.0, 2.0, 2.0), (0.0, 1.0, 0.5)])
+def test_a_pipeline_fills_and_then_goes_at_the_pace_of_its_slowest_stage(stage_s: tuple[float, ...]) -> None:
+    n = 7
+    buffers, ops, seconds = [], [], {}
+    # Listed by waves, since all stages here take memory from one tier, which grants in list order.
+    for item, stage in sorted(((i, s) for i in range(n) for s in range(len(stage_s))), key=lambda x: (sum(x), x)):
+        name = f"b{item}.{stage}"
+        buffers.append(buffer(name))
+        reads = f"b{item}.{stage - 1}" if stage else ""
+        ops.append(op(f"o{item}.{stage}", reads, name, stream=f"stage{stage}"))
+        seconds[f"o{item}.{stage}"] = stage_s[stage]
+    assert run(buffers, ops, seconds).duration_s == sum(stage_s) + (n - 1) * max(stage_s)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_slots_of_memory_are_the_prefetch_window(num_slots: int) -> None:
+    """A link fills slots that compute empties. One slot: no overlap. Two or more: the slower of both."""
+    n, load_s, compute_s = 6, 2.0, 3.0
+    buffers = [buffer(f"p{i}") for i in range(n)]
+    ops = []
+    for i in range(n):
+        ops += [op(f"load{i}", writes=f"p{i}", stream="link"), op(f"compute{i}", reads=f"p{i}", stream="gpu")]
+    seconds = {o.key: load_s if o.stream == "link" else compute_s for o in ops}
+    trace = run(buffers, ops, seconds, capacity_bytes=4 * num_slots)
+    expected = n * (load_s + compute_s) if num_slots == 1 else load_s + n * max(load_s, compute_s)
+    assert trace.duration_s == expected
+    assert trace.peak_bytes == {"host": 4 * num_slots}
+    waited = {s.key: s.waited_memory_ns / 1e9 for s in trace.spans}
+    assert waited["load1"] == (compute_s if num_slots == 1 else 0.0)
+    assert waited["load3"] == {1: 3.0, 2: 1.0, 3: 0.0}[num_slots]
+
+
+def test_rule_3_an_op_listed_early_holds_back_those_behind_it() -> None:
+    buffers = [buffer("x"), buffer("late"), buffer("soon")]
+    ops = [
+        op("make", writes="x", stream="a"),
+        op("late", "x", "late", stream="b"),
+        op("soon", writes="soon", stream="c"),
+    ]
+    trace = run(buffers, ops, {"make": 5.0, "late": 1.0, "soon": 1.0})
+    assert log(trace) == [("make", 0.0, 5.0), ("late", 5.0, 6.0), ("soon", 5.0, 6.0)]
+    span = trace.by_key()["soon"]
+    assert (span.waited_input_ns, span.waited_memory_ns) == (0, 5 * 10**9)
+
+
+def test_a_transient_is_held_while_its_op_runs() -> None:
+    buffers = [buffer("work1", size_bytes=6), buffer("work2", size_bytes=6)]
+    ops = [op("one", writes="work1", stream="a"), op("two", writes="work2", stream="b")]
+    trace = run(buffers, ops, capacity_bytes=10)
+    assert log(trace) == [("one", 0.0, 1.0), ("two", 1.0, 2.0)]
+    assert [(e.time_ns // 10**9, e.delta_bytes) for e in trace.memory] == [(0, 6), (1, -6), (1, 6), (2, -6)]
+
+
+def test_an_update_in_place_needs_no_memory_and_waits_for_the_other_readers() -> None:
+    buffers = [
+        buffer("w", initial=True, size_bytes=10, kind="params"),
+        buffer("w2", content="w", size_bytes=10, reuses="w", becomes="w", kind="params"),
+    ]
+    ops = [op("use", reads="w", stream="gpu"), op("update", "w", "w2", stream="cpu")]
+    trace = run(buffers, ops, {"use": 3.0, "update": 1.0}, capacity_bytes=10)
+    assert log(trace) == [("use", 0.0, 3.0), ("update", 3.0, 4.0)]
+    assert trace.peak_bytes == {"host": 10}
+    assert [e.delta_bytes for e in trace.memory] == [10]
+
+
+def test_bytes_change_their_kind_when_they_are_taken_over() -> None:
+    buffers = [buffer("g", kind="grads"), buffer("s", kind="states", reuses="g")]
+    trace = run(buffers, [op("make", writes="g"), op("turn", "g", "s"), op("use", reads="s")])
+    events = [(e.time_ns // 10**9, e.kind, e.delta_bytes) for e in trace.memory]
+    assert events == [(0, "grads", 4), (2, "grads", -4), (2, "states", 4), (3, "states", -4)]
+
+
+def test_an_empty_schedule_has_an_empty_trace() -> None:
+    trace = run([], [])
+    assert (trace.duration_ns, trace.spans, trace.memory) == (0, (), ())
+
+
+# ---- shared limits, solved by hand ----
+
+
+def two_flows(**more: object) -> Trace:
+    ops = [op("a", stream="a"), op("b", stream="b")]
+    return run([], ops, **more)  # type: ignore[arg-type]
+
+
+def test_two_equal_flows_through_one_link_take_twice_as_long() -> None:
+    trace = two_flows(seconds=1.0, demand={"a": {"bus": 1.0}, "b": {"bus": 1.0}}, limits={"bus": 1.0})
+    assert log(trace) == [("a", 0.0, 2.0), ("b", 0.0, 2.0)]
+    assert {s.alone_ns for s in trace.spans} == {10**9}
+
+
+def test_the_longer_flow_goes_on_alone() -> None:
+    """Both at half speed until a has done 1 s of work at t = 2; b has 2 s left and full speed."""
+    trace = two_flows(seconds={"a": 1.0, "b": 3.0}, demand={"a": {"bus": 1.0}, "b": {"bus": 1.0}}, limits={"bus": 1.0})
+    assert log(trace) == [("a", 0.0, 2.0), ("b", 0.0, 4.0)]
+
+
+def test_a_flow_that_starts_later_slows_the_first_from_then_on() -> None:
+    """First runs alone for 1 s of its 2 s; then both at half speed; the second, of 0.5 s, ends at 2; first at 2.5."""
+    ops = [op("first", stream="a"), op("wait", stream="b"), op("second", stream="b")]
+    trace = run(
+        [],
+        ops,
+        {"first": 2.0, "wait": 1.0, "second": 0.5},
+        demand={"first": {"bus": 1.0}, "second": {"bus": 1.0}},
+        limits={"bus": 1.0},
+    )
+    assert log(trace) == [("first", 0.0, 2.5), ("wait", 0.0, 1.0), ("second", 1.0, 2.0)]
+
+
+def test_a_drive_that_reads_and_writes() -> None:
+    """r/6 + w/3 <= 1 (GB/s): 6 GB and 3 GB take 1 s each alone, both at half speed together."""
+    machine = Machine(
+        name="m",
+        tiers=(),
+        streams=(
+            Stream(name="nvme.read", rates={"bytes": Rate.constant(6e9)}, takes={"drive": {"bytes": 1 / 6e9}}),
+            Stream(name="nvme.write", rates={"bytes": Rate.constant(3e9)}, takes={"drive": {"bytes": 1 / 3e9}}),
+        ),
+        shared_limits=(SharedLimit(name="drive", limit=1.0),),
+    )
+    ops = (
+        op("read", stream="nvme.read", work={"bytes": 6e9}),
+        op("write", stream="nvme.write", work={"bytes": 3e9}),
+    )
+    trace = simulate_on(Schedule(name="x", tiers=(), buffers=(), ops=ops), machine)
+    assert log(trace) == [("read", 0.0, 2.0), ("write", 0.0, 2.0)]
+
+
+def test_max_min_over_two_limits() -> None:
+    """The classic: flow ab crosses both links, a and b one each, and link B has half the room of A.
+
+    All rise together to 0.25, where link B is full; a then takes what is left of link A.
+    """
+    ops = [op("ab", stream="1"), op("a", stream="2"), op("b", stream="3")]
+    demand = {"ab": {"A": 1.0, "B": 1.0}, "a": {"A": 1.0}, "b": {"B": 1.0}}
+    seconds = {"ab": 1.0, "a": 3.0, "b": 1.0}
+    trace = run([], ops, seconds, demand=demand, limits={"A": 1.0, "B": 0.5})
+    # ab and b at 0.25 end at 4; a at 0.75 has then done 3 s of work: it ends at 4 as well.
+    assert log(trace) == [("ab", 0.0, 4.0), ("a", 0.0, 4.0), ("b", 0.0, 4.0)]
+
+
+def test_weights_divide_unfairly() -> None:
+    """A read that starves a write: 3 to 1."""
+    trace = two_flows(
+        seconds=3.0, demand={"a": {"bus": 1.0}, "b": {"bus": 1.0}}, share={"a": 3.0, "b": 1.0}, limits={"bus": 1.0}
+    )
+    # a: 3 s at 0.75 = 4 s; b has then done 1 s, and does 2 s more alone.
+    assert log(trace) == [("a", 0.0, 4.0), ("b", 0.0, 6.0)]
+
+
+def test_a_limit_that_does_not_bind_changes_nothing() -> None:
+    trace = two_flows(seconds={"a": 1.0, "b": 2.0}, demand={"a": {"bus": 0.4}, "b": {"bus": 0.6}}, limits={"bus": 1.0})
+    assert log(trace) == [("a", 0.0, 1.0), ("b", 0.0, 2.0)]
+
+
+def test_latency_is_not_slowed() -> None:
+    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(op("a", stream="a"), op("b", stream="b")))
+    costs = {key: Cost(0.5, 1.0, {"bus": 1.0}) for key in "ab"}
+    assert log(simulate(schedule, costs, limits={"bus": 1.0})) == [("a", 0.0, 2.5), ("b", 0.0, 2.5)]
+
+
+@pytest.mark.parametrize("num_flows", [3, 8, 30])
+def test_n_flows_of_different_length_share_as_processors_do(num_flows: int) -> None:
+    """Processor sharing of lengths 1, ..., n that begin together: the k-th ends at sum over i <= k of (n - i + 1)."""
+    ops = [op(f"o{k}", stream=f"s{k}") for k in range(1, num_flows + 1)]
+    trace = run(
+        [],
+        ops,
+        {f"o{k}": float(k) for k in range(1, num_flows + 1)},
+        demand={o.key: {"cpu": 1.0} for o in ops},
+        limits={"cpu": 1.0},
+    )
+    ends = {s.key: s.end_ns / 1e9 for s in trace.spans}
+    for k in range(1, num_flows + 1):
+        assert ends[f"o{k}"] == pytest.approx(sum(num_flows - i + 1 for i in range(1, k + 1)), abs=1e-7)
+
+
+def test_a_single_server_queue_of_constant_service() -> None:
+    """Arrivals every 1.0 s in pairs, service 0.4 s: the first of a pair waits 0, the second 0.4 (D/D/1 in batches)."""
+    buffers, ops, seconds = [], [], {}
+    for k in range(5):
+        buffers.append(buffer(f"t{k}"))
+        ops.append(op(f"tick{k}", writes=f"t{k}", stream="clock"))
+        ops += [op(f"serve{k}.{i}", reads=f"t{k}", stream="server") for i in range(2)]
+        seconds |= {f"tick{k}": 1.0, f"serve{k}.0": 0.4, f"serve{k}.1": 0.4}
+    spans = run(buffers, ops, seconds).by_key()
+    for k in range(5):
+        waits = [spans[f"serve{k}.{i}"].start_ns / 1e9 - (k + 1) for i in range(2)]
+        assert waits == pytest.approx([0.0, 0.4])
+
+
+# ---- refusals ----
+
+
+def test_out_of_memory_names_op_tier_bytes_holders_and_what_would_do() -> None:
+    buffers = [buffer("a", size_bytes=6), buffer("b", size_bytes=3), buffer("c", size_bytes=7)]
+    ops = [op("one", writes="a"), op("two", writes="b"), op("three", "a b", "c")]
+    with pytest.raises(OutOfMemory) as caught:
+        run(buffers, ops, capacity_bytes=12)
+    error = caught.value
+    assert (error.op, error.tier, error.wanted_bytes, error.free_bytes) == ("three", "host", 7, 3)
+    assert error.holders == (("a", 6), ("b", 3))
+    assert error.needed_bytes == 16
+    assert str(error) == (
+        "op 'three' wants 7 bytes in tier 'host', but 3 of 12 are free and nothing that still runs will free more; "
+        "held by a 6 B, b 3 B. This schedule completes with 16 bytes there or more; or choose a plan that keeps less "
+        "there"
+    )
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_what_is_there_before_the_step_must_fit() -> None:
+    with pytest.raises(OutOfMemory, match=r"op '\(before the step\)' wants 8 bytes in tier 'host'.*with 8 bytes"):
+        run([buffer("w", initial=True, size_bytes=8, becomes="w")], [op("o", reads="w")], capacity_bytes=7)
+
+
+def test_when_two_tiers_are_short_it_says_so() -> None:
+    buffers = (buffer("a", tier="one", size_bytes=5), buffer("b", tier="two", size_bytes=5))
+    tiers = (Tier(name="one", capacity_bytes=4), Tier(name="two", capacity_bytes=4))
+    schedule = validate(Schedule(name="x", tiers=tiers, buffers=buffers, ops=(op("o", writes="a b"),)))
+    with pytest.raises(OutOfMemory, match="another tier is too small as well"):
+        simulate(schedule, {"o": Cost(0.0, 1.0)})
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        (None, "op 'o' has no cost"),
+        (Cost(0.0, float("inf")), "op 'o' costs work_s = inf"),
+        (Cost(0.0, float("nan")), "op 'o' costs work_s = nan"),
+        (Cost(-1.0, 0.0), "op 'o' costs latency_s = -1.0"),
+        (Cost(0.0, 1.0, {"bus": 2.0}), "takes 2 per second of shared limit 'bus', which is unknown"),
+        (Cost(0.0, 1.0, {"dram": 2.0}), "shared limit 'dram', which is 0.0; it would never end"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(cost: Cost | None, message: str) -> None:
+    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(op("o"),))
+    with pytest.raises(SimulationError, match=message):
+        simulate(schedule, {} if cost is None else {"o": cost}, limits={"dram": 0.0})
+
+
+# ---- several GPUs need nothing special ----
+
+
+def test_data_parallel_gradients_meet_at_a_barrier() -> None:
+    """An all-reduce: one op per GPU on its link stream, each after both backwards; then both updates."""
+    buffers = [buffer(f"g{i}") for i in range(2)] + [buffer(f"sum{i}", reuses=f"g{i}") for i in range(2)]
+    ops = [op(f"bwd{i}", writes=f"g{i}", stream=f"gpu{i}.compute") for i in range(2)]
+    ops += [op(f"reduce{i}", f"g{i}", f"sum{i}", stream=f"gpu{i}.nccl", after=("bwd0", "bwd1")) for i in range(2)]
+    ops += [op(f"update{i}", f"sum{i}", stream=f"gpu{i}.compute") for i in range(2)]
+    seconds = {"bwd0": 2.0, "bwd1": 3.0, "reduce0": 1.0, "reduce1": 1.0, "update0": 0.5, "update1": 0.5}
+    spans = run(buffers, ops, seconds).by_key()
+    assert {spans[f"reduce{i}"].start_ns for i in range(2)} == {3 * 10**9}
+    assert {spans[f"update{i}"].end_ns for i in range(2)} == {4_500_000_000}
+
+
+def test_pipeline_parallel_sends_give_the_known_bubble() -> None:
+    """GPipe's forward of m micro-batches over p stages takes (m + p - 1) stage times and the p - 1 sends of the first.
+
+    Each GPU is a tier, and a send writes into the memory of the next one.
+    """
+    p, m, send_s = 4, 6, 0.25
+    buffers, ops, costs = [], [], {}
+    for mb in range(m):
+        for stage in range(p):
+            out, arrived = f"x{stage}.{mb}", f"x{stage}.{mb}@{stage + 1}"
+            buffers.append(buffer(out, tier=f"gpu{stage}"))
+            reads = f"x{stage - 1}.{mb}@{stage}" if stage else ""
+            ops.append(op(f"fwd{stage}.{mb}", reads, out, stream=f"gpu{stage}.compute"))
+            costs[f"fwd{stage}.{mb}"] = Cost(0.0, 1.0)
+            if stage < p - 1:
+                buffers.append(buffer(arrived, tier=f"gpu{stage + 1}"))
+                ops.append(op(f"send{stage}.{mb}", out, arrived, stream=f"gpu{stage}.p2p.gpu{stage + 1}"))
+                costs[f"send{stage}.{mb}"] = Cost(0.0, send_s)
+    tiers = tuple(Tier(name=f"gpu{i}", capacity_bytes=100) for i in range(p))
+    schedule = validate(Schedule(name="x", tiers=tiers, buffers=tuple(buffers), ops=tuple(ops)))
+    trace = simulate(schedule, costs)
+    assert trace.duration_s == m + p - 1 + (p - 1) * send_s
+    assert {trace.busy_s()[f"gpu{i}.compute"] for i in range(p)} == {float(m)}
+
+
+def test_gpus_behind_one_switch_share_its_bandwidth() -> None:
+    """Four links of 12 GB/s behind a switch of 24 GB/s: two at full speed, four at half."""
+    for num_gpus, expected_s in ((2, 1.0), (4, 2.0)):
+        machine = Machine(
+            name="m",
+            tiers=(),
+            streams=tuple(
+                Stream(name=f"gpu{i}.h2d", rates={"bytes": Rate.constant(12e9)}, takes={"switch": {"bytes": 1.0}})
+                for i in range(num_gpus)
+            ),
+            shared_limits=(SharedLimit(name="switch", limit=24e9),),
+        )
+        ops = tuple(op(f"fetch{i}", stream=f"gpu{i}.h2d", work={"bytes": 12e9}) for i in range(num_gpus))
+        trace = simulate_on(Schedule(name="x", tiers=(), buffers=(), ops=ops), machine)
+        assert trace.duration_s == pytest.approx(expected_s)
+
+
+def test_gpus_share_host_memory() -> None:
+    """Two GPUs offload 6 bytes each into a host tier of 10: the second waits until the first has its bytes back."""
+    buffers = [buffer(f"act{i}", size_bytes=6) for i in range(2)]
+    ops = []
+    for i in range(2):
+        ops += [
+            op(f"offload{i}", writes=f"act{i}", stream=f"gpu{i}.d2h"),
+            op(f"fetch{i}", reads=f"act{i}", stream=f"gpu{i}.h2d"),
+        ]
+    trace = run(buffers, ops, capacity_bytes=10)
+    assert trace.by_key()["offload1"].start_ns == trace.by_key()["fetch0"].end_ns
+    assert trace.by_key()["offload1"].waited_memory_ns == 2 * 10**9

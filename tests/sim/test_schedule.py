@@ -1,0 +1,153 @@
+"""The language: what `validate` refuses, with the op or buffer named, and what `unroll` makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
+
+
+def buffer(name: str, **more: object) -> Buffer:
+    return Buffer(**{"name": name, "tier": "host", "size_bytes": 4, "content": name, "kind": "work", **more})  # type: ignore[arg-type]
+
+
+def op(key: str, reads: str = "", writes: str = "", **more: object) -> Op:
+    """Buffer names separated by spaces."""
+    fields = {"key": key, "stream": "s", "kind": "x", "reads": tuple(reads.split()), "writes": tuple(writes.split())}
+    return Op(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def schedule(buffers: list[Buffer], ops: list[Op], *tiers: Tier) -> Schedule:
+    return Schedule(
+        name="x", tiers=tiers or (Tier(name="host", capacity_bytes=99),), buffers=tuple(buffers), ops=tuple(ops)
+    )
+
+
+W = buffer("w", initial=True)
+W2 = buffer("w2", content="w", reuses="w", becomes="w")
+
+REFUSED = {
+    "no such tier": (schedule([buffer("a", tier="disk")], [op("o", writes="a")]), "'a' is in tier 'disk'"),
+    "twice an op": (schedule([], [op("o"), op("o")]), "op 'o' is declared twice"),
+    "twice a buffer": (schedule([W, W], []), "buffer 'w' is declared twice"),
+    "twice a tier": (schedule([], [], *[Tier(name="t", capacity_bytes=1)] * 2), "tier 't' is declared twice"),
+    "no name": (schedule([], [op("")]), "an? op has an empty name"),
+    "no stream": (schedule([], [op("o", stream="")]), "op 'o' has no stream"),
+    "negative capacity": (schedule([], [], Tier(name="t", capacity_bytes=-1)), "'t' has a capacity of -1"),
+    "negative size": (schedule([buffer("a", size_bytes=-1)], [op("o", writes="a")]), "'a' has -1 bytes"),
+    "negative work": (schedule([], [op("o", work={"bytes": -1.0})]), "'o' has bytes = -1.0"),
+    "work that is no number": (schedule([], [op("o", work={"s": float("nan")})]), "'o' has s = nan"),
+    "endless work": (schedule([], [op("o", work={"s": float("inf")})]), "'o' has s = inf"),
+    "unknown buffer": (schedule([], [op("o", reads="a")]), "'o' uses buffer 'a', which is not declared"),
+    "read twice": (schedule([W], [op("o", reads="w w")]), "'o' names a buffer twice"),
+    "read before written": (
+        schedule([buffer("a")], [op("r", reads="a"), op("o", writes="a")]),
+        "'r' reads 'a', but no op before it",
+    ),
+    "reads what it writes": (schedule([buffer("a")], [op("o", "a", "a")]), "'o' reads 'a', but no op before it"),
+    "after a later op": (schedule([], [op("o", after=("p",)), op("p")]), "'o' comes after 'p', which is not before"),
+    "after itself": (schedule([], [op("o", after=("o",))]), "'o' comes after 'o'"),
+    "writes an initial buffer": (schedule([W], [op("o", writes="w")]), "'o' writes 'w', which exists before"),
+    "two writers": (
+        schedule([buffer("a")], [op("o", writes="a"), op("p", writes="a")]),
+        "'p' writes 'a', which 'o' has written",
+    ),
+    "never written": (schedule([buffer("a")], []), "'a' is neither initial nor written"),
+    "reuses nothing": (schedule([buffer("a", reuses="b")], [op("o", writes="a")]), "'a' reuses 'b', which is not"),
+    "initial reuses": (
+        schedule([W, buffer("a", initial=True, reuses="w")], []),
+        "'a' exists before the step, so it cannot reuse 'w'",
+    ),
+    "reuses unread": (schedule([W, W2], [op("o", writes="w2")]), "'o' writes 'w2' over 'w', so it must also read"),
+    "reuses other size": (
+        schedule([W, buffer("a", reuses="w", size_bytes=5)], [op("o", "w", "a")]),
+        "'a' .5 bytes in host. reuses 'w' .4 bytes in host.",
+    ),
+    "read after it was written over": (
+        schedule([W, W2], [op("o", "w", "w2"), op("late", reads="w")]),
+        "'late' reads 'w' after 'o' has written 'w2' over it",
+    ),
+    "reused twice": (
+        schedule([W, W2, buffer("w3", reuses="w")], [op("o", "w", "w2 w3")]),
+        "'w2' and 'w3' both reuse 'w'",
+    ),
+    "becomes nothing": (schedule([buffer("a", becomes="b")], [op("o", writes="a")]), "becomes 'b', which is not"),
+    "becomes what is not initial": (
+        schedule([buffer("a", becomes="b"), buffer("b")], [op("o", writes="a b")]),
+        "'a' becomes 'b', which is not an initial buffer",
+    ),
+    "becomes other content": (
+        schedule([W, buffer("a", becomes="w")], [op("o", writes="a")]),
+        "'a' becomes 'w': tier, size and content must be equal",
+    ),
+    "two become one": (
+        schedule([W, W2, buffer("w3", content="w", becomes="w")], [op("o", "w", "w2 w3")]),
+        "'w2' and 'w3' both become 'w'",
+    ),
+    "outlives and is written over": (
+        schedule([replace(W, becomes="w"), replace(W2, becomes=None)], [op("o", "w", "w2")]),
+        "'w' is to outlive the step, but 'w2' reuses its bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_breaks_the_language_is_named(case: str) -> None:
+    wrong, message = REFUSED[case]
+    with pytest.raises(ScheduleError, match=message):
+        validate(wrong)
+
+
+def test_a_valid_schedule_is_returned_itself() -> None:
+    right = schedule([W, W2, buffer("a")], [op("f", "w", "a"), op("u", "w a", "w2", after=("f",))])
+    assert validate(right) is right
+    assert right.streams == ("s",)
+    assert right.readers() == {"w": ["f", "u"], "w2": [], "a": ["u"]}
+    assert right.writers() == {"a": "f", "w2": "u"}
+    assert right.initial_bytes() == {"host": 4}
+
+
+def test_bytes_moved_counts_bytes_only() -> None:
+    work = schedule(
+        [], [op("a", work={"bytes": 3.0}), op("b", work={"bytes": 4.0, "s": 1.0}), op("c", stream="t", work={"s": 1})]
+    )
+    assert work.bytes_moved() == {"s": 7}
+
+
+def test_unrolled_steps_hand_over_what_outlives_them() -> None:
+    step = schedule(
+        [W, W2, buffer("still", initial=True, becomes="still")],
+        [op("f", reads="w still"), op("u", "w", "w2", after=("f",))],
+    )
+    three = validate(unroll(validate(step), 3))
+    assert [o.key for o in three.ops] == ["s0/f", "s0/u", "s1/f", "s1/u", "s2/f", "s2/u"]
+    by_key = {o.key: o for o in three.ops}
+    assert by_key["s1/f"].reads == ("s0/w2", "s0/still"), "an initial buffer that nothing rewrites stays the same one"
+    assert by_key["s2/u"].reads == ("s1/w2",)
+    assert by_key["s2/u"].after == ("s2/f",)
+    buffers = three.buffers_by_name()
+    assert [b.name for b in three.buffers if b.initial] == ["s0/w", "s0/still"]
+    assert buffers["s1/w2"].reuses == "s0/w2"
+    assert {b.name: b.becomes for b in three.buffers if b.becomes} == {"s2/w2": "s0/w", "s0/still": "s0/still"}
+    assert three.meta["num_steps"] == 3
+
+
+def test_unrolled_twice_is_unrolled_at_once() -> None:
+    step = schedule([W, W2], [op("f", reads="w"), op("u", "w", "w2")])
+    twice, once = unroll(unroll(step, 2), 3), unroll(step, 6)
+    assert len(twice.ops) == len(once.ops)
+    number = {f"s{i // 2}/s{i % 2}/": f"s{i}/" for i in range(6)}
+
+    def flat(name: str) -> str:
+        return number[name[: len("s0/s0/")]] + name[len("s0/s0/") :]
+
+    assert [tuple(map(flat, o.reads)) for o in twice.ops] == [o.reads for o in once.ops]
+    assert {(flat(b.name), flat(b.becomes)) for b in twice.buffers if b.becomes} == {("s5/w2", "s0/w")}
+
+
+@pytest.mark.parametrize("num_steps", [0, -1])
+def test_no_steps_are_refused(num_steps: int) -> None:
+    with pytest.raises(ScheduleError, match=f"cannot unroll {num_steps} steps"):
+        unroll(schedule([], []), num_steps)
