@@ -10,8 +10,9 @@ import torch
 
 from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.runtime import measure as module
+from tierplan.runtime.device import Device
 from tierplan.runtime.measure import MeasurementError, measure
-from tierplan.runtime.measure_loads import Load, Sizes, loads
+from tierplan.runtime.measure_loads import Load, Sizes, block_work, loads
 from tierplan.runtime.measure_timing import LEAST_SPREAD, Crew, summary
 
 TINY = Sizes(
@@ -19,6 +20,7 @@ TINY = Sizes(
     file_bytes=(4096, 1 << 16, 1 << 18),
     adam_parameters=(256, 1 << 12, 1 << 14),
     hidden=(32, 64),
+    block_hidden=64,
     tokens=32,
     head_dim=16,
     area_bytes=1 << 20,
@@ -84,7 +86,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
-    with loads((tmp_path,), TINY, device=torch.device("cpu"), dtypes=("fp32",)) as (found, _):
+    with loads((tmp_path,), TINY, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
         names = [load.name for load in found]
         assert len(set(names)) == len(names)
         from torch.utils.flop_counter import FlopCounterMode
@@ -94,6 +96,11 @@ def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
                 with FlopCounterMode(display=False) as counter:
                     load.run()
                 assert counter.get_total_flops() == load.amount
+        blocks = next(load for load in found if load.kind == "blocks")
+        with FlopCounterMode(display=False) as counter:
+            blocks.run()
+        work = block_work(TINY, "fp32", Device(torch.device("cpu")))
+        assert counter.get_total_flops() == work["matmul_fp32_flops"]  # it does not count the CPU's attention
 
 
 def test_rates_count_work_per_second_of_all_loads_together() -> None:

@@ -7,9 +7,10 @@ machine without a GPU the device tier is memory of the host, and copies to it ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,16 @@ import torch.nn.functional as F
 
 from tierplan.runtime.adam import OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.arena import map_host
+from tierplan.runtime.device import Device
 from tierplan.runtime.store import Extent, Store
+from tierplan.sim.models import workload_of
+from tierplan.sim.workload import Training
 
-__all__ = ["Load", "Sizes", "loads"]
+__all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
+
+COMPUTE = "gpu0.compute"
+BLOCK = "blocks"
+"""Work kind of the load that runs a whole block."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIB = 1 << 20
@@ -34,9 +42,11 @@ class Load:
     kind: str
     """Its work kind: `bytes`, `matmul_bf16_flops`, ..."""
     amount: float
-    """Work of one op."""
+    """Work of one run."""
     run: Callable[[], None]
-    """Runs one op and returns when it is done."""
+    """Does the work and returns when it is done."""
+    op_amount: float = 0.0
+    """Work of one op, where `run` does several (forward and backward); 0: the same as `amount`."""
 
     @property
     def name(self) -> str:
@@ -53,6 +63,8 @@ class Sizes:
     adam_parameters: tuple[int, ...] = (1 << 10, 1 << 18, 1 << 22)
     hidden: tuple[int, ...] = (256, 512, 1024)
     """Widths of the blocks whose matmuls are measured."""
+    block_hidden: int = 512
+    """One of them: the width of the block that is measured as a whole, and of attention."""
     tokens: int = 512
     head_dim: int = 64
     area_bytes: int = 256 * MIB
@@ -65,7 +77,7 @@ class Sizes:
 
 @contextmanager
 def loads(
-    folders: tuple[Path, ...], sizes: Sizes, *, device: torch.device, dtypes: tuple[str, ...]
+    folders: tuple[Path, ...], sizes: Sizes, *, device: Device, dtypes: tuple[str, ...]
 ) -> Iterator[tuple[list[Load], tuple[str, ...]]]:
     """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
     store = Store([str(folder) for folder in folders]) if folders else None
@@ -82,41 +94,26 @@ def loads(
 # ---- compute ----
 
 
-def _compute(sizes: Sizes, device: torch.device, dtypes: tuple[str, ...]) -> list[Load]:
+def _compute(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
     found = [_overhead(sizes, device)]
     for dtype in dtypes:
         for hidden in sizes.hidden:
-            found.append(_matmuls(sizes.tokens, hidden, dtype, device))
-        found.append(_attention(sizes, max(sizes.hidden), dtype, device))
-    found.append(_elementwise(sizes, dtypes[0], device))
+            found.append(_matmuls(sizes, hidden, dtype, device))
+        found.append(_attention(sizes, dtype, device))
+    found.append(_block(sizes, dtypes[0], device))
     found.append(_update_on_device(sizes, dtypes[0], device))
     return found
 
 
-def _done(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
-    """`work`, waited for: on CUDA in a stream of its own."""
-    if device.type != "cuda":
+def _done(device: Device, stream: str, work: Callable[[], object]) -> Callable[[], None]:
+    """`work` on its stream, waited for as the runtime waits."""
 
-        def run() -> None:
+    def run() -> None:
+        with device.on(stream):
             work()
+            device.finish()
 
-        return run
-    stream = torch.cuda.Stream(device)
-
-    def run_on_stream() -> None:
-        with torch.cuda.stream(stream):
-            work()
-        stream.synchronize()
-
-    return run_on_stream
-
-
-def _overhead(sizes: Sizes, device: torch.device) -> Load:
-    """Forward of a block too small for its work to count: what it costs to launch one. Its amount is one op."""
-    block = TransformerBlock(sizes.overhead_hidden, 1).to(device)
-    x = torch.zeros(1, 8, sizes.overhead_hidden, device=device)
-    with torch.no_grad():
-        return Load("gpu0.compute", "ops", 1.0, _done(device, lambda: block(x)))
+    return run
 
 
 class TransformerBlock(torch.nn.Module):
@@ -141,55 +138,86 @@ class TransformerBlock(torch.nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
 
-def _matmuls(tokens: int, hidden: int, dtype: str, device: torch.device) -> Load:
-    """The four products of a transformer block's forward: 24 * tokens * hidden^2 FLOPs."""
-    x = torch.randn(tokens, hidden, device=device).to(DTYPES[dtype])
-    wide = torch.randn(tokens, 4 * hidden, device=device).to(DTYPES[dtype])
-    weights = [torch.randn(n, k, device=device).to(DTYPES[dtype]) for n, k in
-               ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))]  # fmt: skip
+def _overhead(sizes: Sizes, device: Device) -> Load:
+    """Forward of a block too small for its work to count: what it costs to launch one. Its amount is one op."""
+    block = TransformerBlock(sizes.overhead_hidden, 1).to(device.torch_device)
+    x = torch.zeros(1, 8, sizes.overhead_hidden, device=device.torch_device)
+    return Load(COMPUTE, "ops", 1.0, _done(device, COMPUTE, lambda: block(x)))
+
+
+def _there_and_back(outputs: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Forward and backward, gradients of all leaves included and dropped."""
+    out = outputs()
+    torch.autograd.backward(out, out.detach())
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _matmuls(sizes: Sizes, hidden: int, dtype: str, device: Device) -> Load:
+    """The four products of a block, forward (24 * tokens * hidden^2 FLOPs) and backward (twice that)."""
+    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
+    x, wide = make(sizes.tokens, hidden), make(sizes.tokens, 4 * hidden)
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+    weights = [make(*shape) for shape in shapes]
 
     def work() -> None:
         for weight in weights:
-            F.linear(x if weight.shape[1] == hidden else wide, weight)
+            source = x if weight.shape[1] == hidden else wide
+            _there_and_back(partial(F.linear, source, weight), (source, weight))
 
-    amount = 24.0 * tokens * hidden * hidden
-    return Load("gpu0.compute", f"matmul_{dtype}_flops", amount, _done(device, work))
-
-
-def _attention(sizes: Sizes, hidden: int, dtype: str, device: torch.device) -> Load:
-    """Causal attention of one sequence, forward: 2 * tokens^2 * hidden FLOPs, half of the full square's."""
-    heads, tokens = max(1, hidden // sizes.head_dim), sizes.tokens
-    q, k, v = (torch.randn(1, heads, tokens, sizes.head_dim, device=device).to(DTYPES[dtype]) for _ in range(3))
-    work = _done(device, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    return Load("gpu0.compute", f"attention_{dtype}_flops", 2.0 * tokens * tokens * heads * sizes.head_dim, work)
+    forward = 24.0 * sizes.tokens * hidden * hidden
+    return Load(COMPUTE, f"matmul_{dtype}_flops", 3 * forward, _done(device, COMPUTE, work), op_amount=1.5 * forward)
 
 
-def _elementwise(sizes: Sizes, dtype: str, device: torch.device) -> Load:
-    """Sums of two tensors into a third: two reads and one write."""
-    each = 32 * MIB if device.type == "cuda" else 8 * MIB
-    element = DTYPES[dtype].itemsize
-    sets = max(2, min(sizes.area_bytes, 8 * each * 3) // (3 * each))
-    triples = [
-        tuple(torch.zeros(each // element, dtype=DTYPES[dtype], device=device) for _ in range(3)) for _ in range(sets)
-    ]
-    turn = itertools.cycle(triples)
+def _attention(sizes: Sizes, dtype: str, device: Device) -> Load:
+    """Causal attention of one sequence. FLOPs as workloads count them: of the full square, 2.5 times that backward."""
+    hidden, tokens = sizes.block_hidden, sizes.tokens
+    heads = max(1, hidden // sizes.head_dim)
+    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
+    q, k, v = (make(1, heads, tokens, hidden // heads) for _ in range(3))
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    forward = 4.0 * tokens * tokens * hidden
+    work = _done(device, COMPUTE, lambda: _there_and_back(attend, (q, k, v)))
+    return Load(COMPUTE, f"attention_{dtype}_flops", 3.5 * forward, work, op_amount=1.75 * forward)
 
-    def work() -> None:
-        a, b, out = next(turn)
-        torch.add(a, b, out=out)
 
-    return Load("gpu0.compute", "elementwise_bytes", 3.0 * each, _done(device, work))
+def _block(sizes: Sizes, dtype: str, device: Device) -> Load:
+    """Forward and backward of one whole block: with matmuls and attention known, what is left is elementwise."""
+    block = TransformerBlock(sizes.block_hidden, max(1, sizes.block_hidden // sizes.head_dim))
+    block.to(device=device.torch_device, dtype=DTYPES[dtype])
+    x = torch.randn(1, sizes.tokens, sizes.block_hidden, device=device.torch_device, dtype=DTYPES[dtype])
+    x.requires_grad_()
+    leaves = (x, *block.parameters())
+    return Load(COMPUTE, BLOCK, 1.0, _done(device, COMPUTE, lambda: _there_and_back(lambda: block(x), leaves)))
+
+
+def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
+    """What the workload model says that `_block` does, forward and backward, by work kind."""
+    config = {
+        "model_type": "gpt2", "n_layer": 2, "n_embd": sizes.block_hidden, "vocab_size": 256,
+        "n_head": max(1, sizes.block_hidden // sizes.head_dim), "n_positions": sizes.tokens,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+    training = Training(
+        sequence_length=sizes.tokens,
+        dtype=dtype,  # type: ignore[arg-type]  # one of the keys of DTYPES
+        backend="cuda" if device.is_cuda else "cpu",
+    )
+    unit = workload_of("block", config, training).blocks[0]
+    return {
+        kind: unit.forward.get(kind, 0.0) + unit.backward.get(kind, 0.0) for kind in {**unit.forward, **unit.backward}
+    }
 
 
 # ---- optimizer ----
 
 
 def _adam(sizes: Sizes, dtype: str) -> list[Load]:
-    cpu = torch.device("cpu")
+    cpu = Device(torch.device("cpu"))
     return [_update("host.adam", n, sizes, dtype, cpu) for n in sizes.adam_parameters]
 
 
-def _update_on_device(sizes: Sizes, dtype: str, device: torch.device) -> Load:
+def _update_on_device(sizes: Sizes, dtype: str, device: Device) -> Load:
     return _update("gpu0.compute", max(sizes.adam_parameters), sizes, dtype, device)
 
 
@@ -198,14 +226,15 @@ def _turns(sizes: Sizes, size_bytes: int) -> int:
     return min(256, max(2, sizes.area_bytes // size_bytes))
 
 
-def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: torch.device) -> Load:
+def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
     """The optimizer step of one unit, of many units in turn, by the code that training uses."""
     has_master = dtype != "fp32"
     per_parameter = 2 * DTYPES[dtype].itemsize + (12 if has_master else 8)
     settings = OptimizerSettings()
+    memory = device.pool(0)
 
     def unit() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        allocate = map_host if device.type == "cpu" else lambda n: torch.zeros(n, dtype=torch.uint8, device=device)
+        allocate = memory.allocate
         params, grads = (
             allocate(num_parameters * DTYPES[dtype].itemsize).view(DTYPES[dtype])[:num_parameters] for _ in range(2)
         )
@@ -222,20 +251,17 @@ def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: 
         params, grads, regions = next(units)
         update_flat(params, grads, regions, settings, step=1, lr=1e-3)
 
-    return Load(stream, "parameters", float(num_parameters), _done(device, work))
+    return Load(stream, "parameters", float(num_parameters), _done(device, stream, work))
 
 
 # ---- copies ----
 
 
-def _copies(sizes: Sizes, device: torch.device) -> list[Load]:
-    host = map_host(sizes.area_bytes, register=device.type == "cuda")
+def _copies(sizes: Sizes, device: Device) -> list[Load]:
+    host = device.host_pool(sizes.area_bytes).take(sizes.area_bytes).data
+    there = device.pool(sizes.area_bytes).take(sizes.area_bytes).data
     host.fill_(1)
-    if device.type == "cuda":
-        there = torch.zeros(sizes.area_bytes, dtype=torch.uint8, device=device)
-    else:
-        there = map_host(sizes.area_bytes)
-        there.fill_(1)
+    there.fill_(1)
     found = []
     for size in sizes.copy_bytes:
         for direction, source, target in (("h2d", host, there), ("d2h", there, host)):
@@ -243,14 +269,14 @@ def _copies(sizes: Sizes, device: torch.device) -> list[Load]:
     return found
 
 
-def _copy(stream: str, size: int, source: torch.Tensor, target: torch.Tensor, device: torch.device) -> Load:
+def _copy(stream: str, size: int, source: torch.Tensor, target: torch.Tensor, device: Device) -> Load:
     places = itertools.cycle(range(0, source.numel() - size + 1, size))
 
     def work() -> None:
         at = next(places)
         target[at : at + size].copy_(source[at : at + size], non_blocking=True)
 
-    return Load(stream, "bytes", float(size), _done(device, work))
+    return Load(stream, "bytes", float(size), _done(device, stream, work))
 
 
 # ---- files ----
