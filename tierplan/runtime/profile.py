@@ -1,0 +1,202 @@
+"""How long this machine takes for each unit of a model: real forwards and backwards, executed by the runtime itself.
+
+    measured = profile_workload(workload, model, batches)
+
+The units run on a schedule of their own that holds everything on the device and updates nothing, so what is timed is
+what a training step's compute stream does, with the runtime's own overheads. Blocks that are described alike share the
+median over all of them and over the steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.trace import Trace
+from tierplan.sim.workload import Unit, Workload
+
+__all__ = ["profile_workload", "profiling_schedule", "with_times"]
+
+HUGE_BYTES = 1 << 50
+DEVICE, COMPUTE = "gpu0", "gpu0.compute"
+
+
+def profile_workload(
+    workload: Workload,
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    num_steps: int = 6,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> Workload:
+    """The workload with measured seconds (`s`) in place of modelled amounts, and their spread.
+
+    Runs `num_steps` micro-batches (of at least 2; the first is warm-up), through forward and backward; the model's
+    parameters are as before afterwards. Needs memory for the whole model and its activations, without optimizer states.
+    """
+    if num_steps < 2:
+        raise ValueError(f"num_steps is {num_steps}; the first is warm-up, so give 2 or more")
+    schedule = profiling_schedule(workload)
+    with Trainer(schedule, model, device=device, num_threads=num_threads, on_step=on_step) as trainer:
+        trainer.run(itertools.islice(iter(batches), num_steps), num_steps)
+        trainer.restore_model()
+        trace = trainer.result().trace
+    return with_times(workload, trace, num_steps)
+
+
+def profiling_schedule(workload: Workload) -> Schedule:
+    """Forward and backward of one micro-batch, everything on the device; gradients are dropped as they are made."""
+    training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+
+    def buffer(content: str, size_bytes: int, kind: str, *, home: bool = False) -> str:
+        name = f"{content}@{DEVICE}#0"
+        buffers.append(
+            Buffer(
+                name=name,
+                tier=DEVICE,
+                size_bytes=size_bytes,
+                content=content,
+                kind=kind,
+                initial=home,
+                becomes=name if home else None,
+            )
+        )
+        return name
+
+    units = workload.units
+    params = {
+        u.name: buffer(f"params/{u.name}", u.num_parameters * training.param_bytes, "params", home=True)
+        for u in units
+        if u.num_parameters
+    }
+    shared = buffer("shared/mb0", workload.shared_bytes, "acts") if workload.shared_bytes else None
+    inputs: dict[int, str] = {}
+    acts: dict[int, list[str]] = {}
+
+    def uses(unit: Unit) -> list[str]:
+        return [params[name] for name in (unit.name, unit.shares) if name in params]
+
+    for i, unit in enumerate(units):
+        reads, writes = uses(unit), []
+        if i > 0:
+            reads.append(inputs[i])
+        if shared:
+            (writes if i == 0 else reads).append(shared)
+        if i + 1 < len(units):
+            inputs[i + 1] = buffer(f"x/{units[i + 1].name}/mb0", unit.output_bytes, "acts")
+            writes.append(inputs[i + 1])
+        acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", unit.saved_bytes, "acts")] if unit.saved_bytes else []
+        writes += acts[i]
+        ops.append(_op("fwd", "forward", unit, reads, writes))
+    dx: str | None = None
+    for i, unit in reversed(list(enumerate(units))):
+        reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else []), *acts[i]]
+        writes = []
+        if dx:
+            reads.append(dx)
+        if shared and i > 0:
+            reads.append(shared)
+        if i > 0:
+            dx = buffer(f"dx/{unit.name}/mb0", unit.input_bytes, "acts")
+            writes.append(dx)
+        if unit.shares:
+            owner = next(u for u in units if u.name == unit.shares)
+            writes.append(buffer(f"tied/{owner.name}/mb0", owner.num_parameters * training.grad_bytes, "grads"))
+        if unit.num_parameters:
+            tied = f"tied/{unit.name}/mb0@{DEVICE}#0"
+            if any(b.name == tied for b in buffers):
+                reads.append(tied)
+            writes.append(buffer(f"grads/{unit.name}/mb0", unit.num_parameters * training.grad_bytes, "grads"))
+        ops.append(_op("bwd", "backward", unit, reads, writes))
+    return validate(
+        Schedule(
+            name=f"profile {workload.name}",
+            tiers=(Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name="host", capacity_bytes=HUGE_BYTES)),
+            buffers=tuple(buffers),
+            ops=tuple(ops),
+            meta={
+                "semantics": "in-backward",
+                "training": asdict(training),
+                "units": [
+                    {
+                        "name": u.name,
+                        "kind": u.kind,
+                        "num_parameters": u.num_parameters,
+                        "shares": u.shares,
+                        "slot_bytes": [t.size_bytes for t in u.saved],
+                        "slot_actions": ["keep"] * len(u.saved),
+                    }
+                    for u in units
+                ],
+            },
+        )
+    )
+
+
+def _op(phase: str, kind: str, unit: Unit, reads: list[str], writes: list[str]) -> Op:
+    return Op(
+        key=f"{phase}/{unit.name}/mb0",
+        stream=COMPUTE,
+        kind=kind,
+        unit=unit.name,
+        reads=tuple(dict.fromkeys(reads)),
+        writes=tuple(writes),
+    )
+
+
+def with_times(workload: Workload, trace: Trace, num_steps: int) -> Workload:
+    """The workload with the times of a trace of its profiling schedule; the first step is left out as warm-up.
+
+    A saved tensor's recomputation is given its share of the measured forward, by floating-point operations and, where
+    a unit has none, by bytes.
+    """
+    spans = trace.by_key()
+
+    def seconds(phase: str, names: list[str]) -> list[float]:
+        steps = range(1, num_steps)
+        return [spans[f"s{k}/{phase}/{name}/mb0"].duration_ns / 1e9 for k in steps for name in names]
+
+    alike: dict[object, list[str]] = {}
+    for unit in workload.units:
+        alike.setdefault(_likeness(unit), []).append(unit.name)
+    units = []
+    for unit in workload.units:
+        names = alike[_likeness(unit)]
+        forward, backward = seconds("fwd", names), seconds("bwd", names)
+        forward_s = median(forward)
+        saved = tuple(replace(t, recompute={"s": forward_s * _share(t.recompute, unit.forward)}) for t in unit.saved)
+        spread = max(_relative_spread(forward), _relative_spread(backward))
+        units.append(
+            replace(unit, forward={"s": forward_s}, backward={"s": median(backward)}, saved=saved, spread=spread)
+        )
+    return replace(workload, units=tuple(units))
+
+
+def _likeness(unit: Unit) -> object:
+    sizes = tuple(t.size_bytes for t in unit.saved)
+    return unit.kind, unit.num_parameters, tuple(unit.forward.items()), tuple(unit.backward.items()), sizes
+
+
+def _share(part: Mapping[str, float], whole: Mapping[str, float]) -> float:
+    for unit in ("flops", "bytes"):
+        total = sum(amount for kind, amount in whole.items() if kind.endswith(unit))
+        if total > 0:
+            return min(1.0, sum(amount for kind, amount in part.items() if kind.endswith(unit)) / total)
+    return 0.0
+
+
+def _relative_spread(values: list[float]) -> float:
+    """Standard deviation from the median absolute deviation, relative to the median: a stray value does not count."""
+    middle = median(values)
+    return 1.4826 * median(abs(v - middle) for v in values) / middle if middle else 0.0
