@@ -49,6 +49,9 @@ def build(description: Description) -> Machine:
     if num_drives:
         _drives(description, num_drives, rates, latency_s, draft)
     rates["host.adam"] = {"parameters": _rate(description, "host.adam")}
+    # memory-bound work on the host (adding gradients, norms, widening) at the DRAM traffic that Adam reaches
+    traffic = _fastest(rates, "host.adam", "parameters") * _need(description, "host.adam_traffic")
+    rates["host.adam"]["elementwise_bytes"] = Rate.constant(traffic)
     latency_s["host.adam"] = _need(description, "host.latency")
     _dram(description, rates, draft)
     _host_link(description, num_gpus, draft)
@@ -208,7 +211,8 @@ def _dram(description: Description, rates: Mapping[str, object], draft: _Draft) 
     copy, io, adam = (_need(description, f"host.{what}_traffic") for what in ("copy", "io", "adam"))
     takers = [(s, "bytes", copy) for s in rates if s.endswith((".h2d", ".d2h"))]
     takers += [(s, "bytes", io) for s in rates if s.startswith("nvme.")]
-    draft.share("dram", bandwidth, *((s, k, w) for s, k, w in [*takers, ("host.adam", "parameters", adam)] if w > 0))
+    takers += [("host.adam", "parameters", adam), ("host.adam", "elementwise_bytes", 1.0)]
+    draft.share("dram", bandwidth, *((s, k, w) for s, k, w in takers if w > 0))
 
 
 def _host_link(description: Description, num_gpus: int, draft: _Draft) -> None:

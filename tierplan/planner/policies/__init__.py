@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import Plan
 from tierplan.planner.policies import (
     full_recompute,
     fuyou,
@@ -23,7 +23,7 @@ from tierplan.planner.policies import (
     zero_infinity,
     zero_offload,
 )
-from tierplan.planner.policies.options import Policy
+from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workload import Workload
 
 __all__ = ["POLICIES", "Policy", "decide"]
@@ -45,7 +45,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def decide(name: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None) -> Plan:
-    """The plan of the policy called `name`. Raises `PlanError` for an unknown name, listing the known ones."""
+    """The plan of the policy called `name`. Raises `OptionError` for an unknown name, listing the known ones."""
     if name not in POLICIES:
-        raise PlanError(f"there is no policy {name!r}; choose among {', '.join(POLICIES)}")
+        raise OptionError(f"there is no policy {name!r}; choose among {', '.join(POLICIES)}")
     return POLICIES[name](workload, machine, options or {})

@@ -28,6 +28,8 @@ OPTIONS: Mapping[str, object] = {
     "tiles": 0,  # 0: as few as fit
     "semantics": None,
 }
+SMALL_FRAC = 0.02
+"""Saved tensors below this share of their block (statistics of norms and attention) stay on the device."""
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
@@ -51,7 +53,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
             continue
         room -= unit.input_bytes + sum(unit.saved[k].size_bytes for k in swapped)
         lower: Action = "host" if room > 0 else "nvme"
-        acts = tuple(lower if t.index in swapped else "recompute" for t in unit.saved)
+        large = set(_large(unit))
+        acts = tuple(
+            "keep" if t.index not in large else lower if t.index in swapped else "recompute" for t in unit.saved
+        )
         units.append(
             UnitPlan(params="nvme", grads="device", states="nvme", input=lower, acts=acts)  # type: ignore[arg-type]
         )
@@ -72,14 +77,17 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
 
 
 def _by_saving(block: Unit, machine: Machine) -> list[int]:
-    """Slots by the seconds of recomputation that swapping saves per byte, best first."""
-    compute = machine.stream("gpu0.compute").name
+    """Slots by the seconds of recomputation that swapping saves per byte, best first; without the small ones."""
 
     def saving(index: int) -> float:
         tensor = block.saved[index]
-        return machine.cost(compute, tensor.recompute).work_s / max(tensor.size_bytes, 1)
+        return machine.cost("gpu0.compute", tensor.recompute).work_s / tensor.size_bytes
 
-    return sorted((t.index for t in block.saved), key=lambda k: (-saving(k), k))
+    return sorted(_large(block), key=lambda k: (-saving(k), k))
+
+
+def _large(block: Unit) -> list[int]:
+    return [t.index for t in block.saved if t.size_bytes >= SMALL_FRAC * block.saved_bytes]
 
 
 def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> float:
@@ -97,8 +105,7 @@ def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> flo
     forward = batches * sum(seconds("gpu0.compute", u.forward) for u in workload.units)
     backward = batches * sum(seconds("gpu0.compute", u.backward) for u in workload.units)
     for unit in workload.blocks:
-        dropped = [s for s in unit.saved if s.index not in swapped]
-        again = [unit.forward] if len(dropped) == len(unit.saved) else [s.recompute for s in dropped]
+        again = (unit.saved[k].recompute for k in _large(unit) if k not in swapped)
         backward += batches * sum(seconds("gpu0.compute", work) for work in again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
     states = {"bytes": float(n * t.state_bytes)}

@@ -8,7 +8,7 @@ micro-batches, and gradients are all-reduced over the peer links. Weights cost 3
 or per data-parallel GPU.
 
 Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
-by Harmony's memory estimate, forward and backward packs apart. `memory_bytes` lowers the device memory that packs may use.
+by Harmony's memory estimate, forward and backward packs apart. `memory_bytes` lowers the memory that packs may use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What all policies share: the settings that a user may give one, and a few questions about workload and machine."""
+"""What all policies share: the settings that a user may give one, and a few questions about workload and machine.
+
+PlanError(ValueError)
+└── OptionError     no such policy or option, or a value that an option cannot have
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.sim.workload import Workload
 
-__all__ = ["Policy", "bounded_semantics", "choice", "has_nvme", "number", "read_options"]
+__all__ = ["OptionError", "Policy", "bounded_semantics", "choice", "has_nvme", "number", "read_options"]
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
+
+
+class OptionError(PlanError):
+    """A policy or an option that does not exist, or a value that it cannot have."""
+
 
 SEMANTICS: tuple[Semantics, ...] = ("in-backward", "exact-clip", "delayed-1")
 
@@ -18,10 +27,10 @@ SEMANTICS: tuple[Semantics, ...] = ("in-backward", "exact-clip", "delayed-1")
 def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, object]) -> dict[str, object]:
     """The known options with their defaults, and the given values over them.
 
-    Raises `PlanError` for an option that the policy does not have, naming those that it has.
+    Raises `OptionError` for an option that the policy does not have, naming those that it has.
     """
     if unknown := sorted(set(given) - set(known)):
-        raise PlanError(
+        raise OptionError(
             f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known)) or 'no options'}"
         )
     return {**known, **given}
@@ -34,7 +43,7 @@ def number(policy: str, options: Mapping[str, object], name: str, *, low: float,
     except ValueError:
         value = float("nan")
     if not low <= value <= high:
-        raise PlanError(
+        raise OptionError(
             f"option {name!r} of policy {policy!r} is {options[name]!r}; give a number from {low:g} to {high:g}"
         )
     return value
@@ -44,7 +53,7 @@ def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple
     """An option that is one of several words."""
     value = str(options[name])
     if value not in allowed:
-        raise PlanError(f"option {name!r} of policy {policy!r} is {value!r}; choose among {', '.join(allowed)}")
+        raise OptionError(f"option {name!r} of policy {policy!r} is {value!r}; choose among {', '.join(allowed)}")
     return value
 
 
@@ -56,7 +65,7 @@ def bounded_semantics(policy: str, options: Mapping[str, object], workload: Work
     for known in SEMANTICS:
         if asked == known:
             return known
-    raise PlanError(f"option 'semantics' of policy {policy!r} is {asked!r}; choose among {', '.join(SEMANTICS)}")
+    raise OptionError(f"option 'semantics' of policy {policy!r} is {asked!r}; choose among {', '.join(SEMANTICS)}")
 
 
 def has_nvme(machine: Machine) -> bool:

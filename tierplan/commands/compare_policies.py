@@ -1,0 +1,88 @@
+"""Compares all published systems' policies for one model and machine, side by side, with a plot.
+
+Each is simulated in steady state; one that does not fit says what is missing. `--plot FILE` writes the picture.
+
+Example:
+
+    tierplan compare-policies --model gpt-13b --machine fuyou-4090 --batch 32 --plot policies.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tierplan.commands import scenario
+
+if TYPE_CHECKING:
+    from tierplan.planner.prediction import Prediction
+
+GB = 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policies", nargs="+", metavar="NAME", help="only these (default: all)")
+    parser.add_argument("--plot", metavar="FILE", help="write the comparison as a picture (PNG, SVG or PDF)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    scenario.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+    import sys
+
+    from tqdm import tqdm
+
+    from tierplan.planner.policies import POLICIES
+    from tierplan.planner.prediction import predict
+
+    found = scenario.read_scenario(args)
+    names = args.policies or list(POLICIES)
+    bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
+    options = {"semantics": args.semantics} if args.semantics else {}
+    predictions = [
+        predict(name, found.workload, found.machine, {} if name.startswith("harmony") else options) for name in bar
+    ]
+    if args.plot:
+        from tierplan.validation.policy_plot import plot_policies
+
+        plot_policies(predictions, args.plot)
+    if args.json:
+        print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
+    else:
+        tokens = found.workload.training.tokens_per_step
+        print(f"{found.workload.name} on {found.machine.name}, {tokens:,} tokens per step")
+        print(table(predictions))
+        if found.machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+    return 0
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    """One line per policy, quickest first, those that do not fit at the end."""
+    columns = ("step s", "tokens/s", "TFLOP/s", "device GB", "host GB", "NVMe GB")
+    lines = [f"{'policy':16}" + "".join(f"{name:>11}" for name in columns) + "  bound by"]
+    for p in sorted(predictions, key=lambda p: p.step_s or float("inf")):
+        if p.step_s is None or p.steady is None:
+            lines.append(f"{p.policy:16}{'-':>11}  {short_reason(p)}")
+            continue
+        peak = p.steady.trace.peak_bytes
+        device = max(size for tier, size in peak.items() if tier.startswith("gpu"))
+        held = [device / GB, *(peak.get(tier, 0) / GB for tier in ("host", "nvme"))]
+        cells = "".join(f"{value:11.1f}" for value in (p.tokens_per_s or 0.0, p.flops / p.step_s / 1e12, *held))
+        lines.append(f"{p.policy:16}{p.step_s:11.3f}{cells}  {p.bound_by}")
+    return "\n".join(lines)
+
+
+def short_reason(prediction: Prediction) -> str:
+    """Why it does not fit, in one line."""
+    shortage = prediction.shortage
+    if shortage is None:
+        return prediction.why_not
+    if shortage.short_bytes is None:
+        return f"does not fit: {shortage.tier} is too small, and another tier as well"
+    return (
+        f"does not fit: needs {shortage.short_bytes / GB:.1f} GB more in {shortage.tier} "
+        f"({(shortage.needed_bytes or 0) / GB:.1f} instead of {shortage.capacity_bytes / GB:.1f})"
+    )

@@ -1,0 +1,131 @@
+"""Simulates one training step under a published system's policy: step time, memory, bytes, what limits it.
+
+Says whether it fits; if not, what does not and by how much.
+
+Examples:
+
+    tierplan simulate --policy fuyou --model gpt-13b --machine fuyou-4090 --batch 32
+    tierplan simulate --policy zero-offload --model gpt-13b --machine fuyou-4090 --set nvme.drives=3 --json
+    tierplan simulate --policy fuyou --max-model --machine desktop-4090 --batch 1
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tierplan.commands import scenario
+
+if TYPE_CHECKING:
+    from tierplan.planner.prediction import Prediction
+
+GB = 1e9
+SECONDS_PER_YEAR = 365.25 * 86400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        required=True,
+        metavar="NAME",
+        help="fuyou, zero-infinity, ... (`tierplan compare-policies` runs all)",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        dest="options",
+        metavar="KEY=VALUE",
+        help="a setting of the policy, e.g. swap=all",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--max-model", action="store_true", help="find the largest GPT-3-style model that fits, instead of --model"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule, for `tierplan run`")
+    scenario.add_arguments(parser, needs_model=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+
+    from tierplan.planner.policies.options import OptionError
+    from tierplan.planner.prediction import predict
+
+    options = read_options(args)
+    if args.max_model:
+        return _largest(args, options)
+    if args.model is None:
+        raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
+    found = scenario.read_scenario(args)
+    prediction = predict(args.policy, found.workload, found.machine, options)
+    if args.output and prediction.schedule is not None and prediction.fits:
+        from tierplan.sim.schedule_file import save_schedule
+
+        save_schedule(prediction.schedule, args.output)
+    if args.json:
+        print(json.dumps({**prediction.record(), "nameplate": list(found.machine.nameplate)}, indent=2))
+    else:
+        print(text_of(prediction))
+        if found.machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+    return 0 if prediction.fits else 3
+
+
+def read_options(args: argparse.Namespace) -> dict[str, object]:
+    """The policy's options from `--option` and `--semantics`."""
+    from tierplan.planner.policies.options import OptionError
+
+    options: dict[str, object] = {}
+    for setting in args.options:
+        name, sign, value = setting.partition("=")
+        if not sign:
+            raise OptionError(f"--option {setting!r} is not KEY=VALUE; write for example --option swap=all")
+        options[name.strip()] = value.strip()
+    if args.semantics:
+        options["semantics"] = args.semantics
+    return options
+
+
+def text_of(prediction: Prediction) -> str:
+    """The prediction for people."""
+    head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
+    if prediction.step_s is None or prediction.steady is None or prediction.schedule is None:
+        return f"{head} does not fit\n  {prediction.why_not}"
+    lines = [
+        head,
+        f"  step time      {prediction.step_s:10.3f} s        bound by {prediction.bound_by}",
+        f"  throughput     {prediction.tokens_per_s:10.1f} tokens/s",
+        f"  of the model   {prediction.flops / prediction.step_s / 1e12:10.1f} TFLOP/s  "
+        f"({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per parameter and token)",
+        f"  semantics      {prediction.plan.semantics if prediction.plan else ''}",
+    ]
+    trace = prediction.steady.trace
+    for tier, peak in trace.peak_bytes.items():
+        lines.append(f"  peak {tier:10s}{peak / GB:10.2f} GB of {trace.capacity_bytes[tier] / GB:.2f} GB")
+    for stream, size in prediction.schedule.bytes_moved().items():
+        busy = 100 * prediction.utilization.get(stream, 0)
+        lines.append(f"  moved {stream:14s}{size / GB:8.2f} GB  busy {busy:5.1f} % of the step")
+    if prediction.lifetime_s is not None:
+        years = prediction.lifetime_s / SECONDS_PER_YEAR
+        lines.append(f"  drives last    {years:10.2f} years of writing like this, by their rated endurance")
+    return "\n".join(lines)
+
+
+def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
+    """Prints the largest model of the GPT-3 family that fits, and the next one's reason."""
+    import json
+
+    from tierplan.planner.largest import largest_model
+
+    machine = scenario.read_machine(args)
+    found = largest_model(args.policy, machine, scenario.read_training(args, machine), options)
+    if args.json:
+        print(json.dumps(found.record(), indent=2))
+    elif found.fits is None:
+        print(f"{args.policy}: not even {found.next_model} fits on {machine.name}\n  {found.next_why_not}")
+    else:
+        print(text_of(found.fits))
+        if found.next_model:
+            print(f"the next size, {found.next_model}, does not fit: {found.next_why_not}")
+    return 0 if found.fits is not None else 3

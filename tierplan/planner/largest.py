@@ -1,0 +1,74 @@
+"""The largest model of a family that fits a machine under a policy.
+
+The family are GPT-3-style decoders: the sizes that the papers use, and deeper ones of the largest width after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.models import load_workload, named_models, workload_of
+from tierplan.sim.workload import Training, Workload
+
+__all__ = ["Largest", "family", "largest_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest model that fits, and why the next one does not."""
+
+    fits: Prediction | None
+    next_model: str
+    """Empty when even the largest of the family fits."""
+    next_why_not: str
+
+    def record(self) -> dict[str, object]:
+        return {
+            "largest": None if self.fits is None else self.fits.record(),
+            "next_model": self.next_model or None,
+            "next_why_not": self.next_why_not or None,
+        }
+
+
+def family(training: Training) -> list[Workload]:
+    """The named GPT-3-style models by size, smallest first, with small ones that the papers do not name."""
+    small = {
+        "gpt-0.1b": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+        "gpt-0.4b": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+        "gpt-1.3b": {"n_layer": 24, "n_head": 32, "n_embd": 2048},
+        "gpt-2.7b": {"n_layer": 32, "n_head": 32, "n_embd": 2560},
+    }
+    common = {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": training.sequence_length,
+        "tie_word_embeddings": True,
+        "activation_function": "gelu_pytorch_tanh",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+    found = [workload_of(name, {**common, **shape}, training) for name, shape in small.items()]
+    found += [load_workload(name, training) for name in named_models() if name.startswith("gpt-")]
+    return sorted(found, key=lambda workload: workload.num_parameters)
+
+
+def largest_model(
+    policy: str, machine: Machine, training: Training, options: Mapping[str, object] | None = None
+) -> Largest:
+    """The largest of `family` that fits. A larger model never needs less memory, so this is a binary search."""
+    models = family(training)
+    best: Prediction | None = None
+    worst: Prediction | None = None
+    low, high = 0, len(models)
+    while low < high:
+        middle = (low + high) // 2
+        prediction = predict(policy, models[middle], machine, options)
+        if prediction.fits:
+            best, low = prediction, middle + 1
+        else:
+            worst, high = prediction, middle
+    return Largest(best, worst.model if worst else "", worst.why_not if worst else "")

@@ -1,0 +1,200 @@
+"""What a plan gives on a machine, in the figures that people compare.
+
+prediction = predict("fuyou", workload, machine)
+prediction.step_s, prediction.fits, prediction.bound_by
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.policies import decide
+from tierplan.planner.policies.options import OptionError
+from tierplan.sim.completion import OutOfMemory
+from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.steady import SteadyState, steady_state
+from tierplan.sim.workload import Workload
+
+__all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What does not fit, and by how much."""
+
+    tier: str
+    op: str
+    """The op that waits for memory in vain; empty where already what exists before the step does not fit."""
+    capacity_bytes: int
+    needed_bytes: int | None
+    """Smallest capacity of this tier with which the plan would do; None where another tier is short as well."""
+    message: str
+
+    @property
+    def short_bytes(self) -> int | None:
+        return None if self.needed_bytes is None else self.needed_bytes - self.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The figures of one plan; `step_s` is None where it does not fit."""
+
+    policy: str
+    model: str
+    machine: str
+    plan: Plan | None
+    """None where the policy has no plan for this workload and machine."""
+    schedule: Schedule | None = None
+    steady: SteadyState | None = None
+    shortage: Shortage | None = None
+    why_not: str = ""
+    """What does not fit, or why there is no plan; empty when it fits."""
+    tokens: int = 0
+    """In one step, over all devices."""
+    num_parameters: int = 0
+    flops: float = 0.0
+    """Of forward and backward in one step, recomputation left out, over all devices."""
+    utilization: Mapping[str, float] = field(default_factory=dict)
+    """Busy share of a step in steady state, by stream and by shared limit."""
+    lifetime_s: float | None = None
+    """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
+
+    @property
+    def fits(self) -> bool:
+        return self.steady is not None
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.steady is None else self.steady.period_s
+
+    @property
+    def bound_by(self) -> str:
+        """The stream or shared limit that is busiest; empty where it does not fit."""
+        return max(self.utilization, key=lambda name: self.utilization[name]) if self.utilization else ""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.step_s is None else self.tokens / self.step_s
+
+    @property
+    def tflops_8nd(self) -> float | None:
+        """8 FLOPs per parameter and token over the step time: the papers' count, whatever was really recomputed."""
+        return None if self.step_s is None else 8 * self.num_parameters * self.tokens / self.step_s / 1e12
+
+    def record(self) -> dict[str, object]:
+        """The prediction as JSON values."""
+        moved = {} if self.schedule is None or not self.fits else self.schedule.bytes_moved()
+        found: dict[str, object] = {
+            "policy": self.policy,
+            "model": self.model,
+            "machine": self.machine,
+            "fits": self.fits,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tflops_8nd": self.tflops_8nd,
+            "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
+            "peak_bytes": {} if self.steady is None else dict(self.steady.trace.peak_bytes),
+            "bytes": moved,
+            "bound_by": self.bound_by or None,
+            "utilization": dict(self.utilization),
+            "drive_lifetime_s": self.lifetime_s,
+            "num_parameters": self.num_parameters,
+            "tokens": self.tokens,
+        }
+        if self.plan is not None:
+            found["semantics"] = self.plan.semantics
+            found["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
+        if not self.fits:
+            found["why_not"] = self.why_not
+            if self.shortage is not None:
+                found["shortage"] = {
+                    "tier": self.shortage.tier,
+                    "op": self.shortage.op,
+                    "capacity_bytes": self.shortage.capacity_bytes,
+                    "needed_bytes": self.shortage.needed_bytes,
+                    "short_bytes": self.shortage.short_bytes,
+                }
+        return found
+
+
+def predict(
+    policy: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None
+) -> Prediction:
+    """The prediction for a policy. One without a plan here (no drive, say) does not fit, with the reason.
+
+    An unknown policy or option raises `PlanError`.
+    """
+    try:
+        plan = decide(policy, workload, machine, options)
+    except OptionError:
+        raise
+    except PlanError as error:
+        return Prediction(policy=policy, model=workload.name, machine=machine.name, plan=None, why_not=str(error))
+    return predict_plan(plan, workload, machine)
+
+
+def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction:
+    """The prediction for a plan, in steady state. That it does not fit is an answer, not an error."""
+    base = {
+        "policy": plan.policy,
+        "model": workload.name,
+        "machine": machine.name,
+        "plan": plan,
+        "tokens": workload.training.tokens_per_step * plan.devices,
+        "num_parameters": workload.num_parameters,
+        "flops": model_flops(workload) * plan.devices,
+    }
+    schedule: Schedule | None = None
+    try:
+        schedule = lower(plan, workload, machine)
+        steady = steady_state(schedule, machine)
+    except OutOfMemory as error:
+        op = error.op if not error.op.startswith("(") else ""
+        shortage = Shortage(error.tier, op, error.capacity_bytes, error.needed_bytes, str(error))
+        return Prediction(**base, schedule=schedule, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
+    except (ScheduleError, PlanError) as error:
+        return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]
+    written = sum(size for stream, size in schedule.bytes_moved().items() if stream == "nvme.write")
+    return Prediction(
+        **base,  # type: ignore[arg-type]
+        schedule=schedule,
+        steady=steady,
+        utilization=_utilization(schedule, steady, machine),
+        lifetime_s=_lifetime_s(machine, written, steady.period_s),
+    )
+
+
+def model_flops(workload: Workload) -> float:
+    """FLOPs of one step's forward and backward passes, without recomputation."""
+    flops = sum(
+        amount
+        for unit in workload.units
+        for work in (unit.forward, unit.backward)
+        for kind, amount in work.items()
+        if kind.endswith("_flops")
+    )
+    return flops * workload.training.gradient_accumulation_steps
+
+
+def _utilization(schedule: Schedule, steady: SteadyState, machine: Machine) -> dict[str, float]:
+    """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it."""
+    seconds: dict[str, float] = {}
+    limits = machine.limits
+    for op in schedule.ops:
+        cost = machine.cost(op.stream, op.work)
+        seconds[op.stream] = seconds.get(op.stream, 0.0) + cost.alone_s
+        for limit, per_s in cost.demand.items():
+            seconds[limit] = seconds.get(limit, 0.0) + per_s * cost.work_s / limits[limit]
+    return {name: busy / steady.period_s for name, busy in seconds.items() if busy > 0}
+
+
+def _lifetime_s(machine: Machine, written_bytes: int, step_s: float) -> float | None:
+    """SSDTrain's projection: rated endurance over the rate of writing."""
+    rated, drives = (machine.description.get(name) for name in ("nvme.endurance", "nvme.drives"))
+    if not written_bytes or not isinstance(rated, Mapping) or not isinstance(drives, Mapping):
+        return None
+    return float(rated["value"]) * float(drives["value"]) * step_s / written_bytes

@@ -1,0 +1,53 @@
+"""A picture of policies side by side: step time, and how busy each stream is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tierplan.planner.prediction import Prediction
+
+__all__ = ["plot_policies"]
+
+COLOURS = {
+    "gpu0.compute": "#0072B2",
+    "gpu0.h2d": "#56B4E9",
+    "gpu0.d2h": "#009E73",
+    "nvme.read": "#F0E442",
+    "nvme.write": "#E69F00",
+    "host.adam": "#D55E00",
+}
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+
+def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str]) -> None:
+    """Writes bars of step time (left) and of each stream's work per step (right); what does not fit is named."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: -(p.step_s or 0.0))
+    missing = [p.policy for p in predictions if p.step_s is None]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.6 + 0.45 * max(len(fitting), 1)), sharey=True, layout="constrained"
+    )
+    rows = list(range(len(fitting)))
+    steps = [p.step_s or 0.0 for p in fitting]
+    left.barh(rows, steps, color="#999999", height=0.6)
+    for row, p in zip(rows, fitting, strict=True):
+        left.text(p.step_s or 0.0, row, f" {p.step_s:.3g} s, {p.tokens_per_s:.0f} tokens/s", va="center", fontsize=8)
+    left.set_yticks(rows, [p.policy for p in fitting])
+    left.set_xlim(0, 1.45 * max(steps, default=1.0))
+    left.set_xlabel("step time (s)")
+    height = 0.8 / len(COLOURS)
+    for k, (stream, colour) in enumerate(COLOURS.items()):
+        busy = [p.utilization.get(stream, 0.0) * (p.step_s or 0.0) for p in fitting]
+        offsets = [row + 0.4 - (k + 0.5) * height for row in rows]
+        right.barh(offsets, busy, height=height, color=colour, label=stream, edgecolor="black", linewidth=0.3)
+    right.set_xlabel("work of each stream in one step (s, alone)")
+    right.legend(fontsize=7, loc="lower right")
+    title = f"{predictions[0].model} on {predictions[0].machine}"
+    figure.suptitle(title + (f" - does not fit: {', '.join(missing)}" if missing else ""), fontsize=10)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
