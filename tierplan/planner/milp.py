@@ -30,7 +30,7 @@ class Margins:
     device_gb: float = 0.0
     host_gb: float = 0.0
     rate_frac: Mapping[str, float] = field(default_factory=dict)
-    """Measured share of a stream's rate, by stream; 1 where absent."""
+    """Share of a stream's rate or a shared limit that is planned with, by name; 1 where absent."""
     relaxed: bool = False
     """For bounds: also what no rounded plan of ours would do, such as moving the smallest tensors or dropping inputs."""
     transients: bool = True
@@ -382,9 +382,7 @@ class _Builder:
                 made: Terms = []
                 released: Terms = []
                 if window.phase == "bwd" and unit.gparams:
-                    if single:
-                        made = self.away(window.unit, "states", unit.grads_gb)
-                    elif block.last:
+                    if single or block.last:
                         made = self.away(window.unit, "states", unit.grads_gb)
                     else:
                         made = self.away(window.unit, "grads", unit.grads_gb)
@@ -661,10 +659,11 @@ class _Builder:
                 for group, columns in zip(unit.groups, self.action[window.unit], strict=True):
                     if "recompute" in columns and (load := group.recompute_load.get(limit, 0.0)):
                         terms.append((load * p.turn, columns["recompute"]))
+            usable = self.margins.rate_frac.get(limit, 1.0)
             if terms:
-                self.lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)
+                self.lp.row([*terms, (-usable, tau)], high=-taken, family=limit)
             elif taken:
-                self.lp.row([(1.0, tau)], low=taken, family=limit)
+                self.lp.row([(usable, tau)], low=taken, family=limit)
 
 
 class _BlockLink:

@@ -93,6 +93,8 @@ class Evaluator:
 
     def _simulate(self, plan: Plan) -> Candidate:
         self.num_simulated += 1
+        if too_large := self._too_large(plan):
+            return too_large
         try:
             schedule = lower(plan, self.workload, self.machine)
             self.budget.ops_left -= 6 * len(schedule.ops)  # four steps and the ordering, which costs about two
@@ -104,6 +106,29 @@ class Evaluator:
             self.budget.ops_left -= 100
             return Candidate(plan, None, str(error))
         return Candidate(plan, steady.period_s, "", schedule, steady)
+
+    def _too_large(self, plan: Plan) -> Candidate | None:
+        """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
+        if plan.devices > 1 or len(plan.units) != len(self.workload.units) or getattr(plan, "packs", None):
+            return None
+        training = self.workload.training
+        held = {"device": 0, "host": 0, "nvme": 0}
+        for unit, choice in zip(self.workload.units, plan.units, strict=True):
+            held[choice.params] += unit.num_parameters * training.param_bytes
+            held[choice.states] += unit.num_parameters * training.state_bytes
+        capacity = {t.kind: t for t in reversed(self.machine.tiers)}
+        for kind, size in held.items():
+            if kind in capacity and size > capacity[kind].capacity_bytes:
+                tier = capacity[kind]
+                return Candidate(
+                    plan,
+                    None,
+                    f"parameters and optimizer states need {size:,} bytes in tier {tier.name!r}, which has "
+                    f"{tier.capacity_bytes:,}; place fewer there or raise its capacity",
+                    short_tier=tier.name,
+                    short_bytes=size - tier.capacity_bytes,
+                )
+        return None
 
 
 def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:
@@ -121,6 +146,8 @@ def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
     """
     if plan.semantics != "in-backward":
         return plan
+    if stretch == float("inf"):
+        return replace(plan, units=tuple(replace(choice, late_update=False) for choice in plan.units))
     rates = problem.rates
     units = problem.units
     seconds = []

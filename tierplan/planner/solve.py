@@ -18,10 +18,11 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import Bound, Shortage, lower_bound, shortages
 from tierplan.planner.fluid import GB, Order, Problem, problem
+from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.program import Solution, solve
+from tierplan.planner.program import solve
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_windows
 from tierplan.sim.schedule import Schedule
@@ -35,13 +36,12 @@ GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 MILP_GAP = 0.005
 MILP_TIME_LIMIT_S = 4.0
-MAX_ROUNDS = 8
-STRETCHES = (float("inf"), 1.0, 1.3, 0.7)
-"""How much time late updates may count on in backward, as a multiple of what it takes alone."""
+SHARE_OF_TUNING = 0.7
+"""Of the budget, what tuning the knobs may take; local moves have the rest."""
 
 
 @dataclass
-class InfeasiblePlan(PlanError):  # noqa: N818 (it names the plan's state, as OutOfMemory does)
+class InfeasiblePlan(PlanError):
     """No plan fits into memory."""
 
     model: str
@@ -212,7 +212,8 @@ class _Loop:
         if self.best.plan.tiles > 1:
             bounds = [lower_bound(p, transients=False) for p in problems]
         best = min(bounds, key=lambda b: b.step_s)
-        if not best.feasible or self.best.step_s is not None and best.step_s > self.best.step_s * (1 + 1e-6):
+        assert self.best.step_s is not None
+        if not best.feasible or best.step_s > self.best.step_s * (1 + 1e-6):
             self.notes.append(
                 "the best plan does something that the bound's program does not know; its bound is compute alone"
             )
@@ -246,57 +247,46 @@ class _Loop:
             return True
         return False
 
-    def _solve(self, p: Problem, margins: Margins, *, integral: bool) -> tuple[Plan | None, Solution]:
+    def _solve(self, p: Problem, margins: Margins, *, integral: bool = False) -> Plan | None:
         model = build(p, margins=margins, integral=integral)
-        solution = solve(model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed)
+        solution = solve(
+            model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed
+        )
         self.solve_s += solution.seconds
         self.solver = solution.solver
-        return (round_to_plan(p, fractions(model, solution)) if solution.usable else None), solution
+        return round_to_plan(p, fractions(model, solution)) if solution.usable else None
 
     def _plan_order(self, p: Problem, bound: Bound, *, share: float) -> None:
-        """Rounds of: solve with margins, round, simulate with several windows; margins grow until plans fit."""
-        device_gb = host_gb = 0.0
-        step_gb = _granule(p)
-        before = self.budget.ops_left
-        best_here: Candidate | None = None
-        best_margins = Margins()
-        for round_ in range(MAX_ROUNDS):
-            if self.budget.is_late or before - self.budget.ops_left > share * 0.6 * before:
-                break
-            margins = Margins(device_gb=device_gb, host_gb=host_gb)
-            made, solution = self._solve(p, margins, integral=round_ == 0)
-            if made is None and solution.status != "infeasible":
-                made, solution = self._solve(p, margins, integral=False)
-            if made is None:
-                break
-            tried = [self.evaluate(v) for v in self._variants(p, made)]
-            fitting = [c for c in tried if c.step_s is not None]
-            for candidate in fitting:
-                self._consider(candidate)
-            quickest = min(fitting, key=lambda c: c.step_s or 0.0, default=None)
-            if quickest is not None and (
-                best_here is None or (quickest.step_s or 0) < (best_here.step_s or 0) * 0.9999
-            ):
-                best_here, best_margins = quickest, margins
-            elif best_here is not None and round_ > 2:
-                break
-            if best_here is not None and (best_here.step_s or 0.0) <= bound.step_s * (1 + GOOD_FRAC):
-                break
-            missing = max((c.short_bytes for c in tried if c.short_tier.startswith("gpu")), default=0) / GB
-            device_gb += max(
-                step_gb if quickest is not None or missing == 0 else min(missing, 2 * step_gb), 0.02 * p.device_gb
-            )
-            host_gb += 0.01 * p.host_gb + max((u.grads_gb + u.states_gb for u in p.units), default=0.0)
-        self.notes.append(
-            f"{p.order}: margins {best_margins.device_gb:.2f} GB device, {best_margins.host_gb:.2f} GB host"
-        )
+        """One order: tune the knobs by simulation, then take the integral program's plan at the best knobs too."""
+        goal_s = bound.step_s * (1 + GOOD_FRAC)
+        until = self.budget.ops_left * (1 - share * SHARE_OF_TUNING)
+        solved: dict[tuple[float, ...], Plan | None] = {}
+        units = _granules(p)
 
-    def _variants(self, p: Problem, made: Plan) -> list[Plan]:
-        away = any(choice.states != "device" for choice in made.units)
-        stretches = STRETCHES if away and self.semantics == "in-backward" else STRETCHES[:1]
-        plans = [late_updates(p, made, stretch=s) for s in stretches]
-        found = [with_windows(v, w) for v in plans for w in ((1, 1, 1), (2, 2, 2))]
-        return found
+        def trial(knobs: Knobs) -> Candidate | None:
+            key = (knobs.rate_frac, knobs.device, knobs.host)
+            if key not in solved:
+                solved[key] = self._solve(p, knobs.margins(p, *units))
+            made = solved[key]
+            if made is None:
+                return None
+            tried = self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows))
+            self._consider(tried)
+            return tried
+
+        def is_over() -> bool:
+            return self.budget.is_late or self.budget.ops_left < until
+
+        found = tune(trial, goal_s=goal_s, is_over=is_over)
+        if found is None:
+            self.notes.append(f"{p.order}: no rounded plan fitted")
+            return
+        knobs, best_s = found
+        self.notes.append(f"{p.order}: {knobs}")
+        if best_s > goal_s and not self.budget.is_late:
+            made = self._solve(p, knobs.margins(p, *units), integral=True)
+            if made is not None:
+                self._consider(self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows)))
 
     def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
         """Local moves from the best plan, in its own order."""
@@ -337,6 +327,8 @@ class _Loop:
         )
 
 
-def _granule(p: Problem) -> float:
-    """The largest thing that comes to the device in one piece: what a margin is counted in."""
-    return max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units if u.groups or u.params_gb)
+def _granules(p: Problem) -> tuple[float, float]:
+    """What margins are counted in, in GB: the largest thing that comes to the device, or to the host for an update."""
+    device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    host = max(u.grads_gb + u.params_gb + u.states_gb for u in p.units)
+    return device, host

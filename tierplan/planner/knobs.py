@@ -1,0 +1,115 @@
+"""What the fluid program cannot decide, as a few knobs that are tuned by simulation, one after the other.
+
+How much memory to leave for whole buffers, how far below their rates to plan the host and the drives, how many updates
+to make late, how far ahead to fetch. Each knob has a short list of settings; tuning walks along one list at a time while
+the simulated step gets shorter, and goes round the knobs until none helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierplan.planner.fluid import Problem
+from tierplan.planner.milp import Margins
+from tierplan.planner.search import Candidate
+
+__all__ = ["Knobs", "tune"]
+
+INF = float("inf")
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    "stretch": (INF, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
+    "windows": ((1, 1, 1), (2, 2, 2), (3, 4, 3)),
+    "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6),
+    "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+    "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+}
+SHORTER = 1 - 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """One setting of all knobs."""
+
+    stretch: float = 1.5
+    """Time that updates may count on in backward, as a multiple of what it takes; those it has no room for are late."""
+    windows: tuple[int, int, int] = (2, 2, 2)
+    """How far ahead parameters, activations and states are fetched, in units."""
+    rate_frac: float = 0.9
+    """Share of the drives' and the host's rates that is planned with."""
+    host: float = 2.0
+    """Margin in host memory, in units' gradients, parameters and states."""
+    device: float = 1.0
+    """Margin in device memory, in the largest things that come there."""
+
+    def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
+        """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
+        slow = {"nvme.read", "nvme.write", "host.adam"}
+        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and "gpu0.h2d" not in loads}
+        return Margins(
+            device_gb=min(self.device * device_gb, 0.5 * problem.device_gb),
+            host_gb=min(self.host * host_gb, 0.5 * problem.host_gb),
+            rate_frac=dict.fromkeys(sorted(slow), self.rate_frac),
+        )
+
+
+def tune(
+    trial: Callable[[Knobs], Candidate | None], *, goal_s: float, is_over: Callable[[], bool]
+) -> tuple[Knobs, float] | None:
+    """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`."""
+    start = _first_that_fits(trial, is_over)
+    if start is None:
+        return None
+    best, best_s = start
+    stale = 0
+    names = list(SETTINGS)
+    turn = 0
+    while stale < len(names) and best_s > goal_s and not is_over():
+        name = names[turn % len(names)]
+        turn += 1
+        best, shorter_s = _along(name, best, best_s, trial, is_over)
+        stale = 0 if shorter_s < best_s else stale + 1
+        best_s = shorter_s
+    return best, best_s
+
+
+def _first_that_fits(
+    trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool]
+) -> tuple[Knobs, float] | None:
+    """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
+    margins = ((1.0, 2.0), (1.5, 8.0), (0.3, 0.5), (3.0, 8.0), (2.0, 32.0), (6.0, 32.0), (0.0, 0.0))
+    for device, host in margins:
+        for stretch in (1.5, INF):
+            knobs = Knobs(device=device, host=host, stretch=stretch)
+            tried = trial(knobs)
+            if tried is None:
+                break
+            if tried.step_s is not None:
+                return knobs, tried.step_s
+            if is_over():
+                return None
+    return None
+
+
+def _along(
+    name: str, knobs: Knobs, step_s: float, trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool]
+) -> tuple[Knobs, float]:
+    """Walks along one knob's settings from where it stands, both ways, with one setting of patience."""
+    settings = list(SETTINGS[name])
+    at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
+    best, best_s = knobs, step_s
+    for ahead in (settings[at + 1 :], settings[:at][::-1]):
+        patience = 2
+        for setting in ahead:
+            if is_over() or patience == 0:
+                break
+            changed = replace(knobs, **{name: setting})
+            tried = trial(changed)
+            if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
+                best, best_s, patience = changed, tried.step_s, 2
+            else:
+                patience -= 1
+        if best is not knobs:
+            break
+    return best, best_s
