@@ -19,7 +19,7 @@ from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
 
-__all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan"]
+__all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan", "predicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +139,7 @@ def predict(
 
 def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction:
     """The prediction for a plan, in steady state. That it does not fit is an answer, not an error."""
-    base = {
-        "policy": plan.policy,
-        "model": workload.name,
-        "machine": machine.name,
-        "plan": plan,
-        "tokens": workload.training.tokens_per_step * plan.devices,
-        "num_parameters": workload.num_parameters,
-        "flops": model_flops(workload) * plan.devices,
-    }
+    base = _facts(plan, workload, machine)
     schedule: Schedule | None = None
     try:
         schedule = lower(plan, workload, machine)
@@ -158,14 +150,31 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         return Prediction(**base, schedule=schedule, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]
+    return predicted(plan, schedule, steady, workload, machine)
+
+
+def predicted(plan: Plan, schedule: Schedule, steady: SteadyState, workload: Workload, machine: Machine) -> Prediction:
+    """The prediction for a plan whose schedule has been simulated already, as the planner's has."""
     written = sum(size for stream, size in schedule.bytes_moved().items() if stream == "nvme.write")
     return Prediction(
-        **base,  # type: ignore[arg-type]
+        **_facts(plan, workload, machine),  # type: ignore[arg-type]
         schedule=schedule,
         steady=steady,
         utilization=_utilization(schedule, steady, machine),
         lifetime_s=_lifetime_s(machine, written, steady.period_s),
     )
+
+
+def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object]:
+    return {
+        "policy": plan.policy,
+        "model": workload.name,
+        "machine": machine.name,
+        "plan": plan,
+        "tokens": workload.training.tokens_per_step * plan.devices,
+        "num_parameters": workload.num_parameters,
+        "flops": model_flops(workload) * plan.devices,
+    }
 
 
 def model_flops(workload: Workload) -> float:
