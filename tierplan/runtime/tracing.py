@@ -91,6 +91,7 @@ class _Tracer:
         self.sizes = {n: p.numel() for n, p in self.model.named_parameters()}
         self.names = {id(m): n for n, m in self.model.named_modules()}
         self.scopes: list[str] = []
+        self.prefix = ""
         self.owner: dict[str, str] = {}
         self.recorder: UnitRecorder | None = None
         self.hooks: saved_tensors_hooks | None = None
@@ -136,7 +137,8 @@ class _Tracer:
         self.scopes.pop()
 
     def _scope(self) -> str:
-        return self.scopes[-1] if self.scopes else ""
+        """The module that runs now, by its name inside the block."""
+        return self.scopes[-1].removeprefix(self.prefix) if self.scopes else ""
 
     def _replacement(self, i: int, block: nn.Module, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -164,6 +166,7 @@ class _Tracer:
         part = self.known.get(key)
         if part is None:
             new_args, new_kwargs = tree_unflatten(mine, structure)
+            self.prefix = f"{self.names[id(block)]}."
             first = next(x for x in mine if isinstance(x, torch.Tensor))
             self._start(input_tensors=[first])
             out = forward(*new_args, **new_kwargs)
@@ -180,6 +183,9 @@ class _Tracer:
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
         made = [look.fresh(leaves) for look in part.outputs]
+        for t in made[1:]:  # position biases and the like: what later blocks read of them is shared
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.candidates:
+                self._offer(t)
         result = tree_unflatten(made, part.structure)
         self._start(input_tensors=[t for t in made if isinstance(t, torch.Tensor)][:1])
         return result
@@ -218,10 +224,12 @@ class _Tracer:
         shared_bytes = self._share(recorder, results, passed_on)
         forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
         recorder.in_backward = True
+        before = recorder.memory.peak_bytes = recorder.memory.live_bytes
         edges = [get_gradient_edge(t) for t in results]
         grads = [torch.empty_like(t) for t in results]
+        shared_grad_bytes = sum(g.untyped_storage().nbytes() for g in grads[1:])
         results.clear()
-        recorder.memory.peak_bytes = recorder.memory.live_bytes
+        recorder.backward_work.clear()  # what it took to make up the output's gradient
         if edges:
             torch.autograd.backward(edges, grads)
         del grads, edges
@@ -249,14 +257,12 @@ class _Tracer:
             output_bytes=out_bytes,
             saves_input=recorder.saves_input,
             forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes),
-            backward_work_bytes=max(0, backward_peak - saved_bytes - out_bytes - shared_bytes - grad_bytes),
+            backward_work_bytes=max(0, backward_peak - before - out_bytes - shared_grad_bytes - grad_bytes),
         )
         self.units.append(unit)
         return unit
 
-    def _share(
-        self, recorder: UnitRecorder, results: Sequence[torch.Tensor], passed_on: Sequence[torch.Tensor]
-    ) -> int:
+    def _share(self, recorder: UnitRecorder, results: Sequence[torch.Tensor], passed_on: Sequence[torch.Tensor]) -> int:
         """Bytes that this part made for several units: masks, rotary tables, encoder states. They outlive it."""
         seen = {t.untyped_storage()._cdata for t in results[:1]}
         found = 0
@@ -267,8 +273,13 @@ class _Tracer:
                 continue
             seen.add(address)
             found += storage.nbytes()
-            self.candidates[address] = (storage, storage.nbytes() * (2 if t.requires_grad else 1))
+            self._offer(t)
         return found
+
+    def _offer(self, t: torch.Tensor) -> None:
+        """Notes what counts as shared if later parts read it: its bytes, and those of its gradient."""
+        storage = t.untyped_storage()
+        self.candidates[storage._cdata] = (storage, storage.nbytes() * (2 if t.requires_grad else 1))
 
     def _note_shared_reads(self, recorder: UnitRecorder) -> None:
         """Of what was passed on, that counts which is read later; with its gradient, if it has one."""

@@ -1,9 +1,9 @@
 """From a config to a model of `transformers`, and to the inputs that training gives it.
 
-    build_config(raw)            the config object of a `config.json`
-    model_class(config)          the class with a loss on top
-    build_model(raw, training)   the model, on whatever device or mode is active
-    example_batch(...)           input ids and labels of one micro-batch
+build_config(raw)            the config object of a `config.json`
+model_class(config)          the class with a loss on top
+build_model(raw, training)   the model, on whatever device or mode is active
+example_batch(...)           input ids and labels of one micro-batch
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 }
 CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+GROUPED_MM = aten._grouped_mm.default
 GATHERS = {aten.embedding.default}
 """Operations that read as many rows of their first argument as they write."""
 
@@ -54,6 +55,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: ob
         return {f"attention_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
     if func is CPU_FLASH_BACKWARD:
         return {f"attention_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
+    if func is GROUPED_MM:  # one product per expert, over the tokens that it gets: together those of all tokens
+        return {f"matmul_{kind}_flops": 2 * args[0].numel() * args[1].shape[-1]}
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         what = "attention" if "attention" in func.overloadpacket.__name__ else "matmul"
@@ -162,7 +165,9 @@ class UnitRecorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # questions about a tensor
+            return func(*args, **kwargs)
+        out = _grouped_mm(func, args, kwargs) if func is GROUPED_MM else func(*args, **kwargs)
         if self.change_result is not None:
             out = self.change_result(func, out)
         ins, outs = tensors_in((args, kwargs)), tensors_in(out)
@@ -201,6 +206,14 @@ class UnitRecorder(TorchDispatchMode):
     @property
     def saved_bytes(self) -> int:
         return sum(save.size_bytes for save in self.saves.values())
+
+
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Experts' products: fake tensors know them in bf16 alone, real kernels in every type."""
+    dtype = args[0].dtype
+    narrow = [t.to(torch.bfloat16) if isinstance(t, torch.Tensor) and t.dtype == dtype else t for t in args]
+    out: torch.Tensor = func(*narrow, **kwargs)
+    return out.to(dtype)
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...]) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tierplan.sim.families.ops import activation, add, flash_attention, layer_norm, linear, split
+from tierplan.sim.families.ops import activation, add, fused_attention, layer_norm, linear, split
 from tierplan.sim.families.tape import Tape, Value
-from tierplan.sim.families.units import Config, Family, causal_loss, embedding
+from tierplan.sim.families.units import Config, Family, causal_loss, embedding, position_ids
 
 __all__ = ["FAMILY"]
 
@@ -17,7 +17,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     hidden = layer_norm(tape, x, tape.parameter(width), tape.parameter(width))
     qkv = linear(tape, hidden, tape.parameter(width, 3 * width), tape.parameter(3 * width))
     q, k, v = split(tape, qkv, [width] * 3)
-    attended = flash_attention(tape, q, k, v, heads=heads, head_dim=width // heads)
+    attended = fused_attention(tape, q, k, v, heads=heads, head_dim=width // heads)
     del hidden, qkv, q, k, v
     attended = linear(tape, attended, tape.parameter(width, width), tape.parameter(width))
     hidden = add(tape, attended, residual)
@@ -32,8 +32,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
     words = embedding(tape, ids, config.vocabulary, config.hidden)
-    positions = tape.empty((1, ids.shape[1]), "int64")
-    tape.record("arange", [], [positions], tape.moved(positions))
+    positions = position_ids(tape, ids.shape[1])
     return add(tape, words, embedding(tape, positions, config.number("n_positions", 1024), config.hidden))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tierplan.sim.families.tape import Storage, Tape, Value
 
-__all__ = ["activation", "add", "flash_attention", "layer_norm", "linear", "mul", "scale", "split"]
+__all__ = ["activation", "add", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
 
 
 def matmul_work(tape: Tape, flops: float, dtype: str) -> dict[str, float]:
@@ -149,9 +149,13 @@ def power(tape: Tape, x: Value) -> Value:
 def activation(tape: Tape, x: Value, name: str) -> Value:
     """The activation functions of `transformers`, by the names used in a config."""
     if name in ("gelu_new", "gelu_python_tanh"):  # a composite: five tensors of the width of the MLP are saved
-        half = scale(tape, x)
-        inner = scale(tape, add(tape, x, scale(tape, power(tape, x))))
-        return mul(tape, half, scale(tape, unary(tape, inner, "tanh", saves="output"), "add"))
+        return mul(  # no local variables: a tensor dies when the next one is made from it
+            tape,
+            scale(tape, x),
+            scale(
+                tape, unary(tape, scale(tape, add(tape, x, scale(tape, power(tape, x)))), "tanh", saves="output"), "add"
+            ),
+        )
     if name in ("gelu", "gelu_pytorch_tanh", "silu", "swish"):
         return unary(tape, x, name, saves="input")
     return unary(tape, x, name, saves="output")
@@ -186,24 +190,26 @@ def attention_work(dtype: str, flops: float) -> dict[str, float]:
     return {f"attention_{dtype}_flops": flops}
 
 
-def flash_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int) -> Value:
+def fused_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int) -> Value:
     """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
 
-    FLOPs are those of the full square of scores, causal or not, as PyTorch's counter has them: two products forward,
-    five backward.
+    On a CPU one kernel does it; on a GPU flash attention for 16-bit types, else the memory-efficient kernel. FLOPs are
+    those of the full square of scores, causal or not, as PyTorch's counter has them: two products forward, five backward.
     """
     batch, length = q.shape[0], q.shape[1]
+    on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"
     flops = 4 * batch * heads * length * k.shape[1] * head_dim
-    saved = list(tape.save(q, k, v) if tape.training.backend == "cpu" else tape.save(k, q, v))
+    saved = list(tape.save(k, q, v))
     out = tape.empty((batch, length, heads * head_dim), q.dtype)
-    rows = tape.empty((batch, heads, length), "fp32")
-    extra = [] if tape.training.backend == "cpu" else [tape.empty((2,), "uint64"), tape.empty((), "uint64")]
-    tape.record("flash_attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops))
+    rows = tape.empty((batch, heads, length if on_cpu or not wide else -(-length // 32) * 32), "fp32")
+    seeds = [] if on_cpu else [("int64", ()), ("int64", ())] if wide else [("uint64", (2,)), ("uint64", ())]
+    extra = [tape.empty(shape, dtype) for dtype, shape in seeds]
+    tape.record("attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops))
     saved += tape.save(rows, out, *extra)
     sizes, dtype = [value.numel for value in (q, k, v)], q.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        tape.backward_work.append(attention_work(dtype, flops * 2.5))
+        tape.backward_work.append(attention_work(dtype, flops * 5 // 2))
         assert saved
         return [tape.grad(size, dtype) for size in sizes]
 

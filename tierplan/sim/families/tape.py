@@ -191,7 +191,8 @@ class Tape:
 
     def run_backward(self, output: Node) -> None:
         """Walks the operations in reverse; `meter` then has backward's peak, `backward_work` its work."""
-        pending = {id(output): self.grad(output.numel, output.dtype)}
+        root = self.grad(output.numel, output.dtype)  # the unit behind handed it over: it is held throughout
+        pending = {id(output): root}
         while self.nodes:
             node = self.nodes.pop()
             grad = pending.pop(id(node), None)

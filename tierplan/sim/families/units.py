@@ -9,7 +9,7 @@ from tierplan.sim.families.slices import total
 from tierplan.sim.families.tape import Storage, Tape, Value
 from tierplan.sim.workload import Training, Unit, WorkloadError
 
-__all__ = ["Config", "Family", "causal_loss", "embedding", "measure_unit"]
+__all__ = ["Config", "Family", "causal_loss", "embedding", "measure_unit", "position_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,14 @@ class Family:
     """Bytes made once per micro-batch and used by every block."""
 
 
+def position_ids(tape: Tape, length: int) -> Value:
+    """0, 1, 2, ... as `transformers` makes them: counted, then moved on by the length of a cache."""
+    counted, positions = tape.empty((length,), "int64"), tape.empty((1, length), "int64")
+    tape.record("arange", [], [counted], tape.moved(counted))
+    tape.record("add", [counted], [positions], tape.moved(counted, positions))
+    return positions
+
+
 def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
     table = tape.parameter(rows, width)
@@ -109,8 +117,10 @@ def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
             return [made]
 
         tape.connect(wide, [logits], narrow)
+    padded = tape.empty((labels.shape[0], labels.shape[1] + 1), "int64")  # lives until the loss is known
+    tape.record("constant_pad_nd", [labels], [padded], tape.moved(labels, padded))
     shifted = tape.empty(labels.shape, "int64")
-    tape.record("clone", [labels], [shifted], tape.moved(labels, shifted))
+    tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
     log_probabilities = tape.empty(shape, "fp32")
     tape.record("_log_softmax", [wide], [log_probabilities], tape.moved(wide, log_probabilities))
     saved = tape.save(log_probabilities)
@@ -123,7 +133,9 @@ def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
     tape.connect(log_probabilities, [wide], softmax_backward)
     saved_too = tape.save(shifted)
     loss, weight = tape.empty((), "fp32"), tape.empty((), "fp32")
-    tape.record("nll_loss", [log_probabilities, shifted], [loss, weight], tape.moved(log_probabilities, shifted))
+    tape.record(
+        "nll_loss", [log_probabilities, shifted], [loss, weight], tape.moved(log_probabilities, shifted, loss, weight)
+    )
     held = (*saved, *saved_too, *tape.save(weight))
 
     def loss_backward(grad: Storage) -> Sequence[Storage | None]:
@@ -151,6 +163,7 @@ def measure_unit(
     forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes))
     del out, given
     tape.meter.peak_bytes = tape.meter.live_bytes
+    before = tape.meter.live_bytes
     tape.run_backward(node)
     gradients = tape.num_parameters + tape.shared_parameters
     made = gradients * training.grad_bytes + input_bytes + (0 if loss_bytes else out_bytes)
@@ -166,5 +179,5 @@ def measure_unit(
         output_bytes=0 if loss_bytes else out_bytes,
         saves_input=tape.input_saved and not is_embed,
         forward_work_bytes=forward_work,
-        backward_work_bytes=max(0, tape.meter.peak_bytes - saved_bytes - made),
+        backward_work_bytes=max(0, tape.meter.peak_bytes - before - made),
     )
