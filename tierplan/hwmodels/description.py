@@ -262,14 +262,24 @@ def override(description: Description, settings: Sequence[str]) -> Description:
         if not sign or not text:
             raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
         key = find_key(name)
-        value: object = json.loads(text) if text.startswith("[") else text
-        quantity = parse_quantity(key, value, where="--set")
+        quantity = parse_quantity(key, _points_or_text(name, text), where="--set")
         if key.name.endswith(".part"):
             values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
         for void in key.replaces:
             values.pop(void, None)
         values[key.name] = quantity
     return replace(description, values=values)
+
+
+def _points_or_text(name: str, text: str) -> object:
+    if not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MachineError(
+            f'{name} in --set is {text!r}, which is not a list of points such as [[1e6, "2 GB/s"]]'
+        ) from error
 
 
 def write_description(description: Description) -> str:

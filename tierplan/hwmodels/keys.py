@@ -85,9 +85,9 @@ _ALL = (
     Key(
         "gpu.attention_frac",
         "number",
-        "attention's rate over matmul's rate",
-        0.7,
-        "assumed: FlashAttention-2 reports 50 to 73 % of an A100's peak (arXiv 2307.08691), matmuls about 80 %",
+        "attention's rate over matmul's rate, FLOPs counted on the full square",
+        1.0,
+        "assumed: flash kernels run at two thirds of matmul's rate (arXiv 2307.08691), skip half of a causal square",
     ),
     *(
         Key(f"gpu.attention_{d}", "flops/s", f"achieved rate of {d} attention", curve=True)

@@ -1,0 +1,326 @@
+"""Machine files: what may be written, what `--set` changes, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierplan.hwmodels import MachineError, load_description, load_machine
+from tierplan.hwmodels.build import build
+from tierplan.hwmodels.description import Description, Quantity, parse_description, write_description
+from tierplan.hwmodels.keys import KEYS
+from tierplan.hwmodels.units import format_amount, parse_amount
+
+PLAIN = """
+name = "plain"
+[gpu]
+capacity = "24 GB"
+matmul_bf16 = [[1e9, "20 TFLOP/s"], [1e12, "100 TFLOP/s"]]
+memory_bandwidth = "1 TB/s"
+[link]
+h2d = "20 GB/s"
+d2h = "10 GB/s"
+[host]
+capacity = 64_000_000_000
+adam = "500 M/s"
+[nvme]
+drives = 2
+capacity = "1 TB"
+read = "5 GB/s"
+write = "3 GB/s"
+"""
+
+ANOTHER = {
+    "bytes": "12 GB", "bytes/s": "1.5 GB/s", "flops/s": "7 TFLOP/s", "parameters/s": "77 M/s", "s": "3 ms",
+    "USD": "99", "W": "55", "number": "0.5", "count": "2",
+}  # fmt: skip
+"""A value for `--set` of each unit, other than any in `PLAIN`."""
+
+
+def plain(**settings: str) -> Description:
+    return parse_description(PLAIN, where="plain.toml")
+
+
+def machine_of(text: str):  # type: ignore[no-untyped-def]
+    return build(parse_description(text, where="x.toml"))
+
+
+# ---- amounts
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("256 GiB", "bytes", 256 * 2**30),
+        ("256GB", "bytes", 256e9),
+        ("1.5e3", "bytes", 1500),
+        ("6.5 GB/s", "bytes/s", 6.5e9),
+        ("11.5 GiB/s", "bytes/s", 11.5 * 2**30),
+        ("165 TFLOPS", "flops/s", 165e12),
+        ("700 M/s", "parameters/s", 700e6),
+        ("20 us", "s", 20e-6),
+        ("0.5", "s", 0.5),
+        ("$1,599".replace(",", ""), "USD", 1599),
+        ("450 W", "W", 450),
+        (12, "count", 12),
+    ],
+)
+def test_amounts_are_read_with_their_units(text: object, unit: str, value: float) -> None:
+    assert parse_amount(text, unit, what="x") == pytest.approx(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("12 GB", "s"),
+        ("-3", "bytes"),
+        ("fast", "bytes/s"),
+        ("1.5", "count"),
+        (True, "count"),
+        (None, "bytes"),
+        ("nan", "W"),
+    ],
+)
+def test_wrong_amounts_show_how_they_are_written(text: object, unit: str) -> None:
+    with pytest.raises(MachineError, match=r"key\.x is"):
+        parse_amount(text, unit, what="key.x")  # type: ignore[arg-type]
+
+
+@given(st.floats(1e-9, 1e18), st.sampled_from(["bytes", "bytes/s", "flops/s", "parameters/s", "s", "W"]))
+def test_what_is_shown_is_read_back(value: float, unit: str) -> None:
+    assert parse_amount(format_amount(value, unit), unit, what="x") == pytest.approx(value, rel=1e-3, abs=1e-12)  # type: ignore[arg-type]
+
+
+# ---- files
+
+
+def test_a_plain_file_makes_a_machine() -> None:
+    machine = machine_of(PLAIN)
+    assert [s.name for s in machine.streams] == [
+        "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam",
+    ]  # fmt: skip
+    assert machine.tier("nvme").capacity_bytes == 2e12
+    assert machine.tier("gpu0").capacity_bytes == 24e9 - 2**30
+    assert machine.stream("nvme.read").rates["bytes"].at(1e9) == 10e9
+    assert machine.stream("gpu0.compute").rates["matmul_bf16_flops"].at(5e12) == 100e12
+    assert machine.stream("gpu0.compute").rates["matmul_bf16_flops"].at(1e9) == 20e12
+    assert "matmul_fp32_flops" not in machine.stream("gpu0.compute").rates
+    assert machine.nameplate == ()
+
+
+def test_a_drives_reads_and_writes_take_turns_unless_said_otherwise() -> None:
+    machine = machine_of(PLAIN)
+    read, write = machine.stream("nvme.read"), machine.stream("nvme.write")
+    assert machine.limits["nvme"] == 1.0
+    assert read.takes["nvme"]["bytes"] * 10e9 == pytest.approx(1.0)
+    assert write.takes["nvme"]["bytes"] * 6e9 == pytest.approx(1.0)
+    assert "nvme" not in machine_of(PLAIN + "mixed = 2.0\n").limits
+
+
+def test_dram_is_shared_by_copies_files_and_adam() -> None:
+    machine = machine_of(PLAIN.replace("[host]", '[host]\nmemory_bandwidth = "30 GB/s"'))
+    assert machine.limits["dram"] == 30e9
+    takes = {s.name: s.takes["dram"] for s in machine.streams if "dram" in s.takes}
+    assert takes["host.adam"]["parameters"] == 30
+    assert {n: t["bytes"] for n, t in takes.items() if "bytes" in t} == dict.fromkeys(
+        ("gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write"), 1.0
+    )
+
+
+SWITCHES = """
+[[switch]]
+name = "a"
+limit = "30 GB/s"
+members = ["gpu0", "gpu1", "nvme"]
+[[switch]]
+name = "b"
+limit = "25 GB/s"
+members = ["gpu2", "gpu3"]
+"""
+
+
+def test_a_switch_is_shared_by_direction() -> None:
+    four = PLAIN.replace("[gpu]", "[gpu]\ncount = 4").replace("[link]", '[link]\np2p = "15 GB/s"')
+    machine = machine_of(four + SWITCHES)
+    loads = lambda limit: {s.name for s in machine.streams if limit in s.takes}  # noqa: E731
+    down_across = {f"gpu{i}.p2p.gpu{j}" for i in (2, 3) for j in (0, 1)}
+    assert loads("switch.a.down") == {"gpu0.h2d", "gpu1.h2d", "nvme.write"} | down_across
+    assert loads("switch.a.up") == {"gpu0.d2h", "gpu1.d2h", "nvme.read"} | {
+        f"gpu{i}.p2p.gpu{j}" for i in (0, 1) for j in (2, 3)
+    }
+    assert loads("switch.b.down") == {"gpu2.h2d", "gpu3.h2d"} | {f"gpu{i}.p2p.gpu{j}" for i in (0, 1) for j in (2, 3)}
+    assert loads("gpu2.link.in") == {"gpu2.h2d", *(f"gpu{i}.p2p.gpu2" for i in (0, 1, 3))}
+    fabric = machine_of(four.replace("[link]", '[link]\np2p_path = "own"') + SWITCHES)
+    assert "switch.a.down" not in fabric.stream("gpu2.p2p.gpu0").takes
+    assert "gpu2.link.in" not in fabric.limits
+
+
+def test_fewer_gpus_than_the_switches_name_is_no_error() -> None:
+    machine = machine_of(PLAIN + SWITCHES)
+    assert {s.name for s in machine.streams if "switch.a.up" in s.takes} == {"gpu0.d2h", "nvme.read"}
+    assert "switch.b.up" not in machine.limits
+
+
+def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
+    text = PLAIN + '[[limit]]\nname = "cores"\nlimit = 1.0\ntakes = { "gpu0.compute" = 1.0, "host.adam" = 0.5 }\n'
+    machine = machine_of(text)
+    assert machine.cost("host.adam", {"parameters": 5e8}).demand["cores"] == pytest.approx(0.5)
+    assert machine.cost("gpu0.compute", {"s": 3.0}).demand["cores"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "plain"', "name = ", "is not TOML"),
+        ("[gpu]", "[gpus]", "unknown entry 'gpus'"),
+        ("drives = 2", "drive = 2", "did you mean nvme.drives"),
+        ('"24 GB"', '{ value = "24 GB", sorce = "x" }', "'sorce'"),
+        ('"24 GB"', '{ value = "24 GB", basis = "guess" }', "basis of gpu.capacity .* is 'guess'"),
+        ('"24 GB"', '{ source = "x" }', "has no value"),
+        ('"24 GB"', "[[1, 2]]", "takes one number"),
+        ("[1e12,", "[1e8,", "rising amounts"),
+        ('"500 M/s"', '"0"', "host.adam .* is 0; a rate must be above 0"),
+        ("adam =", "#", "does not say host.adam"),
+        ('memory_bandwidth = "1 TB/s"', "", "gpu.memory_bandwidth; give one"),
+        ("read =", "#", "does not say nvme.read"),
+        ('capacity = "24 GB"', 'capacity = "0.5 GB"', "nothing would be left"),
+        ("drives = 2", 'drives = 2\n[[switch]]\nname = "a"', "has no 'limit'"),
+        ("drives = 2", "drives = 2\nread_share = 0", "must be above 0"),
+        ("[host]", "[host]\nrounding = 'up'", "choose among exact, page, power-of-two"),
+        (
+            "[gpu]",
+            '[[limit]]\nname = "x"\nlimit = 1\ntakes = { "gpu1.compute" = 1 }\n[gpu]',
+            "names stream 'gpu1.compute'",
+        ),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(old: str, new: str, message: str) -> None:
+    assert old in PLAIN
+    with pytest.raises(MachineError, match=message):
+        machine_of(PLAIN.replace(old, new, 1))
+
+
+def test_unknown_machines_and_parts_list_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="did you mean 'desktop-4090'"):
+        load_machine("desktop-409")
+    with pytest.raises(MachineError, match="no machine file"):
+        load_machine(str(tmp_path / "x.toml"))
+    with pytest.raises(MachineError, match="it has 980-pro"):
+        load_machine("laptop", ["nvme.part=970-pro"])
+
+
+# ---- --set
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_can_be_set_and_has_its_effect(name: str) -> None:
+    """The key's new value is the one that the machine is built from."""
+    key = KEYS[name]
+    base = "fuyou-4090"
+    part = {"gpu.part": "h100-sxm-80gb", "nvme.part": "990-pro"}
+    word = part.get(name) or next((c for c in key.choices if c != key.default), "")
+    value = word or ANOTHER[key.unit]
+    description = load_description(base, [f"{name}={value}"])
+    machine = build(description)
+    quantity = description.quantity(name)
+    assert quantity is not None
+    assert quantity.value == (word or parse_amount(value, key.unit, what=name))
+    assert quantity.source == "--set"
+    record = machine.description[name]
+    assert isinstance(record, dict)
+    assert record["value"] == quantity.value
+
+
+@pytest.mark.parametrize(
+    ("setting", "effect"),
+    [
+        ("gpu.capacity=10 GB", lambda m: m.tier("gpu0").capacity_bytes == 10e9 - 2**30),
+        ("gpu.reserve=4 GB", lambda m: m.tier("gpu0").capacity_bytes == 24564 * 2**20 - 4e9),
+        ("gpu.count=2", lambda m: m.stream("gpu1.h2d")),
+        ("gpu.part=h100-sxm-80gb", lambda m: m.tier("gpu0").capacity_bytes == (81559 - 1024) * 2**20),
+        ("gpu.peak_fp16=100 TFLOP/s", lambda m: rate(m, "gpu0.compute", "matmul_fp16_flops") == pytest.approx(60e12)),
+        ("gpu.matmul_fp16=99 TFLOP/s", lambda m: rate(m, "gpu0.compute", "matmul_fp16_flops") == 99e12),
+        ("gpu.attention_fp16=9e12", lambda m: rate(m, "gpu0.compute", "attention_fp16_flops") == 9e12),
+        ("gpu.memory_bandwidth=1e12", lambda m: rate(m, "gpu0.compute", "elementwise_bytes") == 0.8e12),
+        ("gpu.elementwise=5e11", lambda m: rate(m, "gpu0.compute", "elementwise_bytes") == 5e11),
+        ("gpu.adam=1 G/s", lambda m: rate(m, "gpu0.compute", "parameters") == 1e9),
+        ("gpu.latency=1 ms", lambda m: m.stream("gpu0.compute").latency_s == 1e-3),
+        ("link.h2d=12 GB/s", lambda m: rate(m, "gpu0.h2d", "bytes") == 12e9),
+        ("link.h2d=[[1e6, 1e9], [1e9, 12e9]]", lambda m: m.stream("gpu0.h2d").rates["bytes"].at(1e6) == 1e9),
+        ("link.both=30 GB/s", lambda m: m.limits["gpu0.link"] == 30e9),
+        ("link.host_h2d=30 GB/s", lambda m: m.limits["host_link.h2d"] == 30e9),
+        ("host.capacity=256 GiB", lambda m: m.tier("host").capacity_bytes == 248 * 2**30),
+        ("host.memory_bandwidth=99 GB/s", lambda m: m.limits["dram"] == 99e9),
+        ("host.adam=1 G/s", lambda m: rate(m, "host.adam", "parameters") == 1e9),
+        ("host.rounding=power-of-two", lambda m: m.tier("host").held_bytes(5000) == 8192),
+        ("nvme.drives=3", lambda m: rate(m, "nvme.read", "bytes") == 19.5e9),
+        ("nvme.drives=0", lambda m: all(t.name != "nvme" for t in m.tiers)),
+        ("nvme.part=990-pro", lambda m: rate(m, "nvme.read", "bytes") == pytest.approx(12 * 7.45e9)),
+        ("nvme.read=1 GB/s", lambda m: rate(m, "nvme.read", "bytes") == 12e9),
+        ("nvme.array_read=20 GB/s", lambda m: rate(m, "nvme.read", "bytes") == 20e9),
+        ("nvme.mixed=1.5", lambda m: m.limits["nvme"] == 1.5),
+        ("nvme.write_share=0.2", lambda m: m.stream("nvme.write").share == 0.2),
+        ("nvme.latency=1 ms", lambda m: m.stream("nvme.read").latency_s == 1e-3),
+    ],
+)
+def test_settings_change_the_machine(setting: str, effect) -> None:  # type: ignore[no-untyped-def]
+    assert effect(load_machine("fuyou-4090", [setting]))
+
+
+def rate(machine, stream: str, kind: str) -> float:  # type: ignore[no-untyped-def]
+    return float(machine.stream(stream).rates[kind].at(1e15))
+
+
+def test_another_part_drops_what_was_said_of_the_old_one() -> None:
+    description = load_description("fuyou-4090", ["gpu.part=h100-sxm-80gb", "nvme.part=990-pro"])
+    assert "gpu.matmul_fp16" not in description.values  # the calibration of the RTX 4090
+    assert "nvme.mixed" not in description.values
+    assert description.number("nvme.drives") == 12
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nvme.drive=3", "did you mean nvme.drives"),
+        ("nvme.drives", "not key=value"),
+        ("nvme.drives=", "not key=value"),
+        ("nvme.drives=1.5", "must be a whole number"),
+        ("gpu.count=0", "must be 1 or more"),
+        ("link.p2p_path=air", "choose among pcie, own"),
+        ("link.h2d=[[1e6, 1e9], [1e3, 2e9]]", "rising amounts"),
+        ("link.h2d=[[1e6", "is not a list of points"),
+        ("unheard.of=1", "the keys are gpu.part"),
+    ],
+)
+def test_a_wrong_setting_says_what_is_right(setting: str, message: str) -> None:
+    with pytest.raises(MachineError, match=message):
+        load_machine("fuyou-4090", [setting])
+
+
+# ---- round trip
+
+
+@settings(max_examples=50)
+@given(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40),
+    st.floats(1e-6, 1e15),
+    st.floats(0, 10) | st.none(),
+)
+def test_whatever_a_source_says_it_is_read_back(source: str, value: float, spread: float | None) -> None:
+    quantities = {
+        "gpu.capacity": Quantity(value, "measured", source, spread),
+        "link.h2d": Quantity(((1.0, value), (2.0, value)), "published", source, spread),
+    }
+    description = Description(name="n", summary=source, values=quantities, notes={"a b": [1, 2.5, source, True]})
+    assert parse_description(write_description(description), where="x") == description
+
+
+def test_a_description_with_everything_survives_the_round_trip() -> None:
+    text = PLAIN + SWITCHES + '[[limit]]\nname = "cores"\nlimit = 1.0\ntakes = { "host.adam" = 0.5 }\nspread = 0.1\n'
+    text += '[shares]\n"host.adam" = 2.0\n[notes]\ndate = "today"\n'
+    description = parse_description(text, where="plain.toml")
+    assert parse_description(write_description(description), where="plain.toml") == description
+    assert build(description).stream("host.adam").share == 2.0
