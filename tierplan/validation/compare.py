@@ -26,7 +26,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.validation.attribution import Contribution, attribute
 from tierplan.validation.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times, wants_memory
-from tierplan.validation.steps import Steps, cut_steps
+from tierplan.validation.steps import Steps, cut_predicted, cut_steps
 
 __all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "StreamTime", "TierComparison", "compare"]
 
@@ -174,7 +174,7 @@ def compare(
     ValueError
         When a trace lacks ops of the schedule or has others: it is of another schedule.
     """
-    steps_p, steps_m = cut_steps(predicted, warmup_steps), cut_steps(measured, warmup_steps)
+    steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)
     if moved_bytes is None:

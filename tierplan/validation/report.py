@@ -10,7 +10,7 @@ from tierplan.sim.trace import Trace
 from tierplan.validation import pictures
 from tierplan.validation.compare import Comparison, Pair
 from tierplan.validation.page import bars, cards, facts, paragraph, section, table, write_page
-from tierplan.validation.steps import cut_steps
+from tierplan.validation.steps import cut_predicted, cut_steps
 from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
 
 __all__ = ["verdict", "write_report"]
@@ -132,9 +132,9 @@ def _timelines(comparison: Comparison, schedule: Schedule, predicted: Trace, mea
 
 
 def _windows(comparison: Comparison, predicted: Trace, measured: Trace) -> tuple[pictures.Window, pictures.Window]:
-    warmup = max(comparison.warmup_steps, 0)
+    warmup = comparison.warmup_steps
     return (
-        pictures.typical_window(predicted, cut_steps(predicted, warmup)),
+        pictures.typical_window(predicted, cut_predicted(predicted, warmup)),
         pictures.typical_window(measured, cut_steps(measured, warmup)),
     )
 

@@ -14,7 +14,7 @@ from statistics import median
 
 from tierplan.sim.trace import Span, Trace
 
-__all__ = ["Steps", "cut_steps", "split_key"]
+__all__ = ["Steps", "cut_predicted", "cut_steps", "split_key"]
 
 _PREFIX = re.compile(r"s(\d+)/(.+)", re.DOTALL)
 
@@ -82,3 +82,9 @@ def cut_steps(trace: Trace, warmup_steps: int = 2) -> Steps:
         before = end_ns[step] = max(before, *(s.end_ns for s in spans[step].values()), 0)
     skipped = min(warmup_steps, len(order) - 1)
     return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(order[skipped:]))
+
+
+def cut_predicted(trace: Trace, warmup_steps: int = 2) -> Steps:
+    """As `cut_steps` for a simulated trace, which is short: at most half of its steps are warm-up."""
+    num_steps = len({split_key(span.key)[0] for span in trace.spans})
+    return cut_steps(trace, min(warmup_steps, num_steps // 2))

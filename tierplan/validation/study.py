@@ -51,6 +51,8 @@ class Point:
     """Empty for the policy's own."""
     max_grad_norm: float | None = None
     attention: str = "flash"
+    planner_s: float = 10.0
+    """Time limit of the planner."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Changes to the machine's description, by key."""
 
@@ -78,6 +80,7 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     "semantics": str,
     "max_grad_norm": (int, float),
     "attention": str,
+    "planner_s": (int, float),
 }
 
 

@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from tierplan.sim.trace import write_atomically
 from tierplan.validation.study import Point
 
-__all__ = ["sweep", "write_table"]
+__all__ = ["Row", "sweep", "write_table"]
 
-Row = dict[str, object]
+Row = dict[str, Any]
+"""Columns by name: JSON values."""
 IN_FLIGHT_PER_WORKER = 4
 """Points handed out beyond those that run: enough to keep workers busy, few enough to stop soon."""
 

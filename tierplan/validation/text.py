@@ -11,6 +11,8 @@ def format_s(seconds: float, *, signed: bool = False) -> str:
     """Seconds to three digits: `1.24 s`, `83.1 ms`, `4 min 10 s`, `2.5 h`."""
     sign = ("+" if seconds > 0 else "") if signed else ""
     size = abs(seconds)
+    if size >= 2 * 31_557_600:
+        return f"{sign}{_digits(seconds / 31_557_600)} years"
     if size >= 172_800:
         return f"{sign}{_digits(seconds / 86_400)} days"
     if size >= 7_200:

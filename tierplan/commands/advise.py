@@ -1,0 +1,76 @@
+"""Can I train this model on this machine, how fast, what limits it, and what should I buy?
+
+Simulates the policies and the planner at several batch sizes on the machine as it is, and again with one thing changed
+at a time: a drive, DRAM, another GPU. Says time and cost per billion tokens, how long the drives live, and the largest
+model that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierplan.validation.advise import Advice
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="config.json, its folder, or a name such as gpt-13b"
+    )
+    parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
+                        help="change the machine, e.g. nvme.drives=3")  # fmt: skip
+    parser.add_argument("--seq", type=int, default=1024, metavar="S", help="tokens in one sequence (default 1024)")
+    parser.add_argument("--batch", type=int, action="append", metavar="B",
+                        help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip
+    parser.add_argument("--planner-s", type=float, default=10.0, metavar="S",
+                        help="time limit of the planner per machine; 0 leaves it out (default 10)")  # fmt: skip
+    parser.add_argument("--electricity", type=float, default=0.20, metavar="USD", help="per kWh (default 0.20)")
+    parser.add_argument("--years", type=float, default=3.0, help="over which the machine is written off (default 3)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
+    parser.add_argument("-o", "--out", metavar="PAGE.html", help="also write it as a page")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tierplan.validation.advice_text import advice_lines, write_advice
+    from tierplan.validation.advise import BATCHES, Prices, advise
+
+    overrides = dict(_pair(text) for text in args.overrides)
+    advice = advise(
+        args.model,
+        args.machine,
+        overrides=overrides,
+        batches=args.batch or BATCHES,
+        seq=args.seq,
+        planner_s=args.planner_s,
+        prices=Prices(electricity_usd_per_kwh=args.electricity, years=args.years),
+        num_workers=args.workers,
+        progress=sys.stderr.isatty() and not args.json,
+    )
+    if args.out:
+        write_advice(args.out, advice)
+    if args.json:
+        print(json.dumps(advice.record()))
+    else:
+        print("\n".join(advice_lines(advice)))
+        if args.out:
+            print(f"\n{args.out}")
+    return _status(advice)
+
+
+def _status(advice: Advice) -> int:
+    """That a model does not fit is an answer, not an error."""
+    return 0 if advice.fits or advice.why_not else 1
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, sep, value = text.partition("=")
+    if not sep or not key:
+        raise ValueError(f"--set {text!r}; write KEY=VALUE, e.g. nvme.drives=3")
+    return key.strip(), value.strip()

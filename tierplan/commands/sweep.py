@@ -1,0 +1,88 @@
+"""Run a what-if study: many scenarios, one tidy table.
+
+STUDY.toml says what to vary:
+
+    name = "drives"
+    question = "How many drives pay off?"
+    [scenario]
+    model = "gpt-13b"
+    machine = "desktop-4090"
+    policy = ["zero-infinity", "fuyou"]
+    batch = [8, 32]
+    [set]
+    nvme.drives = [1, 2, 4]
+
+All combinations are planned and simulated. Results are kept one by one in OUT/results.jsonl; a second run continues
+where the first one stopped. OUT/table.csv has one row per scenario.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+__all__ = ["add_arguments", "run"]
+
+SHOWN = ("fits", "step_s", "tokens_per_s", "bound_by")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY.toml")
+    parser.add_argument("-o", "--out", metavar="DIR", help="folder for the results (default: the study's name)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--dask", metavar="ADDRESS", help="run on the dask scheduler at this address, tcp://host:port")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, one per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from tierplan.validation.study import load_study
+    from tierplan.validation.sweep import sweep
+
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers is {args.workers}; give 1 or more")
+    study = load_study(args.study)
+    out = Path(args.out or study.name)
+    points = list(study.points())
+    progress = sys.stderr.isatty()
+    if args.dask:
+        try:
+            from distributed import Client
+        except ImportError as error:
+            raise RuntimeError("--dask needs the package distributed; install tierplan[cluster]") from error
+        with Client(args.dask) as client:
+            rows = sweep(points, out_dir=out, executor=client.get_executor(), progress=progress)
+    else:
+        rows = sweep(points, out_dir=out, num_workers=args.workers, progress=progress)
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+        return 0
+    _print_table(study.question, {**study.scenario, **study.overrides}, rows)
+    print(f"\n{len(rows)} scenarios in {out / 'table.csv'}")
+    return 0
+
+
+def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:
+    """The columns that vary, and the main figures."""
+    varied = [name for name, values in axes.items() if len(values) > 1]  # type: ignore[arg-type]
+    columns = [*varied, *SHOWN]
+    if any("error" in row for row in rows):
+        columns.append("error")
+    cells = [columns, *([_text(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    if question:
+        print(f"{question}\n")
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
