@@ -99,7 +99,6 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         forward=lambda: loss_of(model, batch, None),
         external=batch_addresses(batch, model),
         device=Device(torch.device("cpu")),
-        num_threads=1,
         seed=1,
     )
     for unit in units:

@@ -31,11 +31,11 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Several threads on a busy machine spend their time waiting for each other; one test below uses two."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
-    assert torch.get_num_threads() == 2, "the thread count leaked"
     torch.set_num_threads(before)
 
 
@@ -159,6 +159,14 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
     check(model, training, random_choices(model, training, str(seed)), tmp_path)
 
 
+def test_with_two_threads(tmp_path: Path) -> None:
+    """Compute, norms and the reference use two threads, the other streams one: no stream changes another's bits."""
+    torch.set_num_threads(2)
+    training = replace(CPU, max_grad_norm=0.5)
+    check(make_model("gpt2", dropout=0.1), training, UnitPlan(grads="host", states="nvme", acts="host"), tmp_path)
+    assert torch.get_num_threads() == 2
+
+
 def test_delayed_updates(tmp_path: Path) -> None:
     model = make_model("gpt2")
     workload = observed_workload(model, make_batches(1)[0], CPU)
@@ -176,10 +184,10 @@ def test_global_random_numbers(tmp_path: Path) -> None:
     """Without a seed, dropout draws from PyTorch's generator as plain training does."""
     model = make_model("gpt2", dropout=0.1)
     batches = make_batches(STEPS)
-    schedule = lower(uniform_plan(w := observed_workload(model, batches[0], CPU), UnitPlan(acts="recompute")), w,
-    machine())
+    schedule = schedule_for(model, UnitPlan(acts="recompute"))
     plain = copy.deepcopy(model)
-    torch.manual_seed(5) expected = train_plainly(plain, batches, steps=STEPS, seed=None)
+    torch.manual_seed(5)
+    expected = train_plainly(plain, batches, steps=STEPS, seed=None)
     torch.manual_seed(5)
     result = train(schedule, model, batches, steps=STEPS, seed=None, nvme_dir=tmp_path)
     assert result.losses == tuple(expected)
@@ -190,7 +198,7 @@ def test_in_a_device_too_small_for_plain_training(tmp_path: Path) -> None:
     workload = observed_workload(model, make_batches(1)[0], CPU)
     plan = uniform_plan(workload, MIXED, prefetch_params_units=1, prefetch_acts_units=1)
     plain_bytes = workload.num_parameters * 16
-    tight = machine(device_bytes=plain_bytes // 2, host_bytes=plain_bytes // 2)
+    tight = machine(device_bytes=plain_bytes // 2)
     check(model, CPU, plan, tmp_path, on=tight, workload=workload)
 
 
@@ -211,7 +219,7 @@ def schedule_for(model: nn.Module, choice: UnitPlan, training: Training = CPU) -
 def test_other_shapes_than_planned_are_refused(tmp_path: Path) -> None:
     model = make_model("gpt2")
     schedule = schedule_for(model, UnitPlan(acts="host"))
-    with pytest.raises(SizeError, match="is declared with .* bytes, but holds"):
+    with pytest.raises(SizeError, match=r"is declared with .* bytes, but holds"):
         train(schedule, model, make_batches(2, length=32), steps=2, nvme_dir=tmp_path)
 
 
@@ -219,7 +227,7 @@ def test_another_model_than_planned_is_refused(tmp_path: Path) -> None:
     schedule = schedule_for(make_model("gpt2"), UnitPlan())
     with pytest.raises(TrainingError, match="make the schedule from this model"):
         train(schedule, make_model("opt"), make_batches(2), steps=2, nvme_dir=tmp_path)
-    with pytest.raises(TrainingError, match="5 units, the schedule|6 units, the schedule"):
+    with pytest.raises(TrainingError, match=r"unit 'L3' .* where the schedule has 'head'"):
         train(schedule, make_model("gpt2", num_blocks=4), make_batches(2), steps=2, nvme_dir=tmp_path)
     with pytest.raises(TrainingError, match=r"in torch.bfloat16, but the schedule trains in torch.float32"):
         train(schedule, make_model("gpt2", dtype="bf16"), make_batches(2), steps=2, nvme_dir=tmp_path)

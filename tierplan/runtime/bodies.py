@@ -22,6 +22,7 @@ from tierplan.runtime.executor import Call, Instance
 from tierplan.runtime.lanes import Lane
 from tierplan.runtime.saved import Slot, memory_of
 from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.threads import threads_here
 from tierplan.runtime.units import ModelError, ModelUnit
 
 __all__ = ["Bodies", "Held", "SizeError"]
@@ -378,7 +379,7 @@ class Bodies:
         """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
         unit = self.units[self._index[call.op.unit]]
         views = unit.views(held_of(call.reads[0]).block.data.view(self.dtype))
-        with _Threads(self.num_threads):
+        with threads_here(self.num_threads):
             norms = [
                 (self._position[id(p)], torch.linalg.vector_norm(view, 2.0).cpu())
                 for (_, p), view in zip(unit.parameters, views, strict=True)
@@ -470,17 +471,3 @@ def _sink(view: torch.Tensor, held: Held, k: int) -> Callable[[torch.Tensor], No
             held.filled.add(k)
 
     return take
-
-
-class _Threads:
-    """So many threads for the kernels of this thread: a norm has the bits of its number of threads."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._wanted = num_threads
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._wanted)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self._before)

@@ -107,7 +107,6 @@ class Lane:
     external: set[int]
     """Addresses of the batch's tensors and the model's buffers."""
     device: Device
-    num_threads: int
     seed: int | None = None
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
     loss: float = float("nan")
@@ -204,7 +203,6 @@ class Lane:
     # ---- called in the lane's own thread ----
 
     def _main(self) -> None:
-        torch.set_num_threads(self.num_threads)
         self._go.acquire()
         try:
             if self._is_cancelled:

@@ -27,6 +27,7 @@ from tierplan.runtime.executor import Executor, Instance
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.threads import limit_this_thread
 from tierplan.runtime.units import ModelUnit, split_model
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -157,6 +158,7 @@ class Trainer:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
             self._batches = _chain(first, self._batches)
             self._set_up(first)
+        torch.set_num_threads(self._threads)
         try:
             self._executor.run(steps)
         finally:
@@ -354,12 +356,12 @@ class Trainer:
             forward=forward,
             external=batch_addresses(moved, self.model),
             device=self._device,
-            num_threads=self._threads,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
         )
 
     def _on_thread_start(self, stream: str) -> None:
-        torch.set_num_threads(self._threads if stream == "gpu0.compute" else 1)
+        if not stream.endswith(".compute"):
+            limit_this_thread(1)  # measured: more only get into the way of compute
 
     def _on_loss(self, step: int, m: int, loss: float) -> None:
         self._losses.setdefault(step, []).append(loss)

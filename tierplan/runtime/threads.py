@@ -1,0 +1,53 @@
+"""How many threads the kernels of one Python thread use.
+
+`torch.set_num_threads` also sets the thread count of MKL, which is one for the whole process: a worker that calls it
+changes the matrix products of all others, and with them the last bits of what they compute. So the count for the run is
+set once in the main thread, and workers lower their own through OpenMP, whose setting belongs to each thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+__all__ = ["limit_this_thread", "threads_here"]
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that PyTorch has loaded; None where it cannot be told."""
+    torch.get_num_threads()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    for line in maps.read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if "libgomp" in path or "libiomp" in path or "libomp" in path:
+            library = ctypes.CDLL(path)
+            if hasattr(library, "omp_set_num_threads"):
+                return library
+    return None
+
+
+def limit_this_thread(num_threads: int) -> None:
+    """Kernels called from this thread use so many threads, matrix products excepted. Others are not affected."""
+    torch.get_num_threads()  # PyTorch sets a thread up when it is first used, which would undo the next line
+    library = _openmp()
+    if library is not None:
+        library.omp_set_num_threads(num_threads)
+
+
+@contextmanager
+def threads_here(num_threads: int) -> Iterator[None]:
+    """So many threads for a while."""
+    before = torch.get_num_threads()
+    limit_this_thread(num_threads)
+    try:
+        yield
+    finally:
+        limit_this_thread(before)
