@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering_packs import lower_packs
+from tierplan.planner.partition import partition
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.refine import order_under_contention
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
@@ -43,17 +45,22 @@ Position = tuple[float, int]
 
 
 def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = True) -> Schedule:
-    """The schedule of one optimizer step of `plan`, valid and in list order for one device.
+    """The schedule of one optimizer step of `plan`, valid and in list order.
 
     `refine` improves the order by a first simulation on the machine. Raises `PlanError` when plan, workload and machine
     do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
     """
     plan.check(workload)
+    have = sum(tier.kind == "device" for tier in machine.tiers)
+    if plan.devices > have:
+        raise PlanError(f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {have}")
     if plan.packs is not None:
         return lower_packs(plan, plan.packs, workload, machine)
     if plan.tiles > 1:
         plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
     schedule = _Lowering(plan, workload, machine).schedule()
+    if plan.devices > 1:
+        return validate(order_under_contention(partition(schedule, plan.devices), machine))
     if refine:
         schedule = order_by_readiness(schedule, price(schedule, machine))
     return validate(schedule)

@@ -13,12 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
-from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Packs, Plan, PlanError
-from tierplan.sim.engine import OutOfMemory, simulate
-from tierplan.sim.ordering import order_by_readiness
-from tierplan.sim.pricing import price
+from tierplan.planner.refine import order_under_contention
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.workload import Unit, Workload
 
@@ -28,20 +25,10 @@ HOST, CORES = "host", "host.adam"
 
 
 def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine.
-
-    Devices contend for the host's link, so the list order follows from a simulation with what others slow down.
-    """
+    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
     _check(packs, workload, machine)
     schedule = _PackLowering(plan, packs, workload, machine).schedule()
-    costs = price(schedule, machine)
-    schedule = order_by_readiness(schedule, costs)
-    try:
-        spans = simulate(schedule, costs, limits=machine.limits).spans
-    except OutOfMemory:
-        return validate(schedule)  # simulating it says where
-    slowed = {span.key: Cost(0.0, span.duration_ns / 1e9) for span in spans}
-    return validate(order_by_readiness(schedule, slowed))
+    return validate(order_under_contention(schedule, machine))
 
 
 def _check(packs: Packs, workload: Workload, machine: Machine) -> None:

@@ -46,7 +46,8 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
         offsets = [row + 0.4 - (k + 0.5) * height for row in rows]
         right.barh(offsets, busy, height=height, color=colour, label=stream, edgecolor="black", linewidth=0.3)
     right.set_xlabel("work of each stream in one step (s, alone)")
-    right.legend(fontsize=7, loc="lower right")
+    if fitting:
+        figure.legend(fontsize=8, loc="outside lower center", ncols=len(COLOURS))
     title = f"{predictions[0].model} on {predictions[0].machine}"
     figure.suptitle(title + (f" - does not fit: {', '.join(missing)}" if missing else ""), fontsize=10)
     figure.savefig(path, dpi=150)

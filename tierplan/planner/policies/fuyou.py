@@ -122,9 +122,9 @@ def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
     """
     capacity = machine.tier("gpu0").capacity_bytes
     t, batch = workload.training, workload.training.per_device_train_batch_size
-    largest = max(u.num_parameters for u in workload.units)
-    block = max((u.num_parameters for u in workload.blocks), default=largest)
-    parameters = block * t.param_bytes * (2 + window) + largest * (t.param_bytes + 2 * t.grad_bytes)
+    block = max((u.num_parameters for u in workload.blocks), default=0)
+    other = max((u.num_parameters for u in workload.units if u.kind != "block"), default=0)
+    parameters = block * (t.param_bytes * (1 + window) + 2 * t.grad_bytes) + other * (t.param_bytes + t.grad_bytes)
     borders = 4 * max(u.input_bytes for u in workload.units) * t.gradient_accumulation_steps
     need = 0
     for tiles in (k for k in range(1, batch + 1) if batch % k == 0):

@@ -1,0 +1,173 @@
+"""One device's schedule on several: every device trains on its own micro-batches and holds a part of the model (ZeRO-3).
+
+Parameters, gradients and optimizer states are cut into as many parts as there are devices. A device keeps or fetches
+its part of a unit's parameters over its own link and gathers the others' from its peers before it computes; after
+backward, gradients are reduced and scattered, and each device sends its part away. Host cores and drives work for
+all devices: what they read and write is the whole. Activations belong to each device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tierplan.sim.schedule import Buffer, Op, Schedule
+
+__all__ = ["partition"]
+
+DEVICE = "gpu0"
+PARTED = ("params", "grads", "states")
+"""Kinds of buffers that are cut into parts."""
+COMPUTE_KINDS = ("forward", "recompute", "backward")
+
+
+def partition(schedule: Schedule, devices: int) -> Schedule:
+    """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist."""
+    return _Partition(schedule, devices).schedule()
+
+
+class _Partition:
+    def __init__(self, schedule: Schedule, devices: int) -> None:
+        self.source, self.n = schedule, devices
+        self.old = schedule.buffers_by_name()
+        self.buffers: dict[str, Buffer] = {}
+        self.ops: list[Op] = []
+        self.gathered: dict[tuple[str, str, str, int, int], str] = {}
+        self.scattered: dict[tuple[str, int], str] = {}
+        self.computes: list[list[str]] = [[] for _ in range(devices)]  # keys per device, in order
+        self.keys: dict[str, list[str]] = {}
+
+    def schedule(self) -> Schedule:
+        for name in self.old:
+            for r in self._ranks(name):
+                self._declare(name, r)
+        for op in self.source.ops:
+            self._place(op)
+        return replace(
+            self.source,
+            name=f"{self.source.name} on {self.n} devices",
+            buffers=tuple(self.buffers.values()),
+            ops=tuple(self.ops),
+            meta={**self.source.meta, "devices": self.n},
+        )
+
+    # ---- buffers ----
+
+    def _is_parted(self, b: Buffer) -> bool:
+        """Whether a device or a host's part stands for 1/n of it; a gradient is whole on the device that made it."""
+        return b.kind in PARTED and not (b.tier == DEVICE and b.kind == "grads")
+
+    def _ranks(self, name: str) -> Iterable[int]:
+        b = self.old[name]
+        is_shared = b.tier != DEVICE and b.kind not in (*PARTED, "acts")
+        return (0,) if is_shared else range(self.n)
+
+    def _name(self, name: str, r: int) -> str:
+        return name if len(tuple(self._ranks(name))) == 1 else f"{name}/gpu{r}"
+
+    def _declare(self, name: str, r: int) -> None:
+        b = self.old[name]
+        self.buffers[self._name(name, r)] = replace(
+            b,
+            name=self._name(name, r),
+            tier=f"gpu{r}" if b.tier == DEVICE else b.tier,
+            size_bytes=-(-b.size_bytes // self.n) if self._is_parted(b) else b.size_bytes,
+            reuses=self._name(b.reuses, r) if b.reuses else None,
+            becomes=self._name(b.becomes, r) if b.becomes else None,
+        )
+
+    def _all(self, names: Iterable[str]) -> list[str]:
+        return [self._name(name, r) for name in names for r in self._ranks(name)]
+
+    # ---- ops ----
+
+    def _place(self, op: Op) -> None:
+        touched = [self.old[name] for name in (*op.reads, *op.writes)]
+        on_device = op.stream.startswith(f"{DEVICE}.")
+        if not on_device and not any(b.kind == "acts" for b in touched):
+            self._emit(op, op.key, op.stream, op.work, self._all(op.reads), self._all(op.writes), None)
+            return
+        for r in range(self.n):
+            reads = [self._input(op, name, r) for name in op.reads]
+            writes = [self._name(name, r) for name in op.writes]
+            work = op.work
+            if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in PARTED):
+                work = {kind: amount / self.n for kind, amount in op.work.items()}
+            stream = op.stream.replace(DEVICE, f"gpu{r}", 1) if on_device else op.stream
+            key = self._emit(op, f"{op.key}/gpu{r}", stream, work, reads, writes, r)
+            if op.kind in COMPUTE_KINDS:
+                self.computes[r].append(key)
+
+    def _input(self, op: Op, name: str, r: int) -> str:
+        b = self.old[name]
+        if b.tier != DEVICE:
+            return self._name(name, r)
+        if b.kind == "params" and op.kind in COMPUTE_KINDS:
+            return self._gather(op, name, r)
+        if b.kind == "grads" and op.kind not in COMPUTE_KINDS:
+            return self._scatter(name, r)
+        return self._name(name, r)
+
+    def _emit(
+        self, op: Op, key: str, stream: str, work: object, reads: list[str], writes: list[str], r: int | None
+    ) -> str:
+        after = []
+        for old in op.after:
+            new = self.keys[old]
+            after += [new[r]] if r is not None and len(new) == self.n else new
+        self.ops.append(
+            replace(
+                op,
+                key=key,
+                stream=stream,
+                work=work,
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(writes),
+                after=tuple(dict.fromkeys(after)),
+            )  # type: ignore[arg-type]  # fmt: skip
+        )
+        self.keys.setdefault(op.key, []).append(key)
+        return key
+
+    def _gather(self, op: Op, name: str, r: int) -> str:
+        """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
+        turn = "fwd" if op.kind == "forward" else "bwd"
+        known = (name, op.unit, turn, op.micro_batch, r)
+        if known not in self.gathered:
+            b = self.old[name]
+            key = f"gather_params/{b.content.partition('/')[2]}/{op.unit}/{turn}/mb{op.micro_batch}/gpu{r}"
+            self.gathered[known] = self._collective(
+                key, "gather", b, r, [self._name(name, k) for k in range(self.n)], b.size_bytes, self.computes[r][-2:-1]
+            )
+        return self.gathered[known]
+
+    def _scatter(self, name: str, r: int) -> str:
+        """Device r's part of the sum of all devices' gradients."""
+        if (name, r) not in self.scattered:
+            b = self.old[name]
+            key = f"reduce_{b.content}/gpu{r}"
+            whole = [self._name(name, k) for k in range(self.n)]
+            self.scattered[name, r] = self._collective(key, "reduce", b, r, whole, -(-b.size_bytes // self.n), [])
+        return self.scattered[name, r]
+
+    def _collective(
+        self, key: str, kind: str, b: Buffer, r: int, reads: list[str], size_bytes: int, after: list[str]
+    ) -> str:
+        made = replace(
+            b, name=f"{key}@gpu{r}", tier=f"gpu{r}", size_bytes=size_bytes, initial=False, reuses=None, becomes=None
+        )
+        self.buffers[made.name] = made
+        moved = b.size_bytes * (self.n - 1) / self.n
+        self.ops.append(
+            Op(
+                key=key,
+                stream=f"gpu{r}.p2p.gpu{(r + 1) % self.n}",
+                kind=kind,
+                unit=b.content.partition("/")[2],
+                work={"bytes": moved},
+                reads=tuple(reads),
+                writes=(made.name,),
+                after=tuple(after),
+            )
+        )
+        return made.name

@@ -1,0 +1,29 @@
+"""The list order of a schedule on several devices, which contend for links, drives and cores."""
+
+from __future__ import annotations
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine
+from tierplan.sim.completion import OutOfMemory
+from tierplan.sim.engine import simulate
+from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule
+
+__all__ = ["order_under_contention"]
+
+
+def order_under_contention(schedule: Schedule, machine: Machine) -> Schedule:
+    """The same ops in the order in which they become ready, with the durations that they have beside each other.
+
+    The first order takes each op to be alone; a simulation of it shows how much others slow it down. One that does
+    not fit is returned in the first order: simulating it says where.
+    """
+    costs = price(schedule, machine)
+    schedule = order_by_readiness(schedule, costs)
+    try:
+        spans = simulate(schedule, costs, limits=machine.limits).spans
+    except OutOfMemory:
+        return schedule
+    slowed = {span.key: Cost(0.0, span.duration_ns / 1e9) for span in spans}
+    return order_by_readiness(schedule, slowed)
