@@ -43,6 +43,8 @@ class SteadyState:
     """When the last op of each step ended."""
     trace: Trace
     """All simulated steps; the ops of step k are `sk/...`."""
+    schedule: Schedule
+    """What the trace executed: the schedule, unrolled."""
 
     @property
     def is_periodic(self) -> bool:
@@ -79,14 +81,17 @@ def steady_state(
     if num_steps < 3:
         raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
     while True:
-        trace = simulate(unroll(schedule, num_steps), machine)
-        found = _repetition(schedule, trace, num_steps, trust_last=not machine.shared_limits)
+        unrolled = unroll(schedule, num_steps)
+        trace = simulate(unrolled, machine)
+        found = _repetition(schedule, unrolled, trace, num_steps, trust_last=not machine.shared_limits)
         if found.is_periodic or 2 * num_steps > max_steps:
             return found
         num_steps *= 2
 
 
-def _repetition(schedule: Schedule, trace: Trace, num_steps: int, *, trust_last: bool) -> SteadyState:
+def _repetition(
+    schedule: Schedule, unrolled: Schedule, trace: Trace, num_steps: int, *, trust_last: bool
+) -> SteadyState:
     """The repetition in a trace of `num_steps` steps.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
@@ -125,4 +130,5 @@ def _repetition(schedule: Schedule, trace: Trace, num_steps: int, *, trust_last:
         num_steps=num_steps,
         step_ends_s=tuple(float(end) / 1e9 for end in ends_ns),
         trace=trace,
+        schedule=unrolled,
     )

@@ -1,0 +1,159 @@
+"""Explanations add up to the whole time, and agree with networkx's longest path and with cases solved by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import networkx as nx
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.sim.random_schedules import costs, durations, schedules
+from tests.sim.test_engine import run
+from tests.sim.test_rules import trace_or_none
+from tests.sim.test_schedule import buffer, op
+from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.sim.engine import simulate
+from tierplan.sim.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
+from tierplan.sim.schedule import Schedule, Tier
+from tierplan.sim.steady import steady_state
+
+seconds_lists = st.lists(durations, min_size=14, max_size=14)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules(), seconds_lists)
+def test_the_critical_path_covers_the_whole_time(schedule: Schedule, seconds: list[float]) -> None:
+    trace = trace_or_none(schedule, costs(schedule, seconds))
+    assume(trace is not None)
+    assert trace is not None
+    path = critical_path(schedule, trace)
+    assert path[0].start_ns == 0
+    assert path[-1].end_ns == trace.duration_ns
+    for before, after in pairwise(path):
+        assert before.end_ns == after.start_ns
+    assert sum(time_on_path(path).values()) == pytest.approx(trace.duration_s)
+    assert len({s.key for s in path}) == len(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(roomy=True), seconds_lists)
+def test_it_is_as_long_as_networkx_says(schedule: Schedule, seconds: list[float]) -> None:
+    """Without memory waits the makespan is the longest path over inputs and streams, by networkx's own algorithm."""
+    trace = simulate(schedule, costs(schedule, seconds))
+    assume(not any(s.waited_memory_ns for s in trace.spans))
+    causes = cause_graph(schedule, trace)
+    for before, after in list(causes.edges):
+        causes.edges[before, after]["duration_ns"] = causes.nodes[before]["span"].duration_ns
+    for key in list(causes):
+        causes.add_edge(key, "(end)", duration_ns=causes.nodes[key]["span"].duration_ns)
+    assert nx.dag_longest_path_length(causes, weight="duration_ns") == trace.duration_ns
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), seconds_lists, st.floats(0, 1), st.floats(0, 1))
+def test_every_streams_time_is_accounted_for(
+    schedule: Schedule, seconds: list[float], begin_frac: float, end_frac: float
+) -> None:
+    trace = trace_or_none(schedule, costs(schedule, seconds))
+    assume(trace is not None)
+    assert trace is not None
+    begin_s, end_s = sorted((begin_frac * trace.duration_s, end_frac * trace.duration_s))
+    for window_s in (None, (begin_s, end_s)):
+        whole_s = trace.duration_s if window_s is None else end_s - begin_s
+        for time in stream_times(trace, window_s).values():
+            parts = [time.alone_s, time.slowed_s, time.input_s, time.memory_s, time.done_s]
+            assert sum(parts) == pytest.approx(whole_s, abs=1e-6)
+            assert min(parts) >= 0
+    for stream, time in stream_times(trace).items():
+        assert time.busy_s == pytest.approx(trace.busy_s()[stream])
+
+
+def test_waits_by_hand() -> None:
+    """One slot: the second load waits 3 s for memory, each compute 2 s for its load; the link is done at 7 of 10."""
+    buffers = [buffer("p0"), buffer("p1")]
+    ops = [
+        op(f"{what}{i}", *((f"p{i}", "") if what == "use" else ("", f"p{i}")), stream=what)
+        for i in (0, 1)
+        for what in ("load", "use")
+    ]
+    trace = run(buffers, ops, {"load0": 2.0, "use0": 3.0, "load1": 2.0, "use1": 3.0}, capacity_bytes=4)
+    times = stream_times(trace)
+    assert (times["load"].alone_s, times["load"].memory_s, times["load"].done_s) == (4.0, 3.0, 3.0)
+    assert (times["use"].alone_s, times["use"].input_s, times["use"].done_s) == (6.0, 4.0, 0.0)
+    schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=4),), buffers=tuple(buffers), ops=tuple(ops))
+    path = critical_path(schedule, trace)
+    assert [(s.key, s.reason) for s in path] == [
+        ("load0", "begin"),
+        ("use0", "input"),
+        ("load1", "memory"),
+        ("use1", "input"),
+    ]
+    assert time_on_path(path) == {"use": 6.0, "load": 4.0}
+
+
+def test_an_op_behind_another_in_the_order_of_grants() -> None:
+    """`soon` has room, but stands behind `late`, which waits for `make`: that is on the path."""
+    buffers = [buffer("x"), buffer("l"), buffer("s")]
+    ops = [op("make", writes="x", stream="a"), op("late", "x", "l", stream="b"), op("soon", writes="s", stream="c")]
+    schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=99),), buffers=tuple(buffers), ops=tuple(ops))
+    trace = run(buffers, ops, {"make": 5.0, "late": 1.0, "soon": 2.0}, capacity_bytes=99)
+    assert [(s.key, s.reason) for s in critical_path(schedule, trace)] == [("make", "begin"), ("soon", "memory")]
+
+
+def test_slowed_by_a_shared_limit() -> None:
+    trace = run(
+        [],
+        [op("a", stream="a"), op("b", stream="b")],
+        {"a": 1.0, "b": 3.0},
+        demand={"a": {"bus": 1.0}, "b": {"bus": 1.0}},
+        limits={"bus": 1.0},
+    )
+    times = stream_times(trace)
+    assert (times["a"].alone_s, times["a"].slowed_s, times["a"].done_s) == (1.0, 1.0, 2.0)
+    assert (times["b"].alone_s, times["b"].slowed_s) == (3.0, 1.0)
+
+
+def test_sensitivities_find_the_bottleneck() -> None:
+    """In a schedule bound by one stream alone, 10 % more there saves 1 - 1/1.1, and elsewhere nothing."""
+    workload = toy_workload()
+    machine = toy_machine(shared=True)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
+    assert schedule.streams == ("gpu0.compute",)
+    found = {s.name: s for s in sensitivities(schedule, machine)}
+    assert found["gpu0.compute"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
+    assert found["drive"].gain_frac == pytest.approx(0.0, abs=1e-9)
+    assert found["drive"].kind == "limit"
+
+
+def test_sensitivities_of_a_mixed_step_are_less_than_proportional() -> None:
+    workload = toy_workload(gradient_accumulation_steps=2)
+    machine = toy_machine(shared=True)
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts=("nvme", "host", "recompute", "keep"))
+    schedule = lower(uniform_plan(workload, choice), workload, machine)
+    found = sensitivities(schedule, machine, factor=1.1)
+    assert {s.name for s in found} == {*schedule.streams, "drive"}
+    assert [s.gain_frac for s in found] == sorted((s.gain_frac for s in found), reverse=True)
+    assert found[0].gain_frac > 0.01
+    assert sum(s.gain_frac for s in found if s.kind == "stream") <= 0.1
+    with pytest.raises(ValueError, match="factor is 0"):
+        sensitivities(schedule, machine, factor=0)
+
+
+def test_the_steady_window_is_one_period_long() -> None:
+    workload = toy_workload(gradient_accumulation_steps=2)
+    machine = toy_machine()
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts="nvme")
+    schedule = lower(uniform_plan(workload, choice), workload, machine)
+    steady = steady_state(schedule, machine)
+    begin_s, end_s = steady.window_s
+    assert end_s - begin_s == pytest.approx(steady.period_s * steady.cycle_steps)
+    one_step_s = simulate(schedule, {o.key: machine.cost(o.stream, o.work) for o in schedule.ops}).busy_s()
+    for stream, time in stream_times(steady.trace, steady.window_s).items():
+        assert time.busy_s == pytest.approx(one_step_s[stream] * steady.cycle_steps, rel=1e-6), (
+            "in steady state each stream does one step's work per period"
+        )
+    assert critical_path(steady.schedule, steady.trace)[0].start_ns == 0

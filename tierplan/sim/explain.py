@@ -1,0 +1,264 @@
+"""Why a step takes as long as it does: what each stream waited for, the critical path, and what would help.
+
+All figures come from a trace and the schedule that it executed. The critical path is exact for simulated traces, whose
+moments are whole nanoseconds; in a measured trace causes are matched to the nearest end, so it is a good guess there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import networkx as nx
+
+from tierplan.hwmodels.machine import Machine, Rate
+from tierplan.sim.graph import Graph, graph_of
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.steady import steady_state
+from tierplan.sim.trace import Span, Trace
+
+__all__ = [
+    "Sensitivity",
+    "StreamTime",
+    "Stretch",
+    "cause_graph",
+    "critical_path",
+    "sensitivities",
+    "stream_times",
+    "time_on_path",
+]
+
+Reason = Literal["begin", "stream", "input", "memory"]
+
+
+# ---- what each stream did all the time ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTime:
+    """How a stream spent a stretch of time. `alone_s + slowed_s + input_s + memory_s + done_s` is the whole of it."""
+
+    alone_s: float
+    """At work, as long as the work takes with nothing beside it."""
+    slowed_s: float
+    """At work, what shared limits added."""
+    input_s: float
+    """Idle until what the next op reads or comes after was complete."""
+    memory_s: float
+    """Idle until the next op was granted memory; its inputs were complete."""
+    done_s: float
+    """Idle after the last op, or with nothing to do in the trace."""
+
+    @property
+    def busy_s(self) -> float:
+        return self.alone_s + self.slowed_s
+
+
+def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> dict[str, StreamTime]:
+    """How each stream spent the trace, or a window of it (one steady cycle: `SteadyState.window_s`).
+
+    Traces that do not know what ops take alone (measured ones) show all work as `alone_s`.
+    """
+    begin_ns, end_ns = (0.0, float(trace.duration_ns)) if window_s is None else (window_s[0] * 1e9, window_s[1] * 1e9)
+
+    def inside_ns(first: float, last: float) -> float:
+        return max(0.0, min(last, end_ns) - max(first, begin_ns))
+
+    found: dict[str, list[float]] = {}
+    for s in trace.spans:
+        alone, slowed, on_input, on_memory = found.get(s.stream, (0.0, 0.0, 0.0, 0.0))
+        granted_ns = max(s.free_ns, s.ready_ns)
+        busy_ns = inside_ns(s.start_ns, s.end_ns)
+        alone_frac = min(1.0, s.alone_ns / s.duration_ns) if s.alone_ns >= 0 and s.duration_ns > 0 else 1.0
+        found[s.stream] = [
+            alone + alone_frac * busy_ns,
+            slowed + (1.0 - alone_frac) * busy_ns,
+            on_input + inside_ns(s.free_ns, granted_ns),
+            on_memory + inside_ns(granted_ns, s.start_ns),
+        ]
+    whole_ns = end_ns - begin_ns
+    return {
+        stream: StreamTime(
+            alone_s=parts[0] / 1e9,
+            slowed_s=parts[1] / 1e9,
+            input_s=parts[2] / 1e9,
+            memory_s=parts[3] / 1e9,
+            done_s=max(0.0, whole_ns - sum(parts)) / 1e9,
+        )
+        for stream, parts in found.items()
+    }
+
+
+# ---- the critical path ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """One op of the critical path: it ran from the end of the one before it to the start of the next."""
+
+    key: str
+    stream: str
+    start_ns: int
+    end_ns: int
+    alone_ns: int
+    reason: Reason
+    """What it waited for last: nothing (`begin`), its turn on the `stream`, an `input`, or `memory`."""
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
+    """Ops as nodes (`span`), and an edge for all that an op waited for, with its `reason` and `slack_ns`.
+
+    An edge of slack 0 is what the op's start waited for. Edges of reason `memory` are there only where an op did wait
+    for memory: from the ends that let it have it.
+    """
+    graph, spans = graph_of(schedule), trace.by_key()
+    keys = [op.key for op in schedule.ops]
+    causes = nx.DiGraph()
+    for key in keys:
+        causes.add_node(key, span=spans[key])
+
+    def add(j: int, i: int, reason: Reason, slack_ns: int) -> None:
+        known = causes.get_edge_data(keys[j], keys[i])
+        if known is None or slack_ns < known["slack_ns"]:
+            causes.add_edge(keys[j], keys[i], reason=reason, slack_ns=slack_ns)
+
+    for i, inputs in enumerate(graph.inputs):
+        for j in inputs:
+            add(j, i, "input", spans[keys[i]].start_ns - spans[keys[j]].end_ns)
+    for ops in graph.streams:
+        for j, i in pairwise(ops):
+            add(j, i, "stream", spans[keys[i]].start_ns - spans[keys[j]].end_ns)
+    waited = [i for i, key in enumerate(keys) if spans[key].waited_memory_ns > 0]
+    if waited:
+        _add_memory(graph, waited, [spans[key] for key in keys], add)
+    return causes
+
+
+def _add_memory(
+    graph: Graph, waited: list[int], spans: list[Span], add: Callable[[int, int, Reason, int], None]
+) -> None:
+    """Edges from the ends that let the ops have their memory.
+
+    Those are the ends at that moment that gave bytes back in a tier where the op has a request. Where none did, the op
+    stood behind another one in the order of grants (rule 3), which had waited for some end at that moment.
+    """
+    given_back = _tiers_given_back(graph, spans)
+    ending: dict[int, list[int]] = {}
+    for i, span in enumerate(spans):
+        ending.setdefault(span.end_ns, []).append(i)
+    for i in waited:
+        ended = [j for j in ending.get(spans[i].start_ns, ()) if j != i]
+        for j in [j for j in ended if not given_back[j].isdisjoint(graph.needs[i])] or ended:
+            add(j, i, "memory", 0)
+
+
+def _tiers_given_back(graph: Graph, spans: list[Span]) -> list[set[int]]:
+    """Per op: the tiers in which its end gave bytes back."""
+    given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
+    last_reader: dict[int, int] = {}
+    for i, buffers in enumerate(graph.counts_down):
+        for b in buffers:
+            if b not in last_reader or spans[i].end_ns > spans[last_reader[b]].end_ns:
+                last_reader[b] = i
+    for b, i in last_reader.items():
+        given[i].add(graph.tier_of[b])
+    return given
+
+
+def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
+    """The chain of ops that determined the end of the trace, from the first to the last.
+
+    In a simulated trace each op of it starts when the one before it ends, so their durations add up to the whole.
+    """
+    if not trace.spans:
+        return ()
+    causes = cause_graph(schedule, trace)
+    key = max(trace.spans, key=lambda s: (s.end_ns, s.duration_ns)).key
+    path: list[Stretch] = []
+    seen: set[str] = set()
+    while True:
+        seen.add(key)
+        span: Span = causes.nodes[key]["span"]
+        before = [(source, edge) for source, _, edge in causes.in_edges(key, data=True) if source not in seen]
+        # Of several that ended at the same moment: the one that took time, and rather the own stream's.
+        before.sort(
+            key=lambda found: (
+                abs(found[1]["slack_ns"]),
+                causes.nodes[found[0]]["span"].duration_ns == 0,
+                ("stream", "input", "memory").index(found[1]["reason"]),
+            )
+        )
+        reason: Reason = before[0][1]["reason"] if before and span.start_ns > 0 else "begin"
+        path.append(
+            Stretch(
+                key=key,
+                stream=span.stream,
+                start_ns=span.start_ns,
+                end_ns=span.end_ns,
+                alone_ns=span.alone_ns,
+                reason=reason,
+            )
+        )
+        if reason == "begin":
+            return tuple(reversed(path))
+        key = before[0][0]
+
+
+def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
+    """Seconds of the critical path by stream, the longest first: what the step time is made of."""
+    found: dict[str, float] = {}
+    for stretch in path:
+        found[stretch.stream] = found.get(stretch.stream, 0.0) + stretch.duration_s
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+# ---- what would help ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """The step time when one stream or one shared limit is faster, everything else as it is."""
+
+    name: str
+    kind: Literal["stream", "limit"]
+    step_s: float
+    gain_frac: float
+    """Part of the step time that is saved; below 0 where a faster part makes the step slower."""
+
+
+def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) -> tuple[Sensitivity, ...]:
+    """Step times with each stream, and each shared limit, `factor` times as fast; the largest gain first.
+
+    Each is simulated anew in steady state. Latencies stay as they are.
+    """
+    if not factor > 0:
+        raise ValueError(f"factor is {factor}; it must be above 0, and 1.1 means 10 % faster")
+    used = set(schedule.streams)
+    now_s = steady_state(schedule, machine).period_s
+    found = []
+    for stream in machine.streams:
+        if stream.name in used:
+            rates = {kind: faster(rate, factor) for kind, rate in stream.rates.items()}
+            streams = tuple(replace(s, rates=rates) if s.name == stream.name else s for s in machine.streams)
+            step_s = steady_state(schedule, replace(machine, streams=streams)).period_s
+            found.append(("stream", stream.name, step_s))
+    for limit in machine.shared_limits:
+        limits = tuple(replace(x, limit=x.limit * factor) if x.name == limit.name else x for x in machine.shared_limits)
+        step_s = steady_state(schedule, replace(machine, shared_limits=limits)).period_s
+        found.append(("limit", limit.name, step_s))
+    gains = [
+        Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=1.0 - step_s / now_s if now_s else 0.0)  # type: ignore[arg-type]
+        for kind, name, step_s in found
+    ]
+    return tuple(sorted(gains, key=lambda s: -s.gain_frac))
+
+
+def faster(rate: Rate, factor: float) -> Rate:
+    """The rate with every point `factor` times as high."""
+    return Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
