@@ -53,7 +53,7 @@ class Evaluator:
         self._buffers = _Lifetimes(self.graph)
 
     def evaluate(self, costs: Mapping[str, Cost], limits: Mapping[str, float] | None = None) -> Evaluation:
-        """The makespan with these costs, by key; `limits` (units per second) tighten the bound where they are shared."""
+        """The makespan with these costs, by key; `limits` (units per second) tighten the bound where they bind."""
         by_op = [costs[op.key] for op in self.graph.schedule.ops]
         known_ns = {id(cost): alone_ns(cost) for cost in {id(cost): cost for cost in by_op}.values()}
         granted_ns, end_ns = self._pass([known_ns[id(cost)] for cost in by_op])
@@ -86,7 +86,8 @@ class Evaluator:
                 grant[tier] = np.maximum(grant[tier], eligible)
                 start = np.maximum(start, grant[tier])
             end[i] = free[stream] = start + columns[i]
-        return np.max(end, axis=0, initial=0)
+        makespans: Int64 = end.max(axis=0, initial=0)
+        return makespans
 
     def _pass(self, durations_ns: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """When each request was granted, by tier, and when each op ended."""
