@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering_packs import lower_packs
+from tierplan.planner.lowering_paged import lower_paged
 from tierplan.planner.partition import partition
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.refine import order_under_contention
@@ -56,6 +57,8 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
         raise PlanError(f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {have}")
     if plan.packs is not None:
         return lower_packs(plan, plan.packs, workload, machine)
+    if plan.paged_devices:
+        return lower_paged(plan, workload, machine)
     if plan.tiles > 1:
         plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
     schedule = _Lowering(plan, workload, machine).schedule()

@@ -1,4 +1,4 @@
-"""One device's schedule on several: every device trains on its own micro-batches and holds a part of the model (ZeRO-3).
+"""One device's schedule on several: each trains on micro-batches of its own and holds a part of the model (ZeRO-3).
 
 Parameters, gradients and optimizer states are cut into as many parts as there are devices. A device keeps or fetches
 its part of a unit's parameters over its own link and gathers the others' from its peers before it computes; after
@@ -8,7 +8,7 @@ all devices: what they read and write is the whole. Activations belong to each d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tierplan.sim.schedule import Buffer, Op, Schedule
@@ -109,7 +109,14 @@ class _Partition:
         return self._name(name, r)
 
     def _emit(
-        self, op: Op, key: str, stream: str, work: object, reads: list[str], writes: list[str], r: int | None
+        self,
+        op: Op,
+        key: str,
+        stream: str,
+        work: Mapping[str, float],
+        reads: list[str],
+        writes: list[str],
+        r: int | None,
     ) -> str:
         after = []
         for old in op.after:
@@ -124,7 +131,7 @@ class _Partition:
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(writes),
                 after=tuple(dict.fromkeys(after)),
-            )  # type: ignore[arg-type]  # fmt: skip
+            )
         )
         self.keys.setdefault(op.key, []).append(key)
         return key

@@ -106,6 +106,8 @@ class Plan:
     """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
     packs: Packs | None = None
     """Packs of units that visit the device(s) in turn (Harmony); the fields above but semantics do not apply then."""
+    paged_devices: int = 0
+    """Devices that page weights in and out for every single use (the baseline that Harmony beats); 0: none does."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
@@ -125,6 +127,11 @@ class Plan:
             actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
             if unknown := sorted(actions - set(ACTIONS)):
                 raise PlanError(f"unit {unit.name!r} has action {unknown[0]!r}; choose among {', '.join(ACTIONS)}")
+            if unit.kind != "block" and "recompute" in actions and unit.saved:
+                raise PlanError(
+                    f"unit {unit.name!r} is no block, so what it saves cannot be made again; "
+                    "keep it, or move it to host or nvme"
+                )
         if self.hold_updates and self.semantics == "in-backward":
             raise PlanError(f"plan {self.policy!r} updates in backward and holds updates until it ends; choose one")
         if self.segment_units > 1 and any(

@@ -20,6 +20,7 @@ from tierplan.planner.policies import (
     sliding_window,
     ssdtrain,
     vertical,
+    virtual_memory,
     zero_infinity,
     zero_offload,
 )
@@ -40,6 +41,7 @@ POLICIES: dict[str, Policy] = {
     "harmony-pp": harmony.pipeline,
     "sliding-window": sliding_window.policy,
     "vertical": vertical.policy,
+    "virtual-memory": virtual_memory.policy,
 }
 """By the name that the command line takes."""
 
