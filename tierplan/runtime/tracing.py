@@ -183,9 +183,9 @@ class _Tracer:
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
         made = [look.fresh(leaves) for look in part.outputs]
-        for t in made[1:]:  # position biases and the like: what later blocks read of them is shared
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.candidates:
-                self._offer(t)
+        for extra in made[1:]:  # position biases and the like: what later blocks read of them is shared
+            if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
+                self._offer(extra)
         result = tree_unflatten(made, part.structure)
         self._start(input_tensors=[t for t in made if isinstance(t, torch.Tensor)][:1])
         return result
@@ -224,11 +224,12 @@ class _Tracer:
         shared_bytes = self._share(recorder, results, passed_on)
         forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
         recorder.in_backward = True
-        before = recorder.memory.peak_bytes = recorder.memory.live_bytes
         edges = [get_gradient_edge(t) for t in results]
         grads = [torch.empty_like(t) for t in results]
         shared_grad_bytes = sum(g.untyped_storage().nbytes() for g in grads[1:])
         results.clear()
+        before = recorder.memory.live_bytes - sum(g.untyped_storage().nbytes() for g in grads)
+        recorder.memory.peak_bytes = recorder.memory.live_bytes
         recorder.backward_work.clear()  # what it took to make up the output's gradient
         if edges:
             torch.autograd.backward(edges, grads)

@@ -1,8 +1,8 @@
 """Makes a forward on fake CPU tensors take the operations that a real CPU step, or a real CUDA step, would take.
 
 `transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone. For CUDA,
-attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are widened to fp32, as its kernel has
-them: a CPU build of PyTorch then saves what a CUDA build saves.
+attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are widened to fp32, as its kernel
+has them: a CPU build of PyTorch then saves what a CUDA build saves.
 """
 
 from __future__ import annotations

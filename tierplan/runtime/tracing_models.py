@@ -9,6 +9,7 @@ example_batch(...)           input ids and labels of one micro-batch
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ def build_config(raw: Mapping[str, object]) -> Any:
     model_type = values.pop("model_type", None)
     if model_type not in transformers.CONFIG_MAPPING:
         known = sorted(k for k in transformers.CONFIG_MAPPING if isinstance(k, str))
-        near = [k for k in known if str(model_type)[:3].lower() == k[:3]] or known[:10]
+        near = get_close_matches(str(model_type), known, n=5) or ["gpt2", "llama", "bert", "t5"]
         raise WorkloadError(
             f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; "
-            f"it knows {len(known)}, among them {', '.join(near[:10])}"
+            f"it knows {len(known)}, among them {', '.join(near)}"
         )
     for name in ("torch_dtype", "dtype", "transformers_version", "_name_or_path"):
         values.pop(name, None)

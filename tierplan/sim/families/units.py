@@ -119,8 +119,10 @@ def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
         tape.connect(wide, [logits], narrow)
     padded = tape.empty((labels.shape[0], labels.shape[1] + 1), "int64")  # lives until the loss is known
     tape.record("constant_pad_nd", [labels], [padded], tape.moved(labels, padded))
-    shifted = tape.empty(labels.shape, "int64")
-    tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
+    shifted = padded.view(*labels.shape)
+    if labels.shape[0] > 1:  # all but the first label of each sequence: contiguous where there is but one sequence
+        shifted = tape.empty(labels.shape, "int64")
+        tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
     log_probabilities = tape.empty(shape, "fp32")
     tape.record("_log_softmax", [wide], [log_probabilities], tape.moved(wide, log_probabilities))
     saved = tape.save(log_probabilities)
@@ -137,10 +139,12 @@ def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
         "nll_loss", [log_probabilities, shifted], [loss, weight], tape.moved(log_probabilities, shifted, loss, weight)
     )
     held = (*saved, *saved_too, *tape.save(weight))
+    read_bytes = log_probabilities.size_bytes + shifted.size_bytes + weight.size_bytes
 
     def loss_backward(grad: Storage) -> Sequence[Storage | None]:
         made = tape.grad(numel, "fp32")
-        tape.backward_work.append(tape.moved(grad, *held, made))
+        tape.backward_work.append({"elementwise_bytes": read_bytes + grad.size_bytes + made.size_bytes})
+        assert held
         return [made]
 
     return tape.connect(loss, [log_probabilities], loss_backward)
