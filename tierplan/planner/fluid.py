@@ -13,6 +13,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import Semantics
+from tierplan.planner.tiling import cut_batches
 from tierplan.sim.workload import Unit, Workload
 
 __all__ = ["GB", "MODES", "Amounts", "Block", "Mode", "Problem", "SlotGroup", "UnitAmounts", "Window", "problem"]
@@ -125,9 +126,11 @@ class Problem:
     """All data of one planning problem."""
 
     workload: Workload
+    """With micro-batches cut into tiles, where there are any."""
     machine: Machine
     semantics: Semantics
     order: Order
+    tiles: int
     units: tuple[UnitAmounts, ...]
     blocks: tuple[Block, ...]
     turn: int
@@ -176,8 +179,12 @@ class Problem:
         return chosen
 
 
-def problem(workload: Workload, machine: Machine, *, semantics: Semantics, order: Order = "horizontal") -> Problem:
-    """The planning problem of one optimizer step of `workload` on `machine`."""
+def problem(
+    workload: Workload, machine: Machine, *, semantics: Semantics, order: Order = "horizontal", tiles: int = 1
+) -> Problem:
+    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`."""
+    if tiles > 1:
+        workload = cut_batches(workload, tiles)
     batches = workload.training.gradient_accumulation_steps
     vertical = order == "vertical" and batches > 1
     if vertical or batches == 1:
@@ -195,6 +202,7 @@ def problem(workload: Workload, machine: Machine, *, semantics: Semantics, order
         machine=machine,
         semantics=semantics,
         order="vertical" if vertical else "horizontal",
+        tiles=tiles,
         units=tuple(_unit(u, workload, machine, names) for u in workload.units),
         blocks=blocks,
         turn=batches if vertical else 1,
@@ -266,10 +274,11 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
     for t in unit.saved:
         if t.size_bytes >= SMALL_FRAC * unit.saved_bytes:
             seconds = _seconds(machine, COMPUTE, t.recompute)
-            load = _load(machine, COMPUTE, t.recompute) if t.replayable else {}
-            found.append(SlotGroup((t.index,), t.size_bytes / GB, seconds, load, t.replayable, True))
+            again = t.replayable and unit.kind == "block"  # the runtime runs blocks again, nothing else
+            load = _load(machine, COMPUTE, t.recompute) if again else {}
+            found.append(SlotGroup((t.index,), t.size_bytes / GB, seconds, load, again, True))
         else:
-            small.setdefault(t.replayable, []).append(t.index)
+            small.setdefault(t.replayable and unit.kind == "block", []).append(t.index)
     by_index = {t.index: t for t in unit.saved}
     for replayable, indices in sorted(small.items()):
         work: dict[str, float] = {}

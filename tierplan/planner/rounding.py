@@ -9,22 +9,23 @@ taken as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tierplan.planner.fluid import MODES, Problem
-from tierplan.planner.milp import Fractions
+from tierplan.planner.milp import ACTIONS, Fractions
 from tierplan.planner.plan import Plan, UnitPlan
 
 __all__ = ["round_to_plan"]
 
 Action = Literal["keep", "recompute", "host", "nvme"]
+Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
 
 
 def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> Plan:
     """The plan nearest to the solution's shares, in the sense of the module's docstring."""
     modes = _diffuse(
-        [dict(choice) for choice in shares.place],
+        shares.place,
         [max(u.gparams, 1e-12) for u in problem.units],
         [u.gparams for u in problem.units],
     )
@@ -33,14 +34,14 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
     for g in range(num_groups):
         with_group = [u for u, groups in enumerate(shares.action) if g < len(groups)]
         chosen = _diffuse(
-            [dict(shares.action[u][g]) for u in with_group],
+            [shares.action[u][g] for u in with_group],
             [max(problem.units[u].groups[g].gb, 1e-12) for u in with_group],
             [_kind(problem, u, g) for u in with_group],
         )
         for u, name in zip(with_group, chosen, strict=True):
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
-    return Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order)
+    return Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
 
 
 def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:
@@ -49,9 +50,9 @@ def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:
     return (round(group.gb, 9), round(group.recompute_s, 9), group.recomputable, group.movable)
 
 
-def _diffuse(shares: Sequence[Mapping[object, float]], weights: Sequence[float], kinds: Sequence[object]) -> list:  # type: ignore[type-arg]
+def _diffuse(shares: Sequence[Mapping[Name, float]], weights: Sequence[float], kinds: Sequence[object]) -> list[Name]:
     """One choice per position; deficits run along positions of the same kind."""
-    deficits: dict[object, dict[object, float]] = {}
+    deficits: dict[object, dict[Name, float]] = {}
     chosen = []
     for share, weight, kind in zip(shares, weights, kinds, strict=True):
         deficit = deficits.setdefault(kind, {})
@@ -63,10 +64,9 @@ def _diffuse(shares: Sequence[Mapping[object, float]], weights: Sequence[float],
     return chosen
 
 
-def _rank(name: object) -> int:
+def _rank(name: int | str) -> int:
     """Settles ties: the cheaper choice to carry out comes first."""
-    order: tuple[object, ...] = ("keep", "recompute", "host", "nvme")
-    return order.index(name) if name in order else int(name)  # type: ignore[call-overload]
+    return name if isinstance(name, int) else ACTIONS.index(name)
 
 
 def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> UnitPlan:

@@ -24,8 +24,9 @@ from tierplan.sim.workload import Workload
 
 __all__ = ["Budget", "Candidate", "Evaluator", "improve", "late_updates", "with_windows"]
 
-OPS_PER_S = 20_000
+OPS_PER_S = 36_000
 """Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
+WALL_TIMES = 5
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 BETTER = 1 - 1e-4
@@ -51,10 +52,15 @@ class Candidate:
 
 @dataclass
 class Budget:
-    """What a search may spend."""
+    """What a search may spend: simulated ops, and seconds of computing.
+
+    Seconds are those of this process, so that a busy computer changes how long a search takes, but not what it finds;
+    with the wall's clock at `WALL_TIMES` the limit, whatever happens.
+    """
 
     time_limit_s: float
     started: float = field(default_factory=time.perf_counter)
+    started_cpu: float = field(default_factory=time.process_time)
     ops_left: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,7 +77,8 @@ class Budget:
     @property
     def is_late(self) -> bool:
         """The clock ran out before the budget did: only then the result depends on how quick this computer is."""
-        return self.seconds >= self.time_limit_s
+        computed_s = time.process_time() - self.started_cpu
+        return computed_s >= self.time_limit_s or self.seconds >= WALL_TIMES * self.time_limit_s
 
 
 class Evaluator:
@@ -101,7 +108,12 @@ class Evaluator:
             steady = steady_state(schedule, self.machine, max_steps=8)
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
-            return Candidate(plan, None, str(error), short_tier=error.tier, short_bytes=short)
+            # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
+            reason = (
+                f"op {error.op!r} wants {error.wanted_bytes:,} bytes in tier {error.tier!r}, but {error.free_bytes:,} of "
+                f"{error.capacity_bytes:,} are free and nothing that still runs will free more"
+            )
+            return Candidate(plan, None, reason, short_tier=error.tier, short_bytes=short)
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, str(error))
@@ -109,7 +121,7 @@ class Evaluator:
 
     def _too_large(self, plan: Plan) -> Candidate | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
-        if plan.devices > 1 or len(plan.units) != len(self.workload.units) or getattr(plan, "packs", None):
+        if plan.devices > 1 or len(plan.units) != len(self.workload.units) or plan.packs is not None:
             return None
         training = self.workload.training
         held = {"device": 0, "host": 0, "nvme": 0}

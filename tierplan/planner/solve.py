@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.bounds import Bound, Shortage, lower_bound, shortages
+from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
 from tierplan.planner.fluid import GB, Order, Problem, problem
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
@@ -36,6 +36,9 @@ GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 MILP_GAP = 0.005
 MILP_TIME_LIMIT_S = 4.0
+NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
+TILES = (2, 4, 8, 16)
+"""Parts of a micro-batch that are tried, in vertical order."""
 SHARE_OF_TUNING = 0.7
 """Of the budget, what tuning the knobs may take; local moves have the rest."""
 
@@ -168,11 +171,9 @@ class _Loop:
         self.shortest = ""
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
-        batches = self.workload.training.gradient_accumulation_steps
-        wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
         problems = [
-            problem(self.workload, self.machine, semantics=self.semantics, order=order)
-            for order in (wanted if batches > 1 else ("horizontal",))
+            problem(self.workload, self.machine, semantics=self.semantics, order=order, tiles=tiles)
+            for order, tiles in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
         ]
         bounds = [self._bound(p) for p in problems]
         status: Status = "searched"
@@ -180,9 +181,10 @@ class _Loop:
         try:
             compared = self._compare(POLICIES if policies is None else policies)
             ranked = sorted(zip(problems, bounds, strict=True), key=lambda pair: pair[1].step_s)
-            for p, bound in ranked:
-                if bound.feasible and (self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC)):
-                    self._plan_order(p, bound, share=1 / len(ranked))
+            ranked = [pair for pair in ranked if pair[1].feasible]
+            for number, (p, bound) in enumerate(ranked):
+                if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
+                    self._plan_order(p, bound, share=1 / min(2, len(ranked) - number))
             if self.best is not None:
                 self._polish(problems, bounds)
         except KeyboardInterrupt:
@@ -206,26 +208,36 @@ class _Loop:
         self.solve_s += time.perf_counter() - started
         return bound
 
+    def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
+        """The orders of micro-batches, and the tiles that they are cut into, which are worth a look."""
+        training = self.workload.training
+        shapes: list[tuple[Order, int]] = []
+        if "horizontal" in orders or training.gradient_accumulation_steps == 1:
+            shapes.append(("horizontal", 1))
+        if "vertical" in orders:
+            if training.gradient_accumulation_steps > 1:
+                shapes.append(("vertical", 1))
+            batch = training.per_device_train_batch_size
+            shapes += [("vertical", tiles) for tiles in TILES if batch % tiles == 0]
+        return shapes
+
     def _bound_of_all(self, problems: list[Problem], bounds: list[Bound]) -> Bound:
-        """The least bound over the orders; without transients where the best plan cuts micro-batches into tiles."""
+        """The least bound over the shapes; compute alone where a policy's plan does what none of them does."""
         assert self.best is not None
-        if self.best.plan.tiles > 1:
-            bounds = [lower_bound(p, transients=False) for p in problems]
-        best = min(bounds, key=lambda b: b.step_s)
         assert self.best.step_s is not None
+        best = min(bounds, key=lambda b: b.step_s)
         if not best.feasible or best.step_s > self.best.step_s * (1 + 1e-6):
-            self.notes.append(
-                "the best plan does something that the bound's program does not know; its bound is compute alone"
-            )
-            compute_s = self.workload.training.gradient_accumulation_steps * sum(
-                u.fwd_s + u.bwd_s for u in problems[0].units
-            )
-            return Bound(step_s=compute_s, shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
+            self.notes.append("the best plan does what the bound's program does not know; its bound is compute alone")
+            return Bound(step_s=compute_s(problems[0]), shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
         return best
 
     def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
         found = {}
+        several = sum(tier.kind == "device" for tier in self.machine.tiers) > 1
         for name in names:
+            if name in NEED_SEVERAL_DEVICES and not several:
+                found[name] = PolicyResult(step_s=None, reason="needs several devices; this machine has one")
+                continue
             try:
                 made = POLICIES[name](self.workload, self.machine, {})
             except (PlanError, MachineError, WorkloadError) as error:
@@ -249,9 +261,7 @@ class _Loop:
 
     def _solve(self, p: Problem, margins: Margins, *, integral: bool = False) -> Plan | None:
         model = build(p, margins=margins, integral=integral)
-        solution = solve(
-            model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed
-        )
+        solution = solve(model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed)
         self.solve_s += solution.seconds
         self.solver = solution.solver
         return round_to_plan(p, fractions(model, solution)) if solution.usable else None
@@ -279,10 +289,10 @@ class _Loop:
 
         found = tune(trial, goal_s=goal_s, is_over=is_over)
         if found is None:
-            self.notes.append(f"{p.order}: no rounded plan fitted")
+            self.notes.append(f"{p.order}, {p.tiles} tiles: no rounded plan fitted")
             return
         knobs, best_s = found
-        self.notes.append(f"{p.order}: {knobs}")
+        self.notes.append(f"{p.order}, {p.tiles} tiles: {knobs}")
         if best_s > goal_s and not self.budget.is_late:
             made = self._solve(p, knobs.margins(p, *units), integral=True)
             if made is not None:
@@ -291,10 +301,10 @@ class _Loop:
     def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
         """Local moves from the best plan, in its own order."""
         assert self.best is not None
-        by_order = {p.order: (p, b) for p, b in zip(problems, bounds, strict=True)}
-        p, bound = by_order.get(self.best.plan.order, (problems[0], bounds[0]))
-        special = self.best.plan.segment_units > 1 or self.best.plan.tiles > 1 or self.best.plan.devices > 1
-        if not special:
+        by_shape = {(p.order, p.tiles): (p, b) for p, b in zip(problems, bounds, strict=True)}
+        plan = self.best.plan
+        p, bound = by_shape.get((plan.order, plan.tiles), (problems[0], bounds[0]))
+        if plan.segment_units == 1 and plan.devices == 1 and plan.packs is None:
             self._consider(improve(p, self.best, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
 
     def _infeasible(self, problems: list[Problem]) -> InfeasiblePlan:
