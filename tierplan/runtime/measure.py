@@ -158,7 +158,9 @@ def _has_bf16() -> bool:
 
 def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
     rounds = 3 if budget_s < 40 else 5 if budget_s < 300 else 9
-    sizes = Sizes() if budget_s >= 40 else Sizes(hidden=(256, 512))
+    sizes = Sizes()
+    if budget_s < 40:
+        sizes = replace(sizes, hidden=sizes.hidden[:-1], file_bytes=sizes.file_bytes[:-1])
     if device.is_cuda:
         sizes = replace(
             sizes,

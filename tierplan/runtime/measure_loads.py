@@ -59,7 +59,7 @@ class Sizes:
 
     copy_bytes: tuple[int, ...] = (4 << 10, 256 << 10, 4 * MIB, 32 * MIB)
     """The first of each row is so small that its time is all overhead."""
-    file_bytes: tuple[int, ...] = (4 << 10, 256 << 10, 4 * MIB, 32 * MIB)
+    file_bytes: tuple[int, ...] = (4 << 10, 256 << 10, 4 * MIB, 32 * MIB, 128 * MIB)
     adam_parameters: tuple[int, ...] = (1 << 10, 1 << 18, 1 << 22)
     hidden: tuple[int, ...] = (256, 512, 1024)
     """Widths of the blocks whose matmuls are measured."""

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 
-import torch
-
 from tierplan.runtime.measure_loads import Load
+from tierplan.runtime.threads import limit_this_thread
 
 __all__ = ["Crew", "Sample", "summary"]
 
@@ -26,17 +25,15 @@ LEAST_SPREAD = 0.02
 
 
 class Crew:
-    """One thread per stream, with the number of threads inside its ops that the stream has in training."""
+    """One thread per stream; as in training, only compute uses several threads for one op."""
 
-    def __init__(self, streams: Sequence[str], *, compute_threads: int | None = None) -> None:
-        compute_threads = compute_threads or torch.get_num_threads()
+    def __init__(self, streams: Sequence[str]) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         for stream in streams:
-            width = compute_threads if stream.endswith(".compute") else 1
             pool = ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}")
-            pool.submit(torch.set_num_threads, width).result()
+            if not stream.endswith(".compute"):
+                pool.submit(limit_this_thread, 1).result()
             self._threads[stream] = pool
-        torch.set_num_threads(compute_threads)
 
     def rates(self, loads: Sequence[Load], window_s: float) -> list[float]:
         """Work per second of each load while all of them run, on a window in which none pauses."""
