@@ -1,0 +1,66 @@
+"""Runs the main job on this machine: measure, plan, simulate, train, compare.
+
+Trains a model of about 25 M parameters on the sources of Python's standard library, with device and host budgets that
+plain in-memory training does not fit into, and shows what was predicted beside what was measured. Without a GPU the
+device is a budget of bytes in this machine's memory, with real copies. Takes about 3 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("tierplan-demo"),
+        metavar="DIR",
+        help="where results go (default tierplan-demo)",
+    )
+    parser.add_argument(
+        "--nvme", type=Path, metavar="DIR", help="folder of the NVMe tier, on a drive (default: OUT/nvme)"
+    )
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="training steps of each run (default 12)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="cores for the model's kernels (default 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    import shutil
+
+    from tqdm import tqdm
+
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
+    from tierplan.validation.demo import run_demo, summary
+
+    bar = tqdm(total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", file=sys.stderr, leave=False)
+
+    def show(what: str, part: float) -> None:
+        bar.set_description_str(what, refresh=False)
+        bar.n = min(max(part, 0.0), 1.0)
+        bar.refresh()
+
+    own_nvme = args.nvme is None
+    try:
+        result = run_demo(
+            args.out,
+            nvme_dir=args.nvme,
+            steps=args.steps,
+            num_threads=args.threads,
+            seed=args.seed,
+            progress=show,
+        )
+    finally:
+        bar.close()
+        if own_nvme:
+            shutil.rmtree(args.out / "nvme", ignore_errors=True)
+    print(json.dumps(result.record(), indent=2) if args.json else summary(result, args.out))
+    return 0
