@@ -180,12 +180,10 @@ class _Asker:
                 its_rows.append(row)
         return found
 
-    def fits(self, models: Sequence[str]) -> list[bool]:
-        """Whether each model fits with one sequence under any policy."""
-        points = [replace(self.base, model=m, policy=p, batch=1) for m in models for p in self.policies]
-        rows = sweep(points, **self.settings)
-        size = len(self.policies)
-        return [any(r.get("fits") for r in rows[i * size : (i + 1) * size]) for i in range(len(models))]
+    def fits(self, model: str) -> bool:
+        """Whether the model fits with one sequence under any policy."""
+        points = [replace(self.base, model=model, policy=p, batch=1) for p in self.policies]
+        return any(row.get("fits") for row in sweep(points, **self.settings))
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
@@ -254,8 +252,15 @@ def _changes(
 
 
 def _largest_model(ask: _Asker) -> str:
-    fitting = [name for name, fits in zip(MODELS, ask.fits(MODELS), strict=True) if fits]
-    return fitting[-1] if fitting else ""
+    """By bisection: a larger model never needs less memory."""
+    low, high = 0, len(MODELS)
+    while low < high:
+        middle = (low + high) // 2
+        if ask.fits(MODELS[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return MODELS[low - 1] if low else ""
 
 
 def _with_costs(advice: Advice, best: Row, description: Description, prices: Prices) -> Advice:

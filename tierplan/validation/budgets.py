@@ -10,15 +10,18 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
 from tierplan.sim.engine import OutOfMemory
-from tierplan.sim.schedule import ScheduleError
-from tierplan.sim.steady import steady_state
+from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
 
-__all__ = ["capacity_for", "with_capacity"]
+__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_capacity"]
 
 ROOM = 1.02
 """What a budget holds beyond what was found to do, as a factor."""
 PRECISION = 0.01
+MAX_RAISES = 20
+AMPLE_BYTES = 1 << 50
+"""A capacity that is never in the way."""
 
 
 def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
@@ -34,10 +37,10 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     (to 1 %, found by bisection); middle lies between. All have 2 % to spare. Raises `OutOfMemory` where the other
     tiers are too small.
     """
-    peak = _peak(tier, plan, workload, machine)
+    peak = peak_bytes(tier, plan, workload, machine)
     if level == "roomy":
         return ceil(peak * ROOM)
-    least = _least(lambda size: _completes(plan, workload, with_capacity(machine, {tier: size})), peak)
+    least = _least(lambda size: _completes(tier, plan, workload, with_capacity(machine, {tier: size})), peak)
     if level == "tight":
         return ceil(least * ROOM)
     if level == "middle":
@@ -45,16 +48,38 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     raise ValueError(f"level is {level!r}; choose roomy, middle or tight")
 
 
-def _peak(tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:
-    return steady_state(lower(plan, workload, machine), machine).trace.peak_bytes[tier]
+def fitting(plan: Plan, workload: Workload, machine: Machine) -> tuple[Machine, Schedule, SteadyState]:
+    """The plan's schedule, simulated on the machine, with capacities raised as far as it takes to complete.
+
+    The order of a schedule depends on all capacities together, so one that was found to do for one tier may fall
+    short, by a little, when another tier's is set. Raises `OutOfMemory` when raising does not help.
+    """
+    for _ in range(MAX_RAISES):
+        try:
+            schedule = lower(plan, workload, machine)
+            return machine, schedule, steady_state(schedule, machine)
+        except OutOfMemory as error:
+            if error.needed_bytes is None:
+                raise
+            machine = with_capacity(machine, {error.tier: ceil(error.needed_bytes * ROOM)})
+    schedule = lower(plan, workload, machine)
+    return machine, schedule, steady_state(schedule, machine)
 
 
-def _completes(plan: Plan, workload: Workload, machine: Machine) -> bool:
+def peak_bytes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:
+    """The most that the plan's schedule holds in `tier`, step after step, on `machine`."""
+    _, _, steady = fitting(plan, workload, machine)
+    return steady.trace.peak_bytes[tier]
+
+
+def _completes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> bool:
+    """Whether the capacity of `tier` does; other tiers are raised as far as it takes."""
+    capacity = machine.tier(tier).capacity_bytes
     try:
-        steady_state(lower(plan, workload, machine), machine)
+        raised, _, _ = fitting(plan, workload, machine)
     except (OutOfMemory, ScheduleError):
         return False
-    return True
+    return raised.tier(tier).capacity_bytes == capacity
 
 
 def _least(does: Callable[[int], bool], enough: int) -> int:

@@ -1,0 +1,85 @@
+"""Predict many configurations and then run them: the evidence for this machine, in one command.
+
+tierplan validate                            runs the campaign cpu-small here, about 20 minutes; continues if interrupted
+tierplan validate MY.toml --out runs         another campaign
+tierplan validate --list                     what the campaign asks
+tierplan validate --table runs -o page.md    the page of all runs below a folder, without running anything
+
+Every run leaves one JSON file in OUT. To add the runs of another machine to a table, put their folders side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("campaign", nargs="?", default="cpu-small", help="a name or a TOML file (default cpu-small)")
+    parser.add_argument("--out", default="campaign", metavar="DIR", help="folder for the artifacts (default campaign)")
+    parser.add_argument(
+        "--nvme-dir", default=".", metavar="DIR", help="folder on the drive that is the NVMe tier (default .)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--machine-name", default="", metavar="NAME", help="what this machine is called in tables")
+    parser.add_argument("--measure-s", type=float, default=30.0, metavar="S",
+                        help="seconds to measure the machine, once per group (default 30)")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="TEXT", help="take up only runs whose group/name contains this")
+    parser.add_argument("--list", action="store_true", help="print what the campaign asks, and run nothing")
+    parser.add_argument("--table", metavar="DIR", help="make the page of the artifacts in DIR, and run nothing")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the page here")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tierplan.validation.campaign import load_artifacts, load_campaign
+
+    if args.table:
+        if not Path(args.table).is_dir():
+            raise FileNotFoundError(f"--table {args.table}: no such folder; give one that holds artifacts")
+        return _show(args, load_artifacts(args.table))
+    campaign = load_campaign(args.campaign)
+    if args.list:
+        for group in campaign.groups:
+            print(f"{group.name}: batch {group.batch}, {group.seq} tokens, {group.dtype}")
+            for r in group.runs:
+                print(f"  {r.name}")
+        print(f"{campaign.num_runs} runs of {campaign.steps} steps")
+        return 0
+
+    import torch
+
+    from tierplan.validation.campaign_run import run_campaign
+
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    artifacts = run_campaign(
+        campaign,
+        args.out,
+        args.nvme_dir,
+        machine_name=args.machine_name,
+        device=device,
+        measure_s=args.measure_s,
+        only=args.only,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    return _show(args, artifacts)
+
+
+def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]
+    from tierplan.sim.trace import write_atomically
+    from tierplan.validation.campaign import summarise
+    from tierplan.validation.campaign_table import campaign_markdown, summary_lines
+
+    if args.output:
+        write_atomically(args.output, campaign_markdown(artifacts))
+    if args.json:
+        print(json.dumps(summarise(artifacts).record()))
+    else:
+        print("\n".join(summary_lines(artifacts)))
+    return 0

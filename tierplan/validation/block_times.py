@@ -1,0 +1,234 @@
+"""What a group of runs is predicted from: a shallow model of the same shape, trained through the runtime.
+
+A model of two blocks is trained under three plans: all activations kept, all recomputed, and everything offloaded. The
+first two say what embedding, block and head take on this machine; these times then stand in the workload of a deeper
+model (`with_times`). All three say by how much each stream is quicker or slower inside a training step than where the
+machine was measured (`calibrated`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from statistics import median, stdev
+from typing import Any
+
+import torch
+
+from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.policies import decide
+from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.tracing_models import build_model
+from tierplan.runtime.trainer import train
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.trace import Trace
+from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+from tierplan.validation.budgets import AMPLE_BYTES, ROOM, with_capacity
+from tierplan.validation.steps import Steps, cut_predicted, cut_steps
+
+__all__ = ["PartTimes", "Shallow", "calibrated", "measure_shallow", "random_batches", "with_room", "with_times"]
+
+COMPUTE = "gpu0.compute"
+ROUNDS = 3
+"""Of calibration: contention changes when rates do."""
+FACTOR_LIMIT = 10.0
+TIMED = ("forward", "backward", "recompute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTimes:
+    """Seconds of one part of the model for one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    """Of everything it saves."""
+    spread: float
+    """Relative standard deviation of forward and backward over steps, without the slowest tenth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shallow:
+    """What the shallow model told."""
+
+    parts: Mapping[str, PartTimes]
+    """By kind of unit: `embed`, `block`, `head`."""
+    machine: Machine
+    """With rates as they are inside a training step."""
+    factors: Mapping[str, float]
+    """By stream and kind of work (`nvme.read bytes`): the rate inside a training step over the one measured alone."""
+
+
+def measure_shallow(
+    config: Mapping[str, object],
+    training: Training,
+    machine: Machine,
+    *,
+    nvme_dir: str | os.PathLike[str],
+    steps: int = 10,
+    warmup_steps: int = 2,
+    device: str = "cpu",
+) -> Shallow:
+    """Trains the shallow model of `config` for `steps` steps under each of the three plans."""
+    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    workload = trace_config("shallow", config, training)
+    part_of = {u.name: u.kind for u in workload.units}
+    plans = {
+        "kept": decide("in-memory", workload, ample),
+        "recomputed": decide("full-recompute", workload, ample),
+        "offloaded": _everything_offloaded(workload),
+    }
+    runs: dict[str, tuple[Schedule, Steps]] = {}
+    for name, plan in plans.items():
+        schedule = lower(plan, workload, ample)
+        schedule = with_room(schedule, simulate_on(unroll(schedule, 2), ample).peak_bytes)
+        torch.manual_seed(0)
+        result = train(
+            schedule,
+            build_model(config, training),
+            random_batches(config, training, steps * training.gradient_accumulation_steps),
+            steps=steps,
+            nvme_dir=nvme_dir,
+            device=device,
+        )
+        runs[name] = schedule, cut_steps(result.trace, warmup_steps)
+    spans: dict[str, dict[str, list[list[float]]]] = {}
+    for name, kinds in (("kept", ("forward", "backward")), ("recomputed", ("recompute",))):
+        schedule, cut = runs[name]
+        for op in schedule.ops:
+            if op.kind in kinds:
+                seconds = [cut.spans[k][op.key].duration_ns / 1e9 for k in cut.steady]
+                spans.setdefault(part_of[op.unit], {}).setdefault(op.kind, []).append(seconds)
+    parts = {part: _part_times(times) for part, times in spans.items()}
+    found = machine
+    for name in ("kept", "offloaded"):
+        found = calibrated(found, *runs[name])
+    return Shallow(parts=parts, machine=found, factors=_factors(machine, found))
+
+
+def _everything_offloaded(workload: Workload) -> Plan:
+    """Work for every stream: states on NVMe, parameters and gradients in host memory, activations in both."""
+    block = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
+    ends = UnitPlan(params="host", grads="host", states="nvme")
+    units = [block if u.kind == "block" else ends for u in workload.units]
+    units[1] = replace(block, acts="nvme")
+    return Plan(policy="calibration", units=tuple(units))
+
+
+def calibrated(machine: Machine, schedule: Schedule, measured: Steps) -> Machine:
+    """The machine with rates at which the simulated ops take as long as the measured ones did, in sum.
+
+    One factor per stream and kind of work, without forward, backward and recomputation, which take what was measured.
+    What a stream takes of a shared limit stays the same fraction of it.
+    """
+    seconds_m = measured.median_ns()
+    latency_s = machine.stream(COMPUTE).latency_s
+    ops = [
+        replace(op, work={"s": max(seconds_m[op.key] / 1e9 - latency_s, 0.0)}) if op.kind in TIMED else op
+        for op in schedule.ops
+    ]
+    schedule = replace(schedule, ops=tuple(ops))
+    for _ in range(ROUNDS):
+        trace: Trace = simulate_on(unroll(schedule, 3), machine)
+        seconds_p = cut_predicted(trace).median_ns()
+        sums: dict[tuple[str, str], list[float]] = {}
+        for op in schedule.ops:
+            kinds = [kind for kind, amount in op.work.items() if amount and kind != "s"]
+            if len(kinds) == 1:
+                both = sums.setdefault((op.stream, kinds[0]), [0.0, 0.0])
+                both[0] += seconds_p[op.key]
+                both[1] += seconds_m[op.key]
+        factors = {key: p / m for key, (p, m) in sums.items() if p > 0 and m > 0}
+        machine = replace(machine, streams=tuple(_scaled(stream, factors) for stream in machine.streams))
+    return machine
+
+
+def _scaled(stream: Stream, factors: Mapping[tuple[str, str], float]) -> Stream:
+    """The stream with the rates of some kinds of work multiplied."""
+    rates = {}
+    takes = {limit: dict(weights) for limit, weights in stream.takes.items()}
+    for kind, rate in stream.rates.items():
+        factor = min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, factors.get((stream.name, kind), 1.0)))
+        rates[kind] = Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
+        for weights in takes.values():
+            if kind in weights:
+                weights[kind] /= factor
+    return replace(stream, rates=rates, takes=takes)
+
+
+def _factors(before: Machine, after: Machine) -> dict[str, float]:
+    found = {}
+    for old, new in zip(before.streams, after.streams, strict=True):
+        for kind, rate in old.rates.items():
+            factor = new.rates[kind].points[0][1] / rate.points[0][1]
+            if factor != 1.0:
+                found[f"{old.name} {kind}"] = factor
+    return found
+
+
+def with_room(schedule: Schedule, peak_bytes: Mapping[str, int]) -> Schedule:
+    """The schedule with capacities that hold the peaks and 2 % more."""
+    tiers = tuple(replace(t, capacity_bytes=ceil(peak_bytes[t.name] * ROOM)) for t in schedule.tiers)
+    return replace(schedule, tiers=tiers)
+
+
+def _part_times(times: Mapping[str, list[list[float]]]) -> PartTimes:
+    """Medians over steps, averaged over the ops of one kind; `times` holds a list of seconds per op."""
+
+    def typical(kind: str) -> float:
+        found = times.get(kind, [])
+        return sum(median(seconds) for seconds in found) / len(found) if found else 0.0
+
+    relative = sorted(
+        seconds / median(series)
+        for kind in ("forward", "backward")
+        for series in times.get(kind, [])
+        for seconds in series
+        if median(series) > 0
+    )
+    kept = relative[: max(2, len(relative) * 9 // 10)]
+    return PartTimes(
+        forward_s=typical("forward"),
+        backward_s=typical("backward"),
+        recompute_s=typical("recompute"),
+        spread=stdev(kept) if len(kept) > 1 else 0.0,
+    )
+
+
+def with_times(workload: Workload, times: Mapping[str, PartTimes], machine: Machine) -> Workload:
+    """The workload with measured times of its parts. What recomputing one tensor takes is its modelled share."""
+    return replace(workload, units=tuple(_with_times(u, times[u.kind], machine) for u in workload.units))
+
+
+def _with_times(unit: Unit, times: PartTimes, machine: Machine) -> Unit:
+    latency_s = machine.stream(COMPUTE).latency_s
+    modelled = [machine.cost(COMPUTE, tensor.recompute).work_s for tensor in unit.saved]
+    total = sum(modelled)
+    saved: list[SavedTensor] = []
+    for tensor, seconds in zip(unit.saved, modelled, strict=True):
+        share = seconds / total if total else 1 / len(unit.saved)
+        saved.append(replace(tensor, recompute={"s": max(times.recompute_s - latency_s, 0.0) * share}))
+    return replace(
+        unit,
+        forward={"s": max(times.forward_s - latency_s, 0.0)},
+        backward={"s": max(times.backward_s - latency_s, 0.0)},
+        saved=tuple(saved),
+        spread=times.spread,
+    )
+
+
+def random_batches(
+    config: Mapping[str, object], training: Training, count: int, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """`count` micro-batches of random tokens, each its own label."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(str(config["vocab_size"]))
+    shape = (training.per_device_train_batch_size, training.sequence_length)
+    for _ in range(count):
+        tokens = torch.randint(vocabulary, shape, generator=generator)
+        yield {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,265 @@
+"""Runs a campaign: measures the machine, predicts each configuration, runs it, and keeps one artifact per run.
+
+For each group, in this order: the machine is measured and the parts of a shallow model are timed
+(`tierplan.validation.block_times`), then each run is predicted, executed and compared. A run whose artifact is there is
+not repeated, so an interrupted campaign continues; a group is measured anew when it is taken up again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tierplan import __version__
+from tierplan.hwmodels.build import build
+from tierplan.hwmodels.description import write_description
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.policies import decide
+from tierplan.planner.solve import plan as solve
+from tierplan.runtime.measure import measure_description
+from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.tracing_models import build_model
+from tierplan.runtime.trainer import RunResult, train
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.steady import SteadyState
+from tierplan.sim.trace import write_atomically
+from tierplan.sim.workload import Training, Workload
+from tierplan.validation.block_times import Shallow, measure_shallow, random_batches, with_times
+from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
+from tierplan.validation.campaign import Artifact, Campaign, Group, Run
+from tierplan.validation.compare import compare
+from tierplan.validation.evaluate import PLANNER
+from tierplan.validation.text import format_count, format_error, format_s
+
+__all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
+
+DEVICE, HOST = "gpu0", "host"
+MAX_CAUSES = 4
+MEASURED = "measured.txt"
+"""What a group was predicted from, beside its `machine.toml`; no artifact, hence not *.json."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A run's schedule and what the simulator says of it."""
+
+    workload: Workload
+    machine: Machine
+    """With the run's budgets."""
+    schedule: Schedule
+    steady: SteadyState
+    interval_s: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What a group's predictions rest on."""
+
+    shallow: Shallow
+    seconds: float
+
+
+def artifact_path(out_dir: str | os.PathLike[str], group: Group, run: Run) -> Path:
+    return Path(out_dir) / group.name / f"{run.name}.json"
+
+
+def run_campaign(
+    campaign: Campaign,
+    out_dir: str | os.PathLike[str],
+    nvme_dir: str | os.PathLike[str],
+    *,
+    machine_name: str = "",
+    device: str = "cpu",
+    measure_s: float = 30.0,
+    only: str = "",
+    report: Report = lambda line: None,
+) -> list[Artifact]:
+    """The artifacts of all runs, in order; those that are in `out_dir` already are taken from there.
+
+    Parameters
+    ----------
+    nvme_dir
+        Folder on the drive that is the NVMe tier.
+    machine_name
+        What the machine is called in tables; by default its cores, memory and GPU.
+    measure_s
+        Seconds that measuring the machine takes, once per group.
+    only
+        Take up only runs whose `group/name` contains this.
+    """
+    found: list[Artifact] = []
+    name = machine_name or _machine_name(device)
+    scratch = Path(nvme_dir) / "tierplan-campaign"
+    try:
+        for group in campaign.groups:
+            measured: _Measured | None = None
+            for run in group.runs:
+                path = artifact_path(out_dir, group, run)
+                if path.exists():
+                    found.append(Artifact.load(path))
+                    continue
+                if only not in f"{group.name}/{run.name}":
+                    continue
+                if measured is None:
+                    measured = _measure(group, out_dir, scratch, device, measure_s)
+                    report(f"{group.name}: measured in {measured.seconds:.0f} s")
+                artifact = _one(campaign, group, run, measured, scratch, device, name)
+                artifact.save(path)
+                found.append(artifact)
+                report(_line(artifact))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return found
+
+
+def _line(a: Artifact) -> str:
+    if not a.answered:
+        return f"{a.group}/{a.run}: no answer: {a.why_not}"
+    return (
+        f"{a.group}/{a.run}: predicted {format_s(a.predicted_step_s)}, measured {format_s(a.measured_step_s)}, "
+        f"{format_error(a.error_frac)}"
+    )
+
+
+def _measure(group: Group, out_dir: str | os.PathLike[str], scratch: Path, device: str, measure_s: float) -> _Measured:
+    began = time.monotonic()
+    scratch.mkdir(parents=True, exist_ok=True)
+    description = measure_description(scratch, budget_s=measure_s, device=device, dtypes=(group.dtype,))
+    write_atomically(Path(out_dir) / group.name / "machine.toml", write_description(description))
+    machine = build(description)
+    training = _training(group, Run(blocks=group.profile_blocks, policy="in-memory"), device)
+    config = group.model_config(group.profile_blocks)
+    shallow = measure_shallow(config, training, machine, nvme_dir=scratch, device=device)
+    record = {"parts": {part: asdict(times) for part, times in shallow.parts.items()}, "factors": dict(shallow.factors)}
+    write_atomically(Path(out_dir) / group.name / MEASURED, json.dumps(record, indent=1) + "\n")
+    return _Measured(shallow=shallow, seconds=time.monotonic() - began)
+
+
+def _one(
+    campaign: Campaign, group: Group, run: Run, measured: _Measured, scratch: Path, device: str, machine_name: str
+) -> Artifact:
+    config, training = group.model_config(run.blocks), _training(group, run, device)
+    workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
+    artifact = Artifact(
+        campaign=campaign.name,
+        group=group.name,
+        run=run.name,
+        model=f"{workload.model_type}, {run.blocks} blocks, {format_count(workload.num_parameters)} parameters",
+        asked={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
+        machine=machine_name,
+        when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        versions=_versions(),
+        answered=False,
+    )
+    try:
+        machine = measured.shallow.machine
+        predicted = predict(run, with_times(workload, measured.shallow.parts, machine), machine)
+        torch.manual_seed(0)
+        result = train(
+            predicted.schedule,
+            build_model(config, training),
+            random_batches(config, training, campaign.steps * run.accumulation),
+            steps=campaign.steps,
+            nvme_dir=scratch,
+            device=device,
+        )
+    except (ValueError, RuntimeError) as error:
+        return replace(artifact, why_not=str(error))
+    return _compared(artifact, campaign, predicted, result)
+
+
+def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
+    """The schedule of a run within its budgets, simulated. Raises `PlanError` or `OutOfMemory` where there is none."""
+    if run.policy == PLANNER:
+        machine = _part_of_plain_training(run, workload, machine)
+        # Cut micro-batches would run at sizes that nothing was timed at; without "vertical" none are cut.
+        orders = ("horizontal",) if run.accumulation == 1 else ("horizontal", "vertical")
+        found = solve(workload, machine, orders=orders, **dict(run.options))  # type: ignore[arg-type]
+        return Prediction(workload=workload, machine=machine, schedule=found.schedule, steady=found.steady)
+    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    decided = decide(run.policy, workload, ample, run.options)
+    sizes: dict[str, int] = {}
+    for tier, level in ((DEVICE, run.device), (HOST, run.host)):
+        sizes[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, sizes))
+    machine, schedule, steady = fitting(decided, workload, with_capacity(machine, sizes))
+    return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
+
+
+def _part_of_plain_training(run: Run, workload: Workload, machine: Machine) -> Machine:
+    """The machine with the planner's budgets: parts of the device memory that plain training takes."""
+    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    plain = peak_bytes(DEVICE, decide("in-memory", workload, ample, {}), workload, ample)
+    sizes: dict[str, int] = {}
+    for tier, part in ((DEVICE, run.device), (HOST, run.host)):
+        frac = {"roomy": 1.05}.get(part) or float(part)
+        sizes[tier] = int(plain * frac)
+    return with_capacity(machine, sizes)
+
+
+def _compared(artifact: Artifact, campaign: Campaign, predicted: Prediction, result: RunResult) -> Artifact:
+    per_step = {stream: moved / campaign.steps for stream, moved in result.moved_bytes.items()}
+    comparison = compare(
+        predicted.schedule,
+        predicted.steady.trace,
+        result.trace,
+        predicted_step_s=predicted.steady.period_s,
+        interval_s=predicted.interval_s,
+        moved_bytes=per_step,
+        warmup_steps=campaign.warmup_steps,
+    )
+    largest = sorted(comparison.attribution, key=lambda c: -abs(c.seconds))[:MAX_CAUSES]
+    return replace(
+        artifact,
+        answered=True,
+        capacity_bytes={t.name: t.capacity_bytes for t in predicted.schedule.tiers},
+        predicted_step_s=predicted.steady.period_s,
+        interval_s=predicted.interval_s,
+        measured_steps_s=comparison.measured_steps_s,
+        warmup_steps=comparison.warmup_steps,
+        predicted_peak_bytes=dict(predicted.steady.trace.peak_bytes),
+        measured_peak_bytes=dict(result.peak_bytes),
+        predicted_bytes=predicted.schedule.bytes_moved(),
+        measured_bytes=per_step,
+        busy_s={s.stream: (s.predicted.busy_s, s.measured.busy_s) for s in comparison.streams},
+        causes=tuple((f"{c.kind} on {c.stream}" if c.stream else c.kind, c.seconds) for c in largest),
+    )
+
+
+def _training(group: Group, run: Run, device: str) -> Training:
+    settings: dict[str, Any] = {"dtype": group.dtype, "backend": "cuda" if device.startswith("cuda") else "cpu"}
+    return Training(
+        per_device_train_batch_size=group.batch,
+        gradient_accumulation_steps=run.accumulation,
+        sequence_length=group.seq,
+        master_weights=group.dtype != "fp32",
+        max_grad_norm=run.max_grad_norm,
+        **settings,
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "tierplan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def _machine_name(device: str) -> str:
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else "no GPU"
+    return f"{cores} cores, {gib:.0f} GiB, {gpu}"
