@@ -4,5 +4,14 @@ A command module has a docstring (its `--help`; the first line is the summary), 
 `run(args) -> int`. It imports what it needs inside `run`, so that `tierplan --help` stays quick and free of torch.
 """
 
-COMMANDS: tuple[str, ...] = ("demo", "machine", "simulate", "compare-policies", "sweep", "advise", "validate")
+COMMANDS: tuple[str, ...] = (
+    "demo",
+    "machine",
+    "workload",
+    "simulate",
+    "compare-policies",
+    "sweep",
+    "advise",
+    "validate",
+)
 """Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`."""

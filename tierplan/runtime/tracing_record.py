@@ -48,7 +48,7 @@ def bytes_touched(t: torch.Tensor) -> int:
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> dict[str, float]:
-    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for the CPU's attention; else bytes."""
+    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for CPU attention; else bytes."""
     ins, outs = tensors_in((args, kwargs)), tensors_in(out)
     kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
     if func is CPU_FLASH:

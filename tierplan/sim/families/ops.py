@@ -1,6 +1,7 @@
 """The operations that transformers consist of, as autograd sees them: work, saved tensors, memory in backward.
 
-Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers the slots.
+Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves
+them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers the slots.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def fused_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, hea
     """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
 
     On a CPU one kernel does it; on a GPU flash attention for 16-bit types, else the memory-efficient kernel. FLOPs are
-    those of the full square of scores, causal or not, as PyTorch's counter has them: two products forward, five backward.
+    those of the full square of scores, causal or not, as in PyTorch's counter: two products forward, five backward.
     """
     batch, length = q.shape[0], q.shape[1]
     on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"

@@ -1,0 +1,215 @@
+"""Show what one training step of a model computes, keeps and owns: no GPU, no weights.
+
+tierplan workload list                                the models known by name
+tierplan workload show gpt-13b --batch 4              a table: parameters, states, activations, FLOPs
+tierplan workload show path/to/config.json --exact    the same from the model's own class (needs torch)
+tierplan workload show gpt-13b --unit L0              one unit, tensor by tensor
+tierplan workload deepspeed ds.json --model gpt-13b   what a DeepSpeed configuration amounts to
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierplan.sim.workload import Training, Unit, Workload
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = commands.add_parser("list", help="the models known by name")
+    listing.set_defaults(act=_list)
+
+    show = commands.add_parser("show", help="per unit and in total: parameters, states, activations, FLOPs")
+    show.add_argument("model", metavar="CONFIG", help="config.json, a folder that holds one, or a name such as gpt-13b")
+    _add_training(show)
+    show.add_argument("--unit", metavar="U", help="list the saved tensors of this unit, such as L0 or head")
+    show.add_argument("--json", action="store_true", help="as one JSON object")
+    show.set_defaults(act=_show)
+
+    deepspeed = commands.add_parser("deepspeed", help="the settings and the policy of a DeepSpeed configuration")
+    deepspeed.add_argument("file", metavar="DS.JSON")
+    deepspeed.add_argument("--model", required=True, metavar="M")
+    _add_training(deepspeed)
+    deepspeed.set_defaults(act=_deepspeed)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch", "--per_device_train_batch_size", type=int, default=1, metavar="B", help="sequences per micro-batch")
+    add("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="G", help="micro-batches")
+    add("--seq", "--sequence_length", type=int, default=1024, metavar="S", help="tokens per sequence (default 1024)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    add("--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the states")
+    add("--attention", choices=("flash", "plain"), default="flash")
+    add("--max-grad-norm", "--max_grad_norm", type=float, metavar="X", help="clip gradients by their global norm")
+    add("--backend", choices=("cuda", "cpu"), default="cuda", help="whose kernels run (default cuda)")
+    add("--exact", action="store_true", help="run the model's class on fake tensors (needs torch)")
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.act(args))
+
+
+def _training(args: argparse.Namespace) -> Training:
+    from tierplan.sim.workload import Training
+
+    return Training(
+        per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=args.accumulation,
+        sequence_length=args.seq,
+        dtype=args.dtype,
+        master_weights=not args.no_master_weights,
+        optimizer=args.optimizer,
+        attention=args.attention,
+        max_grad_norm=args.max_grad_norm,
+        backend=args.backend,
+    )
+
+
+def _read(model: str, training: Training, exact: bool) -> Workload:
+    if exact:
+        from tierplan.runtime.tracing import trace_workload
+
+        return trace_workload(model, training)
+    from tierplan.sim.models import load_workload
+
+    return load_workload(model, training)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from tierplan.sim.models import SUPPORTED, named_models
+
+    for name, config in named_models().items():
+        print(f"{name:24} {config['model_type']}")
+    print(f"\nclosed forms: {', '.join(SUPPORTED)}; --exact: every transformer class of `transformers`")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from tierplan.sim.workload import WorkloadError
+
+    workload = _read(args.model, _training(args), args.exact)
+    if args.json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(workload), indent=1))
+        return 0
+    if args.unit:
+        unit = next((u for u in workload.units if u.name == args.unit), None)
+        if unit is None:
+            names = ", ".join(u.name for u in workload.units)
+            raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {names}")
+        print("\n".join(unit_lines(unit)))
+        return 0
+    print("\n".join(table_lines(workload)))
+    return 0
+
+
+def _deepspeed(args: argparse.Namespace) -> int:
+    from tierplan.sim.training_files import read_deepspeed
+
+    found = read_deepspeed(args.file, _training(args))
+    t = found.training
+    workload = _read(args.model, t, args.exact)
+    print(f"{args.file}: policy {found.policy}", *(f"{k}={v}" for k, v in found.options.items()))
+    for note in found.notes:
+        print(f"  {note}")
+    print()
+    print("\n".join(table_lines(workload)))
+    options = "".join(f" --option {k}={v}" for k, v in found.options.items())
+    settings = f"--batch {t.per_device_train_batch_size} --accumulation {t.gradient_accumulation_steps}"
+    clip = f" --max-grad-norm {t.max_grad_norm:g}" if t.max_grad_norm else ""
+    print(
+        f"\nTo simulate it: tierplan simulate --policy {found.policy}{options} --model {args.model} {settings} "
+        f"--seq {t.sequence_length} --dtype {t.dtype}{clip} --machine X"
+    )
+    return 0
+
+
+# ---- tables ----
+
+
+def table_lines(workload: Workload) -> list[str]:
+    """Per unit and in total; blocks that are alike share a row."""
+    t = workload.training
+    tokens = t.per_device_train_batch_size * t.sequence_length
+    lines = [
+        f"{workload.name} ({workload.model_type}): {workload.num_parameters:,} parameters, "
+        f"{len(workload.blocks)} blocks",
+        f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
+        f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}",
+        "",
+        f"{'unit':14}{'parameters':>16}{'params':>11}{'states':>11}{'input':>11}{'saved':>11}{'work f/b':>20}"
+        f"{'fwd TFLOP':>11}{'bwd TFLOP':>11}",
+    ]
+    for first, last, units in _runs(workload):
+        unit = units[0]
+        name = first if first == last else f"{first}..{last}"
+        work = f"{gib(unit.forward_work_bytes)} /{gib(unit.backward_work_bytes)}"
+        lines.append(
+            f"{name:14}{unit.num_parameters:>16,}{gib(unit.num_parameters * t.param_bytes)}"
+            f"{gib(unit.num_parameters * t.state_bytes)}{gib(unit.input_bytes)}{gib(unit.saved_bytes)}{work:>20}"
+            f"{flops(unit.forward) / 1e12:>11.3f}{flops(unit.backward) / 1e12:>11.3f}"
+            + (f"  x {len(units)}" if len(units) > 1 else "")
+            + (f"  shares the parameters of {unit.shares}" if unit.shares else "")
+        )
+    total_forward = sum(flops(u.forward) for u in workload.units)
+    total_backward = sum(flops(u.backward) for u in workload.units)
+    n = workload.num_parameters
+    lines += [
+        f"{'total':14}{n:>16,}{gib(n * t.param_bytes)}{gib(n * t.state_bytes)}"
+        f"{gib(sum(u.input_bytes for u in workload.units))}{gib(sum(u.saved_bytes for u in workload.units))}{'':>20}"
+        f"{total_forward / 1e12:>11.3f}{total_backward / 1e12:>11.3f}",
+        "",
+        "Sizes in GiB, for one micro-batch; params, states: as they lie in memory; saved: what autograd keeps beside",
+        f"the unit's input; work: live at the peak beyond that. Shared by all blocks: {workload.shared_bytes:,} bytes.",
+        f"Forward and backward: {(total_forward + total_backward) / tokens / n:.2f} FLOPs per parameter and token.",
+    ]
+    return lines
+
+
+def unit_lines(unit: Unit) -> list[str]:
+    """The saved tensors of one unit, with what it takes to make each again."""
+    lines = [
+        f"{unit.name}: {len(unit.saved)} saved tensors, {unit.saved_bytes:,} bytes"
+        f"{'; backward also reads the input' if unit.saves_input else ''}",
+        f"{'slot':>4}  {'made by':44}{'bytes':>16}  {'dtype':8}{'again: TFLOP':>13}{'GiB moved':>11}  from",
+    ]
+    for t in unit.saved:
+        moved = t.recompute.get("elementwise_bytes", 0.0) / 2**30
+        source = ", ".join(map(str, t.needs)) or "input"
+        lines.append(
+            f"{t.index:>4}  {t.name:44}{t.size_bytes:>16,}  {t.dtype:8}"
+            f"{flops(t.recompute) / 1e12:>13.4f}{moved:>11.4f}  "
+            f"{source}{'' if t.replayable else '  (draws random numbers)'}"
+        )
+    return lines
+
+
+def _runs(workload: Workload) -> list[tuple[str, str, list[Unit]]]:
+    """Units in order, neighbours that are alike together."""
+    from dataclasses import replace
+
+    runs: list[tuple[str, str, list[Unit]]] = []
+    for unit in workload.units:
+        if runs and replace(runs[-1][2][0], name=unit.name) == unit:
+            first, _, units = runs[-1]
+            runs[-1] = (first, unit.name, [*units, unit])
+        else:
+            runs.append((unit.name, unit.name, [unit]))
+    return runs
+
+
+def flops(work: object) -> float:
+    assert isinstance(work, dict)
+    return float(sum(amount for kind, amount in work.items() if kind.endswith("_flops")))
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:>11.3f}"
