@@ -10,6 +10,7 @@ COMMANDS: tuple[str, ...] = (
     "workload",
     "simulate",
     "compare-policies",
+    "plan",
     "sweep",
     "advise",
     "validate",

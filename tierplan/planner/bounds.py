@@ -1,10 +1,9 @@
 """Lower bounds on the step time that no schedule can beat, and what an impossible problem lacks.
 
 The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move and
-inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops gives a
-point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this machine's
-limits, and the micro-batches in one of the two orders.
-"""
+inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops
+gives a point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this
+machine's limits, and the micro-batches in one of the two orders."""
 
 from __future__ import annotations
 
@@ -101,10 +100,10 @@ def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
 
 
 def shortages(problem: Problem) -> list[Shortage]:
-    """For a problem without a solution: every tier that alone could make it possible, and the least that it would need."""
+    """For a problem without a solution: each tier that alone could make it possible, with the least that would do."""
     found = []
     for tier, capacity in (("device", problem.device_gb), ("host", problem.host_gb), ("nvme", problem.nvme_gb)):
-        if tier == "nvme" and not problem.has_nvme or tier == "host" and not problem.host_gb:
+        if (tier == "nvme" and not problem.has_nvme) or (tier == "host" and not problem.host_gb):
             continue
         model = build(problem, margins=Margins(elastic=tier))
         solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)

@@ -1,9 +1,8 @@
 """The amounts of the planning problem: what each unit computes, holds and moves, in seconds and gigabytes.
 
-`docs/planner.md` has the mathematics; this module only collects its data. The step is cut into *windows* at the ends of
-compute ops, one window per turn of a unit in forward and in backward; transfers are fluid inside a window. Everything is in
-GB and s, since solvers fail on bytes.
-"""
+`docs/planner.md` has the mathematics; this module only collects its data. The step is cut into *windows* at the ends
+of compute ops, one window per turn of a unit in forward and in backward; transfers are fluid inside a window.
+Everything is in GB and s, since solvers fail on bytes."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ class Amounts:
     adam: float
     """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
     chain_s: Mapping[str, tuple[float, ...]]
-    """By way of updating (`device`, `host`, `upload`, `nvme`): least seconds from gradient to usable parameters, per unit."""
+    """By home of the parameters: least seconds from a unit's gradients to parameters that compute can use, per unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

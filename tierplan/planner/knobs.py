@@ -1,9 +1,8 @@
 """What the fluid program cannot decide, as a few knobs that are tuned by simulation, one after the other.
 
-How much memory to leave for whole buffers, how far below their rates to plan the host and the drives, how many updates
-to make late, how far ahead to fetch. Each knob has a short list of settings; tuning walks along one list at a time while
-the simulated step gets shorter, and goes round the knobs until none helps.
-"""
+How much memory to leave for whole buffers, how far below their rates to plan the host and the drives, how many
+updates to make late, how far ahead to fetch. Each knob has a short list of settings; tuning walks along one list at a
+time while the simulated step gets shorter, and goes round the knobs until none helps."""
 
 from __future__ import annotations
 

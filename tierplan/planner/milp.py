@@ -1,9 +1,8 @@
 """The planning program: placements and activation choices over windows, with transfers as fluid queues.
 
-The mathematics, term by term and in the names used here, is in docs/planner.md. With zero margins and no integers the program
-is a relaxation: every schedule of the language, cut at the ends of its compute ops, is a point of it, so its optimum is a
-lower bound on the step time. With margins and integers it is what plans are rounded from.
-"""
+The mathematics, term by term and in the names used here, is in docs/planner.md. With zero margins and no integers the
+program is a relaxation: every schedule of the language, cut at the ends of its compute ops, is a point of it, so its
+optimum is a lower bound on the step time. With margins and integers it is what plans are rounded from."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Margins:
     rate_frac: Mapping[str, float] = field(default_factory=dict)
     """Share of a stream's rate or a shared limit that is planned with, by name; 1 where absent."""
     relaxed: bool = False
-    """For bounds: also what no rounded plan of ours would do, such as moving the smallest tensors or dropping inputs."""
+    """For bounds: also what no rounded plan does, such as moving the smallest tensors or dropping inputs."""
     transients: bool = True
     """Count what is on the device only while an op runs; without, the bound also holds for tiled micro-batches."""
     elastic: str = ""

@@ -3,7 +3,7 @@
 Rows and columns are added as lists of numbers, which is quick; the solver gets them in one piece. A status is never
 believed: `solve` looks at the solution itself (`Program.violation`). Errors:
 
-    SolverError(RuntimeError)    no solver is installed, or it failed on a program that is neither infeasible nor timed out
+    SolverError(RuntimeError)    no solver is installed, or none gave a usable answer
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Search by simulation: every candidate plan is lowered and simulated to its steady state, and the quickest is kept.
 
-The fluid program cannot see that buffers are whole, that grants come in list order, or that a stream serves one op at a
-time. So its plans are rounded with several margins, given several windows and several choices of late updates, and then
-improved by local moves. The budget is counted in simulated ops, not in seconds, so a result does not depend on the clock
-unless the time limit is reached.
-"""
+The fluid program cannot see that buffers are whole, that grants come in list order, or that a stream serves one op at
+a time. So its plans are rounded with several margins, given several windows and several choices of late updates, and
+then improved by local moves. The budget is counted in simulated ops, not in seconds, so a result does not depend on
+the clock unless the time limit is reached."""
 
 from __future__ import annotations
 
@@ -110,8 +109,8 @@ class Evaluator:
             short = error.wanted_bytes - error.free_bytes
             # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
             reason = (
-                f"op {error.op!r} wants {error.wanted_bytes:,} bytes in tier {error.tier!r}, but {error.free_bytes:,} of "
-                f"{error.capacity_bytes:,} are free and nothing that still runs will free more"
+                f"op {error.op!r} wants {error.wanted_bytes:,} bytes in tier {error.tier!r}, but {error.free_bytes:,} "
+                f"of {error.capacity_bytes:,} are free and nothing that still runs will free more"
             )
             return Candidate(plan, None, reason, short_tier=error.tier, short_bytes=short)
         except (PlanError, ScheduleError, MachineError) as error:

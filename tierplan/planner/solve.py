@@ -59,8 +59,8 @@ class InfeasiblePlan(PlanError):
         lines = [f"no plan fits {self.model!r} into the memory of {self.machine!r}"]
         for s in self.shortages:
             lines.append(
-                f"{s.tier} memory is short by at least {s.short_bytes:,} bytes: it needs {s.needed_bytes / GB:.1f} GB or more "
-                f"and has {s.capacity_bytes / GB:.1f} GB"
+                f"{s.tier} memory is short by at least {s.short_bytes:,} bytes: it has {s.capacity_bytes / GB:.1f} GB "
+                f"and needs {s.needed_bytes / GB:.1f} GB or more"
             )
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")

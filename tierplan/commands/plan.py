@@ -1,0 +1,216 @@
+"""Finds the best plan for a model on a machine, and says how much better any other could be.
+
+Compares with every published system's policy, and writes plan and schedule to one file that `tierplan run` executes.
+
+Examples:
+
+    tierplan plan --model gpt-13b --machine fuyou-4090 --batch 32
+    tierplan plan --model gpt-13b --machine desktop-4090 --batch 8 -o plan.json --json
+    tierplan plan --model gpt-13b --machine fuyou-4090 --batch 32 --tokens 32 --explain
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tierplan.commands import scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierplan.planner.explain_plan import Worth
+    from tierplan.planner.solve import PlanResult
+    from tierplan.sim.workload import Workload
+
+GB = 1e9
+EXIT_INFEASIBLE = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    scenario.add_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write plan and schedule, for `tierplan run`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--time-limit", type=float, default=10.0, metavar="S", help="seconds that each search may compute (default 10)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="sequences per optimizer step: micro-batch size and accumulation are searched too (--batch and "
+        "--accumulation do not apply then)",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="also say what more memory, drives or link would be worth (plans again)"
+    )
+    parser.add_argument("--frontier", metavar="FILE.png", help="plot the step time against device memory (plans again)")
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+
+    from tierplan.planner.solve import InfeasiblePlan, plan
+
+    if not args.time_limit > 0:
+        raise ValueError(f"--time-limit is {args.time_limit}; it must be above 0 seconds")
+    machine = scenario.read_machine(args)
+    workload = scenario.read_workload(args, machine)
+    try:
+        if args.sequences:
+            from tierplan.planner.outer import plan_sequences
+
+            chosen = plan_sequences(
+                lambda batch, accumulation: _with_batch(args, batch, accumulation),
+                machine,
+                sequences=args.sequences,
+                semantics=args.semantics,
+                time_limit_s=args.time_limit,
+                seed=args.seed,
+            )
+            result, workload = chosen.result, chosen.workload
+        else:
+            result = plan(workload, machine, semantics=args.semantics, time_limit_s=args.time_limit, seed=args.seed)
+    except InfeasiblePlan as error:
+        from tierplan.planner.outer import largest_batch
+
+        error.largest_batch = largest_batch(lambda batch: _with_batch(args, batch, 1), machine, below=args.batch)
+        if not args.json:
+            raise
+        print(json.dumps({"fits": False, "reason": str(error), "shortages": _shortages(error)}, indent=2))
+        return EXIT_INFEASIBLE
+    worths = _worths(args, workload) if args.explain else None
+    if args.output:
+        from tierplan.planner.export import save_plan
+
+        save_plan(result, workload, machine, args.output)
+    if args.frontier:
+        from tierplan.planner.explain_plan import frontier, plot_frontier
+
+        plot_frontier(frontier(workload, machine, time_limit_s=args.time_limit), args.frontier, workload, machine)
+    if args.json:
+        print(json.dumps(record(result, workload, worths), indent=2))
+    else:
+        print(text(result, workload, worths))
+        if machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
+    return 0
+
+
+def _with_batch(args: argparse.Namespace, batch: int, accumulation: int) -> Workload:
+    changed = argparse.Namespace(**{**vars(args), "batch": batch, "accumulation": accumulation})
+    return scenario.read_workload(changed, scenario.read_machine(args))
+
+
+def _worths(args: argparse.Namespace, workload: Workload) -> Sequence[Worth]:
+    from tierplan.hwmodels import load_machine
+    from tierplan.planner.explain_plan import worths
+
+    def changed(overrides: Sequence[str]) -> object:
+        return load_machine(args.machine, [*args.overrides, *overrides])
+
+    return worths(workload, changed, time_limit_s=args.time_limit, semantics=args.semantics)  # type: ignore[arg-type]
+
+
+def _shortages(error: object) -> list[dict[str, object]]:
+    return [
+        {
+            "tier": s.tier,
+            "needed_bytes": s.needed_bytes,
+            "capacity_bytes": s.capacity_bytes,
+            "short_bytes": s.short_bytes,
+        }
+        for s in error.shortages  # type: ignore[attr-defined]
+    ]
+
+
+def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> dict[str, object]:
+    """The result as one JSON object."""
+    training = workload.training
+    found: dict[str, object] = {
+        "fits": True,
+        "policy": result.plan.policy,
+        "order": result.plan.order,
+        "tiles": result.plan.tiles,
+        "micro_batch": training.per_device_train_batch_size,
+        "accumulation": training.gradient_accumulation_steps,
+        "semantics": result.plan.semantics,
+        "step_s": result.step_s,
+        "tokens_per_s": training.tokens_per_step / result.step_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "status": result.status,
+        "solve_s": result.solve_s,
+        "total_s": result.total_s,
+        "bound_by": dict(result.bound_by),
+        "s_per_gb": dict(result.s_per_gb),
+        "peak_bytes": dict(result.steady.trace.peak_bytes),
+        "policies": {
+            name: {"step_s": p.step_s, "reason": p.reason, "same_numbers": p.same_numbers}
+            for name, p in result.policies.items()
+        },
+        "best_policy": result.best_policy,
+        "notes": list(result.notes),
+    }
+    if worths is not None:
+        found["worth"] = [{"change": w.change, "step_s": w.step_s, "saves_s": w.saves_s} for w in worths]
+    return found
+
+
+def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> str:
+    """The result for people."""
+    training, plan = workload.training, result.plan
+    lines = [
+        f"{workload.name}, {training.per_device_train_batch_size} sequences of {training.sequence_length} tokens"
+        + (f" x {training.gradient_accumulation_steps}" if training.gradient_accumulation_steps > 1 else ""),
+        f"  step time      {result.step_s:10.3f} s        {training.tokens_per_step / result.step_s:.1f} tokens/s",
+        f"  no schedule is quicker than {result.lower_bound_s:.3f} s: gap {100 * result.gap:.1f} %",
+        f"  bound by       {_shares(result.bound_by)}",
+        f"  decided by     {plan.policy}, {plan.order} order"
+        + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
+        + f", {plan.semantics}",
+        *_placements(result),
+        f"  searched       {result.num_simulated} plans in {result.total_s:.1f} s, {result.solve_s:.1f} s of it in the "
+        f"solver ({result.status})",
+    ]
+    for tier, peak in result.steady.trace.peak_bytes.items():
+        capacity = result.steady.trace.capacity_bytes[tier]
+        lines.append(f"  peak {tier:10s}{peak / GB:10.2f} GB of {capacity / GB:.2f} GB")
+    lines.append("  published systems on the same model and machine:")
+    for name, policy in sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0])):
+        if policy.step_s is None:
+            reason = policy.reason if len(policy.reason) <= 90 else policy.reason[:87] + "..."
+            lines.append(f"    {name:16s}  does not run: {reason}")
+        else:
+            other = "" if policy.same_numbers else "  (other numbers: delayed updates)"
+            lines.append(f"    {name:16s}{policy.step_s:10.3f} s   {policy.step_s / result.step_s:6.2f} x{other}")
+    if worths is not None:
+        lines.append("  what a change would save per step (planned again):")
+        lines += [f"    {w.change:34s}{w.saves_s:9.3f} s   {100 * w.saves_s / result.step_s:5.1f} %" for w in worths]
+    return "\n".join(lines)
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.01) or "nothing"
+
+
+def _placements(result: PlanResult) -> list[str]:
+    """How many units have what where, and what happens to activations, in two lines."""
+    if result.plan.packs is not None:
+        return []
+    places: dict[str, int] = {}
+    acts: dict[str, int] = {}
+    for number, unit in enumerate(result.plan.units):
+        name = f"params {unit.params}, states {unit.states}" + (" (late)" if unit.late_update else "")
+        places[name] = places.get(name, 0) + 1
+        sizes = result.schedule.meta["units"][number]["slot_bytes"]  # type: ignore[index]
+        for k, size in enumerate(sizes):
+            action = unit.action(k)
+            acts[action] = acts.get(action, 0) + int(size)
+    total = sum(acts.values()) or 1
+    return [
+        "  units          "
+        + "; ".join(f"{count} x {name}" for name, count in sorted(places.items(), key=lambda i: -i[1])),
+        "  activations    " + ", ".join(f"{100 * size / total:.0f} % {name}" for name, size in acts.items() if size),
+    ]

@@ -1,0 +1,182 @@
+"""What more of something would be worth: every answer is planned again, not read from a derivative.
+
+worths(workload, machine_with, ...)    one more GB, drive, a faster link, ...: step time and what it saves
+frontier(workload, machine, ...)       step time against device memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.plan import PlanError, Semantics
+from tierplan.planner.solve import plan
+from tierplan.sim.workload import Workload
+
+__all__ = ["Point", "Worth", "changes", "frontier", "plot_frontier", "worths"]
+
+GB = 1e9
+FRONTIER_FRACS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """What one change of the machine does to the planned step."""
+
+    change: str
+    step_s: float
+    saves_s: float
+    """Seconds per step; below 0 would be a search that found less on a better machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One device memory on the frontier."""
+
+    device_bytes: int
+    step_s: float | None
+    """None where nothing fits."""
+    lower_bound_s: float | None
+
+
+def changes(machine: Machine) -> list[tuple[str, Callable[[Machine], Machine]]]:
+    """Changes that can be made to any machine: what they are called, and how."""
+
+    def more(kind: str, gb: float) -> Callable[[Machine], Machine]:
+        def change(m: Machine) -> Machine:
+            tiers = [
+                replace(t, capacity_bytes=t.capacity_bytes + int(gb * GB)) if t.kind == kind else t for t in m.tiers
+            ]
+            return replace(m, tiers=tuple(tiers))
+
+        return change
+
+    def faster(names: Sequence[str], factor: float) -> Callable[[Machine], Machine]:
+        def change(m: Machine) -> Machine:
+            streams = []
+            for s in m.streams:
+                if s.name in names:
+                    rates = {
+                        kind: replace(r, points=tuple((x, y * factor) for x, y in r.points))
+                        for kind, r in s.rates.items()
+                    }
+                    own = {
+                        limit: {k: w / factor for k, w in weights.items()} if limit in private else weights
+                        for limit, weights in s.takes.items()
+                    }
+                    streams.append(replace(s, rates=rates, takes=own))
+                else:
+                    streams.append(s)
+            return replace(m, streams=tuple(streams))
+
+        # limits that nobody else loads belong to the part, and grow with it
+        private = {
+            limit.name
+            for limit in machine.shared_limits
+            if all(s.name in names for s in machine.streams if limit.name in s.takes)
+        }
+        return change
+
+    kinds = {t.kind for t in machine.tiers}
+    devices = [t.name for t in machine.tiers if t.kind == "device"]
+    links = [f"{d}.{way}" for d in devices for way in ("h2d", "d2h")]
+    found = [("device memory +8 GB", more("device", 8.0))]
+    if "host" in kinds:
+        found.append(("host memory +64 GB", more("host", 64.0)))
+        found.append(("link to the device x 1.25", faster(links, 1.25)))
+        found.append(("host Adam x 1.25", faster(["host.adam"], 1.25)))
+    if "nvme" in kinds:
+        found.append(("drives x 1.25", faster(["nvme.read", "nvme.write"], 1.25)))
+    found.append(("device compute x 1.25", faster([f"{d}.compute" for d in devices], 1.25)))
+    return found
+
+
+def worths(
+    workload: Workload,
+    machine_with: Callable[[Sequence[str]], Machine],
+    *,
+    time_limit_s: float = 10.0,
+    semantics: Semantics | None = None,
+) -> list[Worth]:
+    """What changes are worth, most first. `machine_with(overrides)` gives the machine with settings changed.
+
+    Settings that the machine does not have (a machine without drives, say) are left out.
+    """
+    machine = machine_with(())
+    base = plan(workload, machine, time_limit_s=time_limit_s, semantics=semantics)
+    tried: list[tuple[str, Machine]] = [(name, change(machine)) for name, change in changes(machine)]
+    drives = _drives(machine)
+    if drives:
+        with contextlib.suppress(MachineError, ValueError):
+            tried.append(("one more drive", machine_with([f"nvme.drives={drives + 1}"])))
+    found = []
+    for name, changed in tried:
+        try:
+            result = plan(workload, changed, time_limit_s=time_limit_s, semantics=semantics, policies=())
+        except PlanError:
+            continue
+        step_s = min(result.step_s, base.step_s)  # the plan for less also runs on more
+        found.append(Worth(change=name, step_s=step_s, saves_s=base.step_s - step_s))
+    return sorted(found, key=lambda w: (-w.saves_s, w.change))
+
+
+def _drives(machine: Machine) -> int:
+    nvme = machine.description.get("nvme")
+    drives = nvme.get("drives") if isinstance(nvme, dict) else None
+    return drives if isinstance(drives, int) else 0
+
+
+def frontier(
+    workload: Workload,
+    machine: Machine,
+    *,
+    fracs: Sequence[float] = FRONTIER_FRACS,
+    time_limit_s: float = 5.0,
+) -> list[Point]:
+    """Step time and bound at fractions and multiples of the device's memory, from little to much.
+
+    A plan for less memory also runs with more, so the step time never rises along the frontier.
+    """
+    points: list[Point] = []
+    best: float | None = None
+    for frac in sorted(fracs):
+        tiers = [
+            replace(t, capacity_bytes=int(t.capacity_bytes * frac)) if t.kind == "device" else t for t in machine.tiers
+        ]
+        size = next(t.capacity_bytes for t in tiers if t.kind == "device")
+        try:
+            result = plan(workload, replace(machine, tiers=tuple(tiers)), time_limit_s=time_limit_s, policies=())
+        except PlanError:
+            points.append(Point(device_bytes=size, step_s=best, lower_bound_s=None))
+            continue
+        best = result.step_s if best is None else min(best, result.step_s)
+        points.append(Point(device_bytes=size, step_s=best, lower_bound_s=min(result.lower_bound_s, best)))
+    return points
+
+
+def plot_frontier(points: Sequence[Point], path: str | os.PathLike[str], workload: Workload, machine: Machine) -> None:
+    """Writes the frontier as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    planned = [(p.device_bytes / GB, p.step_s) for p in points if p.step_s is not None]
+    bounded = [(p.device_bytes / GB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
+    axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", label="planned")
+    axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
+    for p in points:
+        if p.step_s is None:
+            axes.axvline(p.device_bytes / GB, color="0.8", linewidth=1)
+    now = next(t.capacity_bytes for t in machine.tiers if t.kind == "device") / GB
+    axes.axvline(now, color="tab:green", linewidth=1, label="this machine")
+    axes.set(
+        xlabel="device memory, GB",
+        ylabel="step time, s",
+        title=f"{workload.name} on {machine.name}: step time against device memory (grey: does not fit)",
+        ylim=(0, None),
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,169 @@
+"""The plan as a file: a schedule file whose `meta` also says what was decided, for what, and how good it is.
+
+So everything that reads schedules reads plans, `tierplan run` included. `load_plan` adds the strictness: every field
+of the record must be there and nothing else, the schedule must be the one that was written, and model and machine,
+where they are given, must be those that the plan was made for. Errors:
+
+    PlanFileError(PlanError)   a file that is no plan, was changed, or belongs to another model or machine
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
+from tierplan.planner.solve import PlanResult
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.schedule_file import load_schedule, save_schedule
+from tierplan.sim.workload import Workload
+
+__all__ = ["PlanFile", "PlanFileError", "digest", "load_plan", "save_plan"]
+
+VERSION = 1
+KEY = "tierplan-plan"
+"""Where in `meta` the record stands."""
+FIELDS = ("version", "plan", "model_sha256", "machine_sha256", "schedule_sha256", "solver", "prediction")
+
+
+class PlanFileError(PlanError):
+    """A file that is no plan, was changed, or belongs to another model or machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """What a plan file holds."""
+
+    plan: Plan
+    schedule: Schedule
+    model_sha256: str
+    machine_sha256: str
+    solver: Mapping[str, object]
+    """`name`, `status`, `gap`, `lower_bound_s`, `seed`."""
+    prediction: Mapping[str, object]
+    """`step_s`, and `interval_s`: low and high, or null where no spread of times is known."""
+
+
+def digest(thing: Workload | Machine | Schedule) -> str:
+    """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
+    record = asdict(thing)
+    for name in ("meta", "description", "nameplate"):
+        record.pop(name, None)
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: str | os.PathLike[str]) -> None:
+    """Writes plan and schedule as one schedule file, replacing it in one step."""
+    interval = interval_s(result, workload)
+    record = {
+        "version": VERSION,
+        "plan": asdict(result.plan),
+        "model_sha256": digest(workload),
+        "machine_sha256": digest(machine),
+        "schedule_sha256": digest(_named(result.schedule)),
+        "solver": {
+            "name": result.solver,
+            "status": result.status,
+            "gap": result.gap,
+            "lower_bound_s": result.lower_bound_s,
+            "seed": result.seed,
+        },
+        "prediction": {"step_s": result.step_s, "interval_s": list(interval) if interval else None},
+    }
+    save_schedule(replace(_named(result.schedule), meta={**result.schedule.meta, KEY: record}), path)
+
+
+def _named(schedule: Schedule) -> Schedule:
+    """The schedule as a file gives it back: plain lists and numbers in `work`."""
+    ops = tuple(replace(op, work={k: float(v) for k, v in op.work.items()}) for op in schedule.ops)
+    return replace(schedule, ops=ops)
+
+
+def interval_s(result: PlanResult, workload: Workload) -> tuple[float, float] | None:
+    """Two standard deviations either side of the step time, from the spread of measured compute times; else None.
+
+    Units vary independently of each other here; what they have in common (a hot device, say) is not in it.
+    """
+    seconds: dict[str, float] = {}
+    for op in result.schedule.ops:
+        if op.kind in ("forward", "recompute", "backward"):
+            seconds[op.unit] = seconds.get(op.unit, 0.0) + op.work.get("s", 0.0)
+    variance = sum((unit.spread * seconds.get(unit.name, 0.0)) ** 2 for unit in workload.units)
+    if variance == 0:
+        return None
+    half = 2 * float(variance**0.5)
+    return max(0.0, result.step_s - half), result.step_s + half
+
+
+def load_plan(
+    path: str | os.PathLike[str], *, workload: Workload | None = None, machine: Machine | None = None
+) -> PlanFile:
+    """The plan in the file.
+
+    Raises
+    ------
+    PlanFileError
+        When a field is missing, unknown or of the wrong kind, when the schedule is not the one that was written, or
+        when `workload` or `machine` are given and are not those of the plan.
+    ScheduleError
+        When it is not a schedule file at all.
+    """
+    schedule = load_schedule(path)
+    record = schedule.meta.get(KEY)
+    if not isinstance(record, dict):
+        raise PlanFileError(f"{path} is a schedule without a plan; write plans with `tierplan plan -o`")
+    _exactly(record, FIELDS, f"{path}: the plan's record")
+    if record["version"] != VERSION:
+        raise PlanFileError(f"{path} has plan version {record['version']!r}, this reader takes {VERSION}; plan again")
+    schedule = replace(schedule, meta={k: v for k, v in schedule.meta.items() if k != KEY})
+    if digest(_named(schedule)) != record["schedule_sha256"]:
+        raise PlanFileError(f"{path}: the schedule is not the one that the planner wrote; plan again")
+    for name, thing in (("model", workload), ("machine", machine)):
+        if thing is not None and digest(thing) != record[f"{name}_sha256"]:
+            raise PlanFileError(
+                f"{path} was made for another {name} than {thing.name!r}, or with other settings; plan again for this"
+            )
+    return PlanFile(
+        plan=_plan(record["plan"], str(path)),
+        schedule=schedule,
+        model_sha256=record["model_sha256"],
+        machine_sha256=record["machine_sha256"],
+        solver=record["solver"],
+        prediction=record["prediction"],
+    )
+
+
+def _exactly(record: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
+    if unknown := sorted(record.keys() - set(names)):
+        raise PlanFileError(f"{where} has an unknown field {unknown[0]!r}; the fields are {', '.join(names)}")
+    if missing := [name for name in names if name not in record]:
+        raise PlanFileError(f"{where} lacks the field {missing[0]!r}; every field must be there")
+
+
+def _plan(record: object, where: str) -> Plan:
+    if not isinstance(record, dict):
+        raise PlanFileError(f"{where}: the plan is {type(record).__name__}; it must be an object")
+    names = tuple(f.name for f in fields(Plan))
+    _exactly(record, names, f"{where}: the plan")
+    unit_names = tuple(f.name for f in fields(UnitPlan))
+    units = []
+    if not isinstance(record["units"], list):
+        raise PlanFileError(f"{where}: the plan's units must be a list")
+    for number, unit in enumerate(record["units"]):
+        if not isinstance(unit, dict):
+            raise PlanFileError(f"{where}: unit {number} of the plan must be an object")
+        _exactly(unit, unit_names, f"{where}: unit {number} of the plan")
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in unit.items()}
+        units.append(UnitPlan(**settings))
+    known: dict[str, Any] = {**record, "units": tuple(units)}
+    if isinstance(packs := record["packs"], dict):
+        _exactly(packs, tuple(f.name for f in fields(Packs)), f"{where}: the plan's packs")
+        runs = {k: tuple(tuple(run) for run in packs[k]) for k in ("forward", "backward")}
+        known["packs"] = Packs(**{**packs, **runs})
+    return Plan(**known)

@@ -1,0 +1,110 @@
+"""The outer search: micro-batch size and accumulation for a given number of sequences per step; the largest batch.
+
+The inner planner's cost hardly depends on the batch, and its lower bound is quick. So every division of the sequences
+is bounded first, and only those whose bound beats the best plan so far are planned, best bound first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.bounds import lower_bound
+from tierplan.planner.fluid import Order, problem
+from tierplan.planner.plan import Semantics
+from tierplan.planner.solve import InfeasiblePlan, PlanResult, plan
+from tierplan.sim.workload import Workload
+
+__all__ = ["Choice", "largest_batch", "plan_sequences"]
+
+MAX_PLANNED = 4
+"""Divisions that are planned in full, at most."""
+TILES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The best division of a step's sequences into micro-batches."""
+
+    workload: Workload
+    result: PlanResult
+    bounds_s: Mapping[int, float] = field(default_factory=dict)
+    """Lower bound by micro-batch size; infinite where it cannot fit."""
+    planned_s: Mapping[int, float] = field(default_factory=dict)
+    """Step time by micro-batch size, for those that were planned."""
+
+
+def plan_sequences(
+    make: Callable[[int, int], Workload],
+    machine: Machine,
+    *,
+    sequences: int,
+    semantics: Semantics | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> Choice:
+    """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
+
+    Raises `InfeasiblePlan` when no division fits, that of single sequences included.
+    """
+    workloads: dict[int, Workload] = {}
+    bounds: dict[int, float] = {}
+    for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
+        workloads[batch] = make(batch, sequences // batch)
+        bounds[batch] = _bound_s(workloads[batch], machine, semantics)
+    best: tuple[int, PlanResult] | None = None
+    planned: dict[int, float] = {}
+    for batch in sorted(bounds, key=lambda b: (bounds[b], -b)):
+        if len(planned) >= MAX_PLANNED or (best is not None and bounds[batch] >= best[1].step_s):
+            break
+        try:
+            result = plan(workloads[batch], machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed)
+        except InfeasiblePlan:
+            continue
+        planned[batch] = result.step_s
+        if best is None or result.step_s < best[1].step_s:
+            best = batch, result
+    if best is None:
+        plan(workloads[1], machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed)  # says what is missing
+        raise AssertionError("single sequences fit, but no division did")
+    return Choice(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
+
+
+def _bound_s(workload: Workload, machine: Machine, semantics: Semantics | None) -> float:
+    """The least bound over both orders, each micro-batch whole."""
+    clips = workload.training.max_grad_norm is not None
+    chosen: Semantics = semantics or ("exact-clip" if clips else "in-backward")
+    orders: tuple[Order, ...] = ("horizontal", "vertical")
+    if workload.training.gradient_accumulation_steps == 1:
+        orders = ("horizontal",)
+    return min(lower_bound(problem(workload, machine, semantics=chosen, order=o)).step_s for o in orders)
+
+
+def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
+    """The largest micro-batch, up to `below`, that some schedule could fit by the relaxation; 0 if not even one fits.
+
+    With micro-batches in tiles where that helps. By bisection: what fits for a batch also fits for a smaller one.
+    """
+
+    def fits(batch: int) -> bool:
+        workload = make(batch)
+        clips = workload.training.max_grad_norm is not None
+        chosen: Semantics = "exact-clip" if clips else "in-backward"
+        return any(
+            lower_bound(
+                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", tiles=t)
+            ).feasible
+            for t in TILES
+            if batch % t == 0
+        )
+
+    if not fits(1):
+        return 0
+    low, high = 1, max(below, 1) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
