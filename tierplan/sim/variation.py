@@ -1,0 +1,172 @@
+"""How far a step time may be off, given how far measured rates scatter: many simulations with drawn rates.
+
+Two things scatter, and they do not average out alike. A machine as a whole may be faster or slower than it was measured
+to be (`rates`: one factor per stream or limit, the same for all of its ops). And each op takes a little longer or
+shorter than the one before it (`ops`: one factor per op), which the length of a step evens out, except where streams
+wait for each other: there it always costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine
+from tierplan.sim.engine import simulate_graph
+from tierplan.sim.graph import graph_of
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule, unroll
+
+__all__ = ["Variation", "measured_spreads", "vary"]
+
+INTERVAL = (0.05, 0.95)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """Step times under drawn rates."""
+
+    nominal_s: float
+    """With the rates as they are."""
+    median_s: float
+    low_s: float
+    """5 % of the draws are quicker."""
+    high_s: float
+    """5 % of the draws are slower: from `low_s` to `high_s` is the 90 % interval."""
+    samples_s: tuple[float, ...]
+    """All draws, in the order of drawing."""
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.median_s:.4g} s (90 %: {self.low_s:.4g} to {self.high_s:.4g} s, {len(self.samples_s)} draws)"
+
+
+def vary(
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    rates: Mapping[str, float] | None = None,
+    ops: Mapping[str, float] | float = 0.0,
+    num_samples: int = 64,
+    num_steps: int = 3,
+    seed: int = 0,
+) -> Variation:
+    """Step times of `schedule` on `machine` with rates drawn anew `num_samples` times; the same seed, the same result.
+
+    Parameters
+    ----------
+    rates:
+        Relative standard deviation by stream or shared limit; what is absent does not vary. If not given, the spreads
+        that the machine's description states (`measured_spreads`).
+    ops:
+        Relative standard deviation of single ops: one for all, or by stream.
+    num_steps:
+        Steps per draw: 1, or 3 and more, of which the first is warm-up and the last, with nothing behind it, is left
+        out of the step time.
+
+    Factors are log-normal with mean 1, since times scatter to the long side and are never negative.
+
+    Raises
+    ------
+    ValueError
+        When nothing varies, a spread is not a number of 0 or more, or names no stream or limit of the machine; when
+        `num_steps` is 2 or below 1.
+    """
+    if num_steps < 1 or num_steps == 2:
+        raise ValueError(f"num_steps is {num_steps}; give 1, or 3 or more: the first and the last do not count")
+    rates = measured_spreads(machine) if rates is None else dict(rates)
+    streams, limits = {s.name for s in machine.streams}, machine.limits
+    by_stream = dict(ops) if isinstance(ops, Mapping) else dict.fromkeys(sorted(streams), ops)
+    _check(rates, streams | limits.keys())
+    _check(by_stream, streams)
+    if not any(rates.values()) and not any(by_stream.values()):
+        raise ValueError(
+            f"nothing varies: the description of machine {machine.name!r} states no spread; "
+            "give `rates` or `ops`, or measure the machine"
+        )
+    unrolled = unroll(schedule, num_steps) if num_steps > 1 else schedule
+    graph, costs = graph_of(unrolled), price(unrolled, machine)
+
+    def step_s(costs: Mapping[str, Cost], limits: Mapping[str, float]) -> float:
+        trace = simulate_graph(graph, costs, limits=limits)
+        if num_steps == 1:
+            return trace.duration_s
+        ends_ns = [0] * num_steps
+        for span in trace.spans:
+            k = int(span.key[1 : span.key.index("/")])
+            ends_ns[k] = max(ends_ns[k], span.end_ns)
+        return (ends_ns[-2] - ends_ns[0]) / (num_steps - 2) / 1e9
+
+    draw = np.random.default_rng(seed)
+    samples = []
+    for _ in range(num_samples):
+        whole = {name: _factor(draw, rates[name]) for name in sorted(rates)}
+        drawn_costs = {
+            op.key: _slower(costs[op.key], whole.get(op.stream, 1.0) * _factor(draw, by_stream.get(op.stream, 0.0)))
+            for op in unrolled.ops
+        }
+        drawn_limits = {name: limit / whole.get(name, 1.0) for name, limit in limits.items()}
+        samples.append(step_s(drawn_costs, drawn_limits))
+    low, median, high = np.quantile(samples, (INTERVAL[0], 0.5, INTERVAL[1])) if samples else (math.nan,) * 3
+    return Variation(
+        nominal_s=step_s(costs, limits),
+        median_s=float(median),
+        low_s=float(low),
+        high_s=float(high),
+        samples_s=tuple(samples),
+        seed=seed,
+    )
+
+
+def measured_spreads(machine: Machine) -> dict[str, float]:
+    """Relative standard deviation by stream and shared limit, where the machine's description states one.
+
+    A stream with several kinds of work has the largest of their spreads.
+    """
+    spreads: dict[str, float] = {}
+    for key, entry in machine.description.items():
+        spread = entry.get("spread") if isinstance(entry, Mapping) else None
+        if isinstance(spread, int | float):
+            for name in _named_by(key, machine):
+                spreads[name] = max(spreads.get(name, 0.0), float(spread))
+    return spreads
+
+
+def _named_by(key: str, machine: Machine) -> list[str]:
+    """Streams and limits whose rate an entry of the description gives: `link.h2d` is that of `gpu0.h2d`, `gpu1.h2d`."""
+    part, _, what = key.partition(".")
+    if part == "gpu":
+        return [s.name for s in machine.streams if s.name.endswith(".compute")]
+    if part == "link":
+        return [s.name for s in machine.streams if f".{what}" in s.name]
+    limits = {"host.memory_bandwidth": "dram", "nvme.mixed": "nvme"}
+    known = {s.name for s in machine.streams} | machine.limits.keys()
+    return [name for name in (limits.get(key, key),) if name in known]
+
+
+def _check(spreads: Mapping[str, float], known: set[str]) -> None:
+    for name, spread in spreads.items():
+        if name not in known:
+            raise ValueError(f"a spread is given for {name!r}; the machine has {', '.join(sorted(known))}")
+        if not (math.isfinite(spread) and spread >= 0):
+            raise ValueError(f"the spread of {name!r} is {spread}; it must be 0 or more, and 0.02 means 2 %")
+
+
+def _factor(draw: np.random.Generator, spread: float) -> float:
+    """A factor on time, log-normal, of mean 1 and this relative standard deviation."""
+    if spread == 0.0:
+        return 1.0
+    variance = math.log1p(spread * spread)
+    return math.exp(draw.normal(-variance / 2, math.sqrt(variance)))
+
+
+def _slower(cost: Cost, factor: float) -> Cost:
+    """The cost when the same work takes `factor` times as long; so it takes less of the limits per second."""
+    if factor == 1.0:
+        return cost
+    demand = {name: need / factor for name, need in cost.demand.items()} if cost.demand else cost.demand
+    return Cost(cost.latency_s, cost.work_s * factor, demand, cost.share)
