@@ -1,0 +1,59 @@
+"""`tierplan machine`: what it lists and shows, and that it needs no torch for that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.hwmodels import catalog_names
+from tierplan.hwmodels.keys import KEYS
+
+
+def test_list_names_every_machine_and_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "list"]) == 0
+    out = capsys.readouterr().out
+    for folder in ("machines", "gpus", "drives"):
+        for name in catalog_names(folder):
+            assert name in out
+
+
+def test_show_gives_every_number_its_basis_and_marks_nameplate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "show", "desktop-4090", "--set", "nvme.drives=3"]) == 0
+    out = capsys.readouterr().out
+    drives = next(line for line in out.splitlines() if line.startswith("nvme.drives"))
+    assert "3" in drives
+    assert "--set" in drives
+    assert "from data sheets, not measured: " in out
+    assert "nvme.read" in out.split("from data sheets, not measured: ")[1]
+
+
+def test_show_as_json_holds_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "show", "fuyou-4090", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["nvme.drives"]["value"] == 12
+    assert record["gpu.matmul_fp16"]["basis"] == "calibrated"
+
+
+def test_show_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "show", "laptop", "--keys"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in KEYS)
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "show", "laptop", "--set", "nvme.drive=3"]) == 1
+    assert "did you mean nvme.drives" in capsys.readouterr().err
+    assert main(["machine", "show", "lptop"]) == 1
+    assert "did you mean 'laptop'" in capsys.readouterr().err
+
+
+def test_listing_and_showing_need_no_torch() -> None:
+    code = (
+        "import sys; from tierplan.cli import main; main(['machine', 'list']); main(['machine', 'show', 'laptop']);"
+        "sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
