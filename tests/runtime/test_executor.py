@@ -247,14 +247,15 @@ def test_stopping_early_completes_the_steps_that_were_begun() -> None:
 
     def body(call: Call) -> None:
         counting(call)
+        time.sleep(0.002)
         if call.step == 3 and call.op.key == "use":
-            executor.stop_after_current()
+            executor.request_stop()
 
     executor = Executor(chain(), body)
     executor.carried["count"].value = 0
     executor.run(1000)
     done = executor.num_steps_done
-    assert 4 <= done <= 6
+    assert 4 <= done < 500
     assert executor.carried["count"].value == done
     executor.run(3)
     assert executor.carried["count"].value == done + 3

@@ -149,6 +149,9 @@ class Bodies:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
 
+    committed: set[Extent] = field(default_factory=set)
+    """Extents that the last commit needs: neither written nor freed."""
+
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self._lanes: dict[tuple[int, int], Lane] = {}
@@ -194,9 +197,8 @@ class Bodies:
     def place(self, instance: Instance) -> Held:
         """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
         over = instance.over
-        if over is not None:
-            assert isinstance(over.value, Held)
-            instance.value = held = over.value
+        if over is not None and held_of(over).place not in self.committed:
+            instance.value = held = held_of(over)
         else:
             instance.value = held = Held(self.allocate(instance))
         return held
@@ -210,10 +212,18 @@ class Bodies:
             held.thing.leave()
         if isinstance(held.place, Extent):
             assert self.store is not None
-            self.store.free(held.place)
+            if held.place not in self.committed:
+                self.store.free(held.place)
         elif held.place is not None:
             self._unbind(held.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(held.place)
+
+    def commit(self, extents: set[Extent]) -> None:
+        """From now on these are the extents of the last commit."""
+        assert self.store is not None
+        for extent in self.committed - extents:
+            self.store.free(extent)
+        self.committed = extents
 
     def _unbind(self, block: Block) -> None:
         address = block.pages.data_ptr()

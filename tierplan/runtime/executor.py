@@ -105,6 +105,8 @@ class Executor:
         Called with (step, nanoseconds since the first `run`) when the last op of a step has ended. Must be quick.
     trace_steps
         Spans and memory events are kept for the first so many steps; None keeps all.
+    first_step
+        Number of the first step, for a run that goes on where another has ended.
     """
 
     def __init__(
@@ -116,11 +118,12 @@ class Executor:
         on_thread_start: Callable[[str], None] = lambda stream: None,
         on_step_end: Callable[[int, int], None] = lambda step, time_ns: None,
         trace_steps: int | None = None,
+        first_step: int = 0,
     ) -> None:
         self.schedule = schedule
         self._body, self._release = body, release
         self._on_thread_start, self._on_step_end = on_thread_start, on_step_end
-        self._trace_steps = trace_steps
+        self._trace_end = None if trace_steps is None else first_step + trace_steps
         self._capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
         self._buffers = schedule.buffers_by_name()
         self._reused = {b.reuses for b in schedule.buffers if b.reuses is not None}
@@ -134,7 +137,8 @@ class Executor:
         self._ops_left: dict[int, int] = {}
         self._names: dict[str, Instance] = {}
         """Instances by the name that the last opened step knows them by."""
-        self._num_opened = self._num_begun = self._end = 0
+        self._first_step = self._num_opened = self._num_begun = self._end = first_step
+        self._stop_wanted = False
         self._num_running = 0
         self._failure: BaseException | None = None
         self._held: dict[Instance, None] = {}
@@ -157,14 +161,16 @@ class Executor:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps completed by all calls of `run`."""
+        """Steps completed by all calls of `run`, and before `first_step`."""
         return self._end
 
     def run(self, num_steps: int) -> None:
         """Runs so many steps more. Raises what a body raised, or `OutOfMemoryError`; all workers have ended then."""
         if self._failure is not None:
             raise ExecutionError("this execution has failed and cannot go on; start a new one from the last commit")
-        if lost := sorted(self._initial - self._successor.keys() if self._end + num_steps > 1 else ()):
+        if lost := sorted(
+            self._initial - self._successor.keys() if self._end + num_steps > self._first_step + 1 else ()
+        ):
             raise ScheduleError(
                 f"initial buffer {lost[0]!r} has no buffer that becomes it, so a second step would lack it; "
                 "declare `becomes` on the buffer that outlives the step"
@@ -172,6 +178,7 @@ class Executor:
         if self._zero_ns is None:
             self._zero_ns = time.perf_counter_ns()
         self._end += num_steps
+        self._stop_wanted = False
         if num_steps:
             self._open_step()
         self._num_running = len(self._queue)
@@ -185,6 +192,8 @@ class Executor:
             for worker in workers:
                 while worker.is_alive():
                     worker.join(0.1)  # in pieces, so that Ctrl-C arrives
+                    if self._stop_wanted:
+                        self._stop()
         except BaseException as error:
             with self._lock:
                 self._fail(error)
@@ -196,13 +205,15 @@ class Executor:
             raise self._failure
         self._carry_over()
 
-    def stop_after_current(self) -> int:
-        """Lets every step that a stream has begun run to its end, and no more; the number of steps done then."""
+    def request_stop(self) -> None:
+        """Lets every step that a stream has begun run to its end, and no more. For signal handlers and bodies, too."""
+        self._stop_wanted = True
+
+    def _stop(self) -> None:
         with self._lock:
-            self._end = min(self._end, max(self._num_begun, 1))
+            self._end = min(self._end, max(self._num_begun, self._first_step + 1))
             for wakeup in self._wakeup.values():
                 wakeup.notify_all()
-            return self._end
 
     def trace(self, name: str = "measured", meta: Mapping[str, object] | None = None) -> Trace:
         """What has happened so far; times count from the first call of `run`. Keys have the prefix `s0/`, `s1/`, ..."""
@@ -359,7 +370,7 @@ class Executor:
         with self._lock:
             now_ns = self._now_ns()
             node.has_ended = True
-            if self._trace_steps is None or node.step < self._trace_steps:
+            if self._trace_end is None or node.step < self._trace_end:
                 times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
                 self._spans.append(Span(f"s{node.step}/{node.op.key}", node.op.stream, *times))
             dead = []
@@ -407,7 +418,7 @@ class Executor:
 
     def _note(self, now_ns: int, instance: Instance, sign: int) -> None:
         b = instance.buffer
-        if b.size_bytes and (self._trace_steps is None or self._num_begun <= self._trace_steps):
+        if b.size_bytes and (self._trace_end is None or self._num_begun <= self._trace_end):
             self._memory.append(MemoryEvent(now_ns, b.tier, b.kind, sign * b.size_bytes))
 
     def _now_ns(self) -> int:

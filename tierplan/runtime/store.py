@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ STRIPE_BYTES = 1 << 20
 REQUEST_BYTES = 8 << 20
 """Largest single request: throughput no longer grows above about 4 MiB with two threads."""
 FILE_NAME = "tierplan.tier"
+OWNER_NAME = "tierplan.owner.json"
+RECORD_NAME = "commit.json"
+"""In the folder of the run that owns a file: without it, or with another run's, the claim is void."""
 
 
 class StoreError(OSError):
@@ -46,9 +50,10 @@ class Extent:
 class _File:
     """The preallocated file in one folder, with its threads."""
 
-    def __init__(self, folder: Path, num_threads: int) -> None:
+    def __init__(self, folder: Path, num_threads: int, run_id: str) -> None:
         self.folder = folder
         self.path = folder / FILE_NAME
+        self.owner_path = folder / OWNER_NAME
         self.size_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,11 @@ class _File:
             raise StoreError(
                 error.errno, f"{self.path} is in use by another run; wait for it, or give another folder"
             ) from error
+        try:
+            self._check_owner(run_id)
+        except StoreError:
+            os.close(lock_fd)
+            raise
         self._lock_fd = lock_fd  # a second descriptor, opened for direct access, does the I/O
         self.note = ""
         try:
@@ -84,6 +94,19 @@ class _File:
             )
         self.size_bytes = os.fstat(self.fd).st_size
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tierplan-{folder.name}")
+
+    def _check_owner(self, run_id: str) -> None:
+        if not self.owner_path.exists():
+            return
+        owner = json.loads(self.owner_path.read_text(encoding="utf-8"))
+        record = Path(owner["run_folder"]) / RECORD_NAME
+        is_alive = record.exists() and owner["run_id"] in record.read_text(encoding="utf-8")
+        if is_alive and owner["run_id"] != run_id:
+            raise StoreError(
+                errno.EBUSY,
+                f"{self.path} holds committed states of the run in {owner['run_folder']}; resume that run, give "
+                "another folder, or remove that run's folder if it is no longer wanted",
+            )
 
     def _try_direct(self) -> None:
         """Some file systems accept the flag and refuse the first transfer."""
@@ -150,11 +173,17 @@ class Store:
     """Extents over one file per folder. Thread-safe; `read` and `write` return when the data is where it should be."""
 
     def __init__(
-        self, folders: Sequence[str | os.PathLike[str]], *, weights: Sequence[float] = (), num_threads: int = 2
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        *,
+        weights: Sequence[float] = (),
+        num_threads: int = 2,
+        run_id: str = "",
     ) -> None:
         """Opens the folders; `weights` are their relative speeds (equal if not given).
 
-        `num_threads` requests are in flight per folder. Raises `StoreError`.
+        `num_threads` requests are in flight per folder. A folder that holds committed data is opened for the run of
+        that `run_id` only. Raises `StoreError`.
         """
         if not folders:
             raise StoreError(errno.EINVAL, "the NVMe tier needs at least one folder")
@@ -164,7 +193,7 @@ class Store:
         self._files: list[_File] = []
         try:
             for folder in folders:
-                self._files.append(_File(Path(folder), num_threads))
+                self._files.append(_File(Path(folder), num_threads, run_id))
         except BaseException:
             self.close()
             raise
@@ -182,6 +211,12 @@ class Store:
     def direct(self) -> bool:
         """Whether every folder takes O_DIRECT."""
         return all(f.direct for f in self._files)
+
+    def claim(self, run_id: str, run_folder: str) -> None:
+        """Notes in every folder whose committed data its file holds, so that no other run writes over it."""
+        for file in self._files:
+            record = json.dumps({"run_id": run_id, "run_folder": run_folder})
+            file.owner_path.write_text(record, encoding="utf-8")
 
     @property
     def size_bytes(self) -> int:
@@ -263,6 +298,7 @@ class Store:
             file.close()
             if remove:
                 file.path.unlink(missing_ok=True)
+                file.owner_path.unlink(missing_ok=True)
         self._files = []
 
     # ---- striping ----

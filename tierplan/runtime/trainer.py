@@ -11,17 +11,21 @@ parameters back into the model. The numbers are those of `tierplan.runtime.refer
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierplan.runtime.adam import OptimizerSettings, state_regions
-from tierplan.runtime.arena import Block, map_host
+from tierplan.runtime.arena import PAGE_BYTES, Block, map_host
 from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies, Held, held_of
+from tierplan.runtime.commits import Commit, CommitError, CommitLog, Stored, check_settings
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Executor, Instance
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
@@ -112,6 +116,14 @@ class Trainer:
     """Steps of which the trace is kept; None for all."""
     on_step: Callable[[int, float], None] = lambda step, loss: None
     """Called with each finished step, from 0, and its loss."""
+    out_dir: str | os.PathLike[str] | None = None
+    """Where steps are committed; nothing is, and nothing outlives a crash, if not given."""
+    checkpoint_every: int | None = None
+    """Commits after so many steps, and at the end of each `run`; only at the end if not given."""
+    resume: bool = False
+    """Goes on from the last commit in `out_dir`, or begins if there is none."""
+    weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
+    """A unit's parameters, for a model that has none in memory (`tierplan.runtime.weights`)."""
 
     def __post_init__(self) -> None:
         meta = self.schedule.meta
@@ -137,9 +149,26 @@ class Trainer:
         self._units: list[ModelUnit] = []
         self._store: Store | None = None
         self._bodies: Bodies | None = None
+        self._executor: Executor
+        self._is_set_up = False
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
         self._uncache = without_cache(self.model)
+        self._run_id = os.urandom(8).hex()
+        self._last: Commit | None = None
+        self._seal: Extent | None = None
+        self._log = CommitLog(self.out_dir) if self.out_dir is not None else None
+        if self._log is not None:
+            self._last = self._log.last()
+            if self._last is not None and not self.resume:
+                raise CommitError(
+                    f"{self.out_dir} holds a run that was committed after {self._last.num_steps} steps; resume it, or "
+                    "give another folder"
+                )
+            if self._last is not None:
+                check_settings(self._last, self._settings())
+                self._run_id = self._last.run_id
+        self._resumed = self._last
 
     # ---- life ----
 
@@ -149,31 +178,106 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def num_steps_done(self) -> int:
+        """Steps done so far, those before the commit that was resumed included."""
+        if self._is_set_up:
+            return self._executor.num_steps_done
+        return self._resumed.num_steps if self._resumed else 0
+
     def run(self, batches: Iterable[Batch], steps: int) -> None:
-        """Runs so many optimizer steps more, on the next micro-batches of `batches`."""
+        """Runs so many optimizer steps more, on the next micro-batches of `batches`.
+
+        A resumed run takes `batches` from the beginning of training and passes over those that were used.
+        """
         self._batches = iter(batches)
         if self._bodies is None:
+            used = self.num_steps_done * self._num_micro_batches
             first = next(self._batches, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
-            self._batches = _chain(first, self._batches)
+            self._batches = itertools.islice(itertools.chain([first], self._batches), used, None)
             self._set_up(first)
         torch.set_num_threads(self._threads)
+        wanted = self.num_steps_done + steps
         try:
-            self._executor.run(steps)
+            while self.num_steps_done < wanted:
+                part = min(wanted - self.num_steps_done, self.checkpoint_every or steps)
+                expected = self.num_steps_done + part
+                self._executor.run(part)
+                if self._log is not None:
+                    self.commit()
+                if self.num_steps_done < expected:
+                    break  # a stop was requested
         finally:
             torch.set_num_threads(self._threads_before)
 
-    def stop_after_current(self) -> int:
-        """Lets the steps under way run to their end; `run` returns then. The number of steps done."""
-        return self._executor.stop_after_current()
+    def commit(self) -> None:
+        """Makes the steps so far survive whatever happens next."""
+        assert self._log is not None
+        assert self._bodies is not None
+        num_steps = self.num_steps_done
+        contents, resident, extents = {}, {}, set()
+        for name, instance in self._executor.carried.items():
+            held, content = held_of(instance), instance.buffer.content
+            if isinstance(held.place, Extent):
+                extents.add(held.place)
+                contents[content] = Stored(
+                    size_bytes=held.place.size_bytes, offset_bytes=held.place.offset_bytes, in_store=True
+                )
+            elif held.is_absent:
+                contents[content] = Stored(
+                    size_bytes=instance.buffer.size_bytes, offset_bytes=0, in_store=False, is_absent=True
+                )
+            else:
+                resident[content] = functools.partial(self.bytes_of, name)
+        seal = self._write_seal(num_steps) if self._store is not None else None
+        contents.update(self._log.write_resident(num_steps, resident))
+        self._last = Commit(
+            num_steps=num_steps,
+            run_id=self._run_id,
+            contents=contents,
+            settings=self._settings(),
+            losses=self.result().losses,
+            seal=seal,
+            rng=tuple(s.numpy().tobytes().hex() for s in self._device.rng_state()) if self.seed is None else (),
+        )
+        self._log.write(self._last)
+        if self._store is not None:
+            assert self._seal is not None
+            self._bodies.commit({*extents, self._seal})
+
+    def _write_seal(self, num_steps: int) -> Stored:
+        """Everything in the store is on the drives when this returns, with a page that says of which run and step."""
+        assert self._store is not None
+        self._seal = self._store.allocate(PAGE_BYTES)
+        self._store.write(self._seal, _seal_page(self._run_id, num_steps))
+        self._store.sync()
+        return Stored(size_bytes=PAGE_BYTES, offset_bytes=self._seal.offset_bytes, in_store=True)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the numbers of training depend on, as JSON values."""
+        return {
+            "training": {k: v for k, v in self._training.items() if k != "backend"},
+            "semantics": self.schedule.meta.get("semantics"),
+            "units": [[u["name"], u["num_parameters"]] for u in self.schedule.meta["units"]],  # type: ignore[attr-defined]
+            "optimizer": asdict(self.optimizer),
+            "seed": self.seed,
+            "num_threads": self._threads,
+            "device": self.device,
+        }
+
+    def request_stop(self) -> None:
+        """Lets the steps under way run to their end; `run` returns then."""
+        self._executor.request_stop()
 
     def result(self) -> RunResult:
         """What has been done so far."""
         assert self._bodies is not None
         trace = self._executor.trace(meta={**self.schedule.meta, "num_steps": self._executor.num_steps_done})
         return RunResult(
-            losses=tuple(sum(self._losses[s]) for s in sorted(self._losses)),
+            losses=(self._resumed.losses if self._resumed else ())
+            + tuple(sum(self._losses[s]) for s in sorted(self._losses) if s < self.num_steps_done),
             trace=trace,
             moved_bytes=dict(self._bodies.moved_bytes),
             peak_bytes=trace.peak_bytes,
@@ -213,7 +317,7 @@ class Trainer:
         if self._hooks is not None:
             self._hooks.remove()
         if self._store is not None:
-            self._store.close(remove=True)
+            self._store.close(remove=self._log is None)
             self._store = None
         self._uncache()
         torch.set_num_threads(self._threads_before)
@@ -253,8 +357,13 @@ class Trainer:
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,
             trace_steps=self.trace_steps,
+            first_step=self._resumed.num_steps if self._resumed else 0,
         )
-        self._place_initial()
+        self._is_set_up = True
+        if self._resumed is None:
+            self._place_initial()
+        else:
+            self._place_committed(self._resumed)
 
     def _check_units(self) -> None:
         planned: Any = self.schedule.meta["units"]
@@ -295,8 +404,12 @@ class Trainer:
         if self.nvme_dir is None:
             raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
         folders = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else list(self.nvme_dir)
-        self._store = Store(folders)
-        self._store.reserve(min(capacity_bytes, sum(b.size_bytes for b in stored)))
+        self._store = Store(folders, run_id=self._run_id)
+        needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
+        if self._log is not None:  # a second region for what is committed
+            needed += sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
+            self._store.claim(self._run_id, str(Path(self._log.folder).resolve()))
+        self._store.reserve(needed)
 
     def _place_initial(self) -> None:
         """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit."""
@@ -304,7 +417,9 @@ class Trainer:
         for unit in self._units:
             if unit.num_parameters == 0:
                 continue
-            flat = torch.cat([p.detach().reshape(-1).to("cpu") for _, p in unit.parameters])
+            parts = self.weights(unit) if self.weights is not None else [p.detach() for _, p in unit.parameters]
+            flat = torch.cat([part.reshape(-1).to("cpu", self._dtype) for part in parts])
+            del parts
             unit.unbind()
             self._fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
             states = by_content.get(f"states/{unit.name}")
@@ -318,6 +433,56 @@ class Trainer:
             if grads is not None:
                 assert self._bodies is not None
                 grads.value = Held(self._bodies.allocate(grads), is_absent=True)
+
+    def _place_committed(self, commit: Commit) -> None:
+        """Puts the bytes of a commit into their tiers, or finds them there."""
+        assert self._bodies is not None
+        assert self._log is not None
+        for unit in self._units:
+            unit.unbind()
+        self._check_seal(commit)
+        taken: dict[str, Extent] = {}
+        for content, where in commit.contents.items():
+            if where.in_store:
+                if self._store is None:
+                    raise CommitError(f"{content!r} was committed on the NVMe tier, which this schedule does not use")
+                taken[content] = Extent(where.offset_bytes, where.size_bytes)
+                self._store.allocate_at(taken[content])
+        for instance in self._executor.carried.values():
+            content = instance.buffer.content
+            found = commit.contents.get(content)
+            if found is None or found.size_bytes != instance.buffer.size_bytes:
+                raise CommitError(
+                    f"the last commit has no {content!r} of {instance.buffer.size_bytes:,} bytes; plan again"
+                )
+            if found.is_absent:
+                instance.value = Held(self._bodies.allocate(instance), is_absent=True)
+            elif found.in_store and instance.buffer.tier == NVME:
+                instance.value = Held(taken[content])
+            elif found.in_store:
+                assert self._store is not None
+                memory = map_host(found.size_bytes)
+                self._store.read(taken[content], memory)
+                self._fill(instance, memory[: found.size_bytes])
+            else:
+                self._fill(instance, self._log.read_resident(commit, content))
+        self._bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
+        if commit.rng:
+            states = (torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
+            self._device.set_rng_state(tuple(states))
+
+    def _check_seal(self, commit: Commit) -> None:
+        if commit.seal is None or self._store is None:
+            return
+        self._seal = Extent(commit.seal.offset_bytes, commit.seal.size_bytes)
+        self._store.allocate_at(self._seal)
+        page = map_host(PAGE_BYTES)
+        self._store.read(self._seal, page)
+        if not torch.equal(page, _seal_page(commit.run_id, commit.num_steps)):
+            raise CommitError(
+                f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps) in "
+                f"{self.out_dir}; give the folder that the run was made with"
+            )
 
     def _fill(self, instance: Instance, memory: torch.Tensor) -> None:
         assert self._bodies is not None
@@ -371,6 +536,8 @@ class Trainer:
         self.on_step(step, sum(self._losses[step]))
 
 
-def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from rest
+def _seal_page(run_id: str, num_steps: int) -> torch.Tensor:
+    text = f"tierplan run {run_id} after {num_steps} steps".encode()
+    page = map_host(PAGE_BYTES)
+    page[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return page
