@@ -67,49 +67,63 @@ def tensor_parallel_workload(
     *,
     hidden: int,
     layers: int,
+    vocabulary: int,
     batch: int,
     seq: int,
     tensor_parallel: int,
-    modules: Sequence[tuple[str, float]],
+    chunks: Sequence[Mapping[str, Any]],
 ) -> Workload:
     """One GPU's part of a transformer trained with tensor parallelism and SGD in fp16 (SSDTrain's models).
 
-    `modules` lists what a layer saves, in order, in units of `seq * batch * hidden` bytes on this GPU.
+    Each layer is a chain of chunks, each with its share of the layer's FLOPs and what it saves beside its input, in
+    units of `seq * batch * hidden` bytes (`units`, the same on each GPU, and `parallel_units`, divided among them). The
+    loss saves logits in fp16 and their softmax in fp32, divided by vocabulary.
     """
     unit_bytes = seq * batch * hidden
+    border = 2 * unit_bytes
     matmul = 24.0 * batch * seq * hidden**2 / tensor_parallel
     attention = 4.0 * batch * seq**2 * hidden / tensor_parallel
-    work = {"matmul_fp16_flops": matmul, "attention_fp16_flops": attention}
-    total = sum(amount for _, amount in modules)
-    saved = tuple(
-        SavedTensor(
-            index=i,
-            name=module,
-            size_bytes=round(amount * unit_bytes),
-            dtype="fp16",
-            recompute={kind: flops * amount / total for kind, flops in work.items()},
-        )
-        for i, (module, amount) in enumerate(modules)
-    )
-    border = 2 * unit_bytes
-    blocks = [
-        Unit(
-            name=f"L{i}",
-            kind="block",
-            num_parameters=12 * hidden**2 // tensor_parallel,
-            forward=work,
-            backward={kind: 2 * flops for kind, flops in work.items()},
-            saved=saved,
-            input_bytes=border,
-            output_bytes=border,
-            saves_input=False,  # the formula counts the input among what a layer saves
-        )
-        for i in range(layers)
-    ]
+    blocks = []
+    for layer in range(layers):
+        for k, chunk in enumerate(chunks):
+            work = {"matmul_fp16_flops": matmul * chunk["flops_share"]}
+            if chunk.get("attention"):
+                work["attention_fp16_flops"] = attention
+            saved = tuple(
+                SavedTensor(
+                    index=i,
+                    name=tensor["name"],
+                    size_bytes=round(_units(tensor, tensor_parallel) * unit_bytes),
+                    dtype="fp16",
+                )
+                for i, tensor in enumerate(chunk["saves"])
+            )
+            blocks.append(
+                Unit(
+                    name=f"L{layer * len(chunks) + k}",
+                    kind="block",
+                    num_parameters=round(12 * hidden**2 * chunk["flops_share"] / tensor_parallel),
+                    forward=work,
+                    backward={kind: 2 * flops for kind, flops in work.items()},
+                    saved=saved,
+                    input_bytes=border,
+                    output_bytes=border,
+                    backward_work_bytes=round(_units(chunk["gradients"], tensor_parallel) * unit_bytes),
+                )
+            )
     embed = Unit(
         name="embed", kind="embed", num_parameters=0, forward={}, backward={}, output_bytes=border, saves_input=False
     )
-    head = Unit(name="head", kind="head", num_parameters=0, forward={}, backward={}, input_bytes=border)
+    logits = seq * batch * vocabulary // tensor_parallel
+    head = Unit(
+        name="head",
+        kind="head",
+        num_parameters=0,
+        forward={},
+        backward={},
+        saved=(SavedTensor(index=0, name="logits and softmax", size_bytes=6 * logits, dtype="fp16"),),
+        input_bytes=border,
+    )
     return Workload(
         name=name,
         model_type="formula",
@@ -122,3 +136,7 @@ def tensor_parallel_workload(
         ),
         units=(embed, *blocks, head),
     )
+
+
+def _units(tensor: Mapping[str, Any], tensor_parallel: int) -> float:
+    return float(tensor.get("units", 0.0)) + float(tensor.get("parallel_units", 0.0)) / tensor_parallel

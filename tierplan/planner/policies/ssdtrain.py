@@ -6,14 +6,16 @@ to be kept is the first that the drive could not have stored in time by SSDTrain
 
     (bytes of the modules before it + 2 * its own bytes) / (3 * F - 2 * forward seconds before it) > write bandwidth
 
-with F the seconds of the whole forward pass. What would be forwarded from a store still in flight, or whose store
-would be cancelled, is in this tail: a schedule is fixed before the step, so the decision is made here. Drive lifetime
-follows from the bytes written and the drive's rated endurance (`tierplan simulate` reports it).
+with F the seconds of the whole forward pass. SSDTrain also forwards tensors whose store is still in flight when
+backward asks for them, and cancels stores that have not begun. A schedule is fixed before the step, so that decision is
+made here, on the modelled times: what could not be stored and back by then is kept. Drive lifetime follows from the
+bytes written and the drives' rated endurance (`tierplan simulate` reports it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Action, Plan, UnitPlan
@@ -22,22 +24,22 @@ from tierplan.sim.workload import Workload
 
 NAME = "ssdtrain"
 OPTIONS: Mapping[str, object] = {"tail": "rule", "prefetch": 1, "semantics": None}
+INPUT = -1
+"""Stands for a unit's input among its slots."""
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
     """Saved tensors and inputs of blocks on NVMe, but for the tail that the drive could not store in time."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
-    rule = choice(NAME, options, "tail", ("rule", "none")) == "rule"
-    first_kept = first_kept_module(workload, machine) if rule else None
+    kept = _kept(workload, machine) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
     units: list[UnitPlan] = []
     for u, unit in enumerate(workload.units):
-        acts: list[Action] = []
-        for tensor in unit.saved:
-            kept = unit.kind != "block" or (first_kept is not None and (u, tensor.index) >= first_kept)
-            acts.append("keep" if kept else "nvme")
-        offload_input = unit.kind == "block" and (first_kept is None or (u, -1) < first_kept)
-        units.append(UnitPlan(input="nvme" if offload_input else "keep", acts=tuple(acts)))
+        acts: list[Action] = [
+            "keep" if unit.kind != "block" or (u, tensor.index) in kept else "nvme" for tensor in unit.saved
+        ]
+        stays = unit.kind != "block" or (u, INPUT) in kept
+        units.append(UnitPlan(input="keep" if stays else "nvme", acts=tuple(acts)))
     return Plan(
         policy=NAME,
         units=tuple(units),
@@ -48,24 +50,60 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     )
 
 
-def first_kept_module(workload: Workload, machine: Machine) -> tuple[int, int] | None:
-    """(unit, slot) of the first tensor that is kept by SSDTrain's rule; slot -1 is the unit's input. None: all leave.
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """One saved tensor of a block, or (slot `INPUT`) the block's input, with modelled times in seconds."""
 
-    A module here is one saved tensor of a block, with the part of the block's forward time that its bytes have.
-    """
-    write_bytes_per_s = machine.stream("nvme.write").rates["bytes"].at(1e9)
-    forward = {u.name: machine.cost("gpu0.compute", u.forward).work_s for u in workload.units}
-    total_s, before_bytes, before_s = sum(forward.values()), 0.0, 0.0
+    unit: int
+    slot: int
+    size_bytes: int
+    forward_s: float
+    """The part of the block's forward time that its bytes have."""
+    made_s: float
+    """End of the block's forward."""
+    wanted_s: float
+    """Begin of the block's backward."""
+
+
+def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float]:
+    """All modules in order of forward, and the seconds of the whole forward pass."""
+    forward = [machine.cost("gpu0.compute", u.forward).work_s for u in workload.units]
+    backward = [machine.cost("gpu0.compute", u.backward).work_s for u in workload.units]
+    total_s = sum(forward)
+    found = []
     for u, unit in enumerate(workload.units):
         if unit.kind != "block":
-            before_s += forward[unit.name]
             continue
-        modules = [(-1, unit.input_bytes), *((t.index, t.size_bytes) for t in unit.saved)]
-        unit_bytes = sum(size for _, size in modules)
-        for slot, size in modules:
-            left_s = 3 * total_s - 2 * before_s
-            if left_s <= 0 or (before_bytes + 2 * size) / left_s > write_bytes_per_s:
-                return u, slot
-            before_bytes += size
-            before_s += forward[unit.name] * size / max(unit_bytes, 1)
-    return None
+        sizes = [(INPUT, unit.input_bytes if unit.saves_input else 0)]
+        sizes += [(tensor.index, tensor.size_bytes) for tensor in unit.saved]
+        whole = max(sum(size for _, size in sizes), 1)
+        made_s, wanted_s = sum(forward[: u + 1]), total_s + sum(backward[u + 1 :])
+        found += [_Module(u, slot, size, forward[u] * size / whole, made_s, wanted_s) for slot, size in sizes]
+    return found, total_s
+
+
+def _kept(workload: Workload, machine: Machine) -> set[tuple[int, int]]:
+    """(unit, slot) of what is kept: the tail by SSDTrain's rule, and what would be forwarded from its store."""
+
+    def rate(*streams: str) -> float:
+        return min(machine.stream(name).rates["bytes"].at(1e9) for name in streams)
+
+    modules, total_s = _modules(workload, machine)
+    store, load = rate("gpu0.d2h", "nvme.write"), rate("gpu0.h2d", "nvme.read")
+    before_bytes = before_s = stored_s = 0.0
+    kept: set[tuple[int, int]] = set()
+    is_tail = False
+    load_s = {u: 0.0 for u in range(len(workload.units))}
+    for module in modules:
+        load_s[module.unit] += module.size_bytes / load
+    for module in modules:
+        left_s = 3 * total_s - 2 * before_s
+        is_tail = is_tail or left_s <= 0 or (before_bytes + 2 * module.size_bytes) / left_s > rate("nvme.write")
+        before_bytes += module.size_bytes
+        before_s += module.forward_s
+        done_s = max(stored_s, module.made_s) + module.size_bytes / store
+        if is_tail or done_s + load_s[module.unit] > module.wanted_s:
+            kept.add((module.unit, module.slot))
+        else:
+            stored_s = done_s
+    return kept
