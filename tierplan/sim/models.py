@@ -23,7 +23,7 @@ from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
 
 __all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
 
-SUPPORTED: Mapping[str, str] = {"gpt2": "gpt2"}
+SUPPORTED: Mapping[str, str] = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
 """Model types with closed forms, and the module in `tierplan.sim.families` that has them."""
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
@@ -72,6 +72,7 @@ def load_workload(model: str | Path, training: Training) -> Workload:
 def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     """The same for a config that is at hand."""
     family, config = family_of(raw), Config(raw)
+    family.check(config, training)
     positions = config.raw.get("n_positions", config.raw.get("max_position_embeddings"))
     if isinstance(positions, int) and training.sequence_length > positions:
         raise WorkloadError(

@@ -65,17 +65,7 @@ def add(tape: Tape, a: Value, b: Value) -> Value:
     """Equal shapes, or b is broadcast over the batch."""
     out = tape.empty(a.shape, a.dtype)
     tape.record("add", [a, b], [out], tape.moved(a, b, out))
-    smaller = b.numel if b.numel != a.numel else 0
-    dtype = b.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        if not smaller:
-            return [grad, grad]
-        reduced = tape.grad(smaller, dtype)
-        tape.backward_work.append(tape.moved(grad, reduced))
-        return [grad, reduced]
-
-    return tape.connect(out, [a, b], backward)
+    return tape.connect(out, [a, b], lambda grad: [grad, grad])
 
 
 def scale(tape: Tape, x: Value, name: str = "mul") -> Value:
@@ -95,19 +85,19 @@ def scale(tape: Tape, x: Value, name: str = "mul") -> Value:
 
 
 def mul(tape: Tape, a: Value, b: Value) -> Value:
-    """Elementwise product: each factor is saved for the other's gradient."""
+    """Elementwise product of a with b, which may be broadcast: each factor is saved for the other's gradient."""
     saved_b = tape.save(b) if a.needs_grad else None
     saved_a = tape.save(a) if b.needs_grad else None
     out = tape.empty(a.shape, a.dtype)
     tape.record("mul", [a, b], [out], tape.moved(a, b, out))
-    numel, dtype = a.numel, a.dtype
+    numel, dtype, a_bytes, b_bytes = a.numel, a.dtype, a.size_bytes, b.size_bytes
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         grads: list[Storage | None] = []
-        for other in (saved_b, saved_a):
+        for other, size_bytes in ((saved_b, b_bytes), (saved_a, a_bytes)):
             made = tape.grad(numel, dtype) if other else None
-            if made and other:
-                tape.backward_work.append(tape.moved(grad, other[0], made))
+            if made:
+                tape.backward_work.append({"elementwise_bytes": 2 * made.size_bytes + size_bytes})
             grads.append(made)
         return grads
 
@@ -187,6 +177,119 @@ def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
     return node_values
 
 
+def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:
+    """x itself if it has the dtype."""
+    if x.dtype == dtype:
+        return x
+    out = tape.empty(x.shape, dtype)
+    tape.record("_to_copy", [x], [out], tape.moved(x, out))
+    numel, old = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, old)
+        tape.backward_work.append(tape.moved(grad, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def row_mean(tape: Tape, x: Value) -> Value:
+    """The mean of each row; its gradient is spread over the row again."""
+    out = tape.empty((*x.shape[:-1], 1), x.dtype)
+    tape.record("mean", [x], [out], tape.moved(x, out))
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def rsqrt(tape: Tape, x: Value) -> Value:
+    out = tape.empty(x.shape, x.dtype)
+    tape.record("rsqrt", [x], [out], tape.moved(x, out))
+    saved = tape.save(out)
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        cubed, scaled, made = (tape.grad(numel, dtype) for _ in range(3))
+        tape.backward_work.append(tape.moved(*saved, cubed, cubed, scaled, scaled, grad, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
+def rms_norm(tape: Tape, x: Value, weight: Value) -> Value:
+    """Llama's RMSNorm, operation by operation: in fp32, then cast, then scaled."""
+    wide = to_dtype(tape, x, "fp32")
+    variance = row_mean(tape, power(tape, wide))
+    wide = mul(tape, wide, rsqrt(tape, scale(tape, variance, "add")))
+    return mul_weight(tape, weight, to_dtype(tape, wide, x.dtype))
+
+
+def mul_weight(tape: Tape, weight: Value, x: Value) -> Value:
+    """weight * x, with the weight broadcast over rows."""
+    saved = [*tape.save(x), *tape.save(weight)]
+    out = tape.empty(x.shape, x.dtype)
+    tape.record("mul", [weight, x], [out], tape.moved(weight, x, out))
+    numel, dtype, weight_bytes = x.numel, x.dtype, weight.size_bytes
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        of_x, of_weight = tape.grad(numel, dtype), tape.grad(numel, dtype)
+        tape.backward_work.append({"elementwise_bytes": 5 * of_x.size_bytes + weight_bytes})
+        assert saved
+        return [of_weight, of_x]
+
+    return tape.connect(out, [weight, x], backward)
+
+
+def reshaped(tape: Tape, x: Value) -> Value:
+    """x with another layout of heads: a view, whose gradient is copied to come back to x's layout."""
+    numel, dtype = x.numel, x.dtype
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, made))
+        return [made]
+
+    return tape.connect(Value(x.shape, dtype, x.storage), [x], backward)
+
+
+def rotate(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
+    """Rotary positions: x * cos + rotate_half(x) * sin."""
+    return add(tape, mul(tape, x, cos), mul(tape, rotate_half(tape, x), sin))
+
+
+def rotate_half(tape: Tape, x: Value) -> Value:
+    """(-second half, first half) of each head."""
+    half, dtype = x.numel // 2, x.dtype
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+
+    def sliced(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(2 * half, dtype)
+        tape.backward_work.append({"elementwise_bytes": made.size_bytes * 3 // 2})
+        return [made]
+
+    first, second = (tape.connect(Value(shape, dtype, x.storage), [x], sliced) for _ in range(2))
+    negative = tape.empty(shape, dtype)
+    tape.record("neg", [second], [negative], {"elementwise_bytes": 2 * negative.size_bytes})
+
+    def negated(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(half, dtype)
+        tape.backward_work.append({"elementwise_bytes": 2 * made.size_bytes})
+        return [made]
+
+    tape.connect(negative, [second], negated)
+    out = tape.empty(x.shape, dtype)
+    tape.record("cat", [negative, first], [out], {"elementwise_bytes": 2 * out.size_bytes})
+    tape.connect(out, [negative, first], lambda grad: [grad, grad])
+    if out.node is not None:
+        out.node.is_view = True
+    return out
+
+
 def attention_work(dtype: str, flops: float) -> dict[str, float]:
     return {f"attention_{dtype}_flops": flops}
 
@@ -199,7 +302,7 @@ def fused_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, hea
     """
     batch, length = q.shape[0], q.shape[1]
     on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"
-    flops = 4 * batch * heads * length * k.shape[1] * head_dim
+    flops = 4 * batch * heads * length * length * head_dim
     saved = list(tape.save(k, q, v))
     out = tape.empty((batch, length, heads * head_dim), q.dtype)
     rows = tape.empty((batch, heads, length if on_cpu or not wide else -(-length // 32) * 32), "fp32")

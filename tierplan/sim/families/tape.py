@@ -61,6 +61,8 @@ class Node:
     numel: int
     """Elements of the output."""
     dtype: str
+    is_view: bool = False
+    """Gradients go through as parts of larger storages."""
     leaf: bool = False
     """A parameter or the unit's input: gradients end here."""
 
@@ -101,6 +103,7 @@ class Tape:
     operations: list[Operation] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     saves: dict[int, Save] = field(default_factory=dict)
+    held: list[Storage] = field(default_factory=list)
     num_parameters: int = 0
     shared_parameters: int = 0
     input_saved: bool = False
@@ -136,6 +139,10 @@ class Tape:
         """Something made once for all units: a mask, a rotary table, the labels."""
         dtype = dtype or self.training.dtype
         return Value(shape, dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype, "outside"))
+
+    def hold(self, *values: Value) -> None:
+        """Keeps values that later parts use, until the tape is gone."""
+        self.held += [value.storage for value in values]
 
     def empty(self, shape: Sequence[int], dtype: str) -> Value:
         return Value(tuple(shape), dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype))
@@ -201,6 +208,7 @@ class Tape:
             made: list[Storage | None] = list(node.backward(grad))
             del grad
             node.backward = None  # releases what it saved
+            self._reduce(node, made)
             for i, target in enumerate(node.edges):
                 new, made[i] = made[i], None
                 if new is None or target is None:
@@ -208,12 +216,23 @@ class Tape:
                 old = pending.pop(id(target), None)
                 if old is not None:
                     both = self.grad(target.numel, target.dtype)
-                    self.backward_work.append(self.moved(old, new, both))
+                    self.backward_work.append({"elementwise_bytes": 3 * both.size_bytes})
                     new = both
                     del both, old
                 pending[id(target)] = new
                 del new
         self._final_grads = list(pending.values())
+
+    def _reduce(self, node: Node, made: list[Storage | None]) -> None:
+        """Gradients of what was broadcast are summed, once all of the operation's gradients are there."""
+        for i, target in enumerate(node.edges):
+            new = made[i]
+            if new is None or target is None:
+                continue
+            size_bytes = target.numel * ITEM_BYTES[target.dtype]
+            if new.size_bytes > size_bytes and not node.is_view:
+                made[i] = self.grad(target.numel, target.dtype)
+                self.backward_work.append({"elementwise_bytes": new.size_bytes + size_bytes})
 
     # ---- answers ----
 

@@ -39,7 +39,7 @@ class Config:
     def text(self, name: str, default: str) -> str:
         return str(self.raw.get(name, default))
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, *, default: bool) -> bool:
         return bool(self.raw.get(name, default))
 
     def fraction(self, name: str, default: float) -> float:
@@ -64,7 +64,7 @@ class Config:
 
     @property
     def tied(self) -> bool:
-        return self.flag("tie_word_embeddings", True)
+        return self.flag("tie_word_embeddings", default=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,8 @@ class Family:
     head: Callable[[Tape, Config, Value, Value], Value]
     shared: Callable[[Config, Training], int] = lambda config, training: 0
     """Bytes made once per micro-batch and used by every block."""
+    check: Callable[[Config, Training], None] = lambda config, training: None
+    """Raises `WorkloadError` for settings that the closed forms do not cover."""
 
 
 def position_ids(tape: Tape, length: int) -> Value:
@@ -164,7 +166,8 @@ def measure_unit(
     input_bytes = 0 if is_embed else given.size_bytes
     forward_peak = tape.meter.peak_bytes
     saved, saved_bytes = tape.saved(), tape.saved_bytes
-    forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes))
+    passed_on = sum({storage.number: storage.size_bytes for storage in tape.held}.values())
+    forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes) - passed_on)
     del out, given
     tape.meter.peak_bytes = tape.meter.live_bytes
     before = tape.meter.live_bytes
