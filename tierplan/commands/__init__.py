@@ -10,6 +10,7 @@ COMMANDS: tuple[str, ...] = (
     "workload",
     "simulate",
     "compare-policies",
+    "reproduce",
     "plan",
     "sweep",
     "advise",

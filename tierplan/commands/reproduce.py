@@ -1,0 +1,64 @@
+"""Puts published figures beside predictions: every row with its signed error, coverage, order, calibrated constants.
+
+Examples:
+
+    tierplan reproduce                 all systems
+    tierplan reproduce fuyou --json
+    tierplan reproduce --write docs/validation.md
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--write", metavar="FILE", help="write tables and pictures into this page, between its markers")
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from tqdm import tqdm
+
+    from tierplan.validation.reproduce import published, reproduce, systems
+    from tierplan.validation.reproduce_page import summary_text, table_text, write_page
+
+    names = args.systems or systems()
+    total = sum(len(result["rows"]) for name in names for result in published(name)["result"])
+    with tqdm(total=total, disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def show(text: str) -> None:
+            bar.set_description_str(text[:60])
+            bar.update()
+
+        reports = reproduce(names, progress=show)
+    if args.write:
+        write_page(reports, args.write)
+    if args.json:
+        record = {
+            report.system: {
+                "source": report.source,
+                "constants": list(report.constants),
+                "answered": report.coverage[0],
+                "asked": report.coverage[1],
+                "mean_abs_error": report.mean_abs_error,
+                "max_abs_error": report.max_abs_error,
+                "kendall_tau": report.kendall_tau,
+                "rows": [{**asdict(row), "value": row.value, "error": row.error} for row in report.rows],
+            }
+            for report in reports
+        }
+        print(json.dumps(record, indent=2))
+        return 0
+    for report in reports:
+        print(summary_text(report))
+        for constant in report.constants:
+            print(f"  calibrated: {constant}")
+        print(table_text(report))
+        print()
+    return 0
