@@ -92,7 +92,7 @@ def smallest_capacity_bytes(schedule: Schedule, tier: str) -> int | None:
     t = [x.name for x in schedule.tiers].index(tier)
     capacity = list(graph.capacity_bytes)
     low = sum(graph.size_bytes[b] for b in graph.initial if graph.tier_of[b] == t)
-    high = low + sum(request.size_bytes for request in graph.requests[t])
+    high = low + sum(size for _, size, _ in graph.requests[t])
 
     def enough(size_bytes: int) -> bool:
         capacity[t] = size_bytes
@@ -212,10 +212,10 @@ class _Execution:
             return self._short_of(t, BEFORE_THE_STEP, self.used_bytes[t], self.capacity_bytes[t], graph.initial)
         i = self.ended.index(False)
         for t in graph.needs[i]:
-            request = graph.requests[t][min(self.next_grant[t], len(graph.requests[t]) - 1)]
+            op, wanted_bytes, _ = graph.requests[t][min(self.next_grant[t], len(graph.requests[t]) - 1)]
             free_bytes = self.capacity_bytes[t] - self.used_bytes[t]
-            if request.op == i and request.size_bytes > free_bytes:
-                return self._short_of(t, graph.schedule.ops[i].key, request.size_bytes, free_bytes, self._held())
+            if op == i and wanted_bytes > free_bytes:
+                return self._short_of(t, graph.schedule.ops[i].key, wanted_bytes, free_bytes, self._held())
         raise AssertionError(f"op {graph.schedule.ops[i].key!r} never ran though no tier is short; was it validated?")
 
     def _short_of(self, t: int, op: str, wanted_bytes: int, free_bytes: int, held: Sequence[int]) -> OutOfMemory:
@@ -237,8 +237,8 @@ class _Execution:
         graph = self.graph
         held = set(graph.initial)
         for t, requests in enumerate(graph.requests):
-            for request in requests[: self.next_grant[t]]:
-                held.update(request.buffers)
+            for _, _, buffers in requests[: self.next_grant[t]]:
+                held.update(buffers)
         for i, ended in enumerate(self.ended):
             if ended:
                 for old, new in graph.takes_over[i]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import itemgetter
 
 import simpy
 
@@ -71,49 +72,53 @@ class _Run:
         self._used_bytes = [0] * num_tiers
         self._peak_bytes = [0] * num_tiers
         self._next_grant = [0] * num_tiers
+        self._is_short = [False] * num_tiers  # the next request is eligible and does not fit
         self._free_ns = [-1] * num_ops
         self._ready_ns = [0] * num_ops
         self._start_ns = [-1] * num_ops
         self._end_ns = [-1] * num_ops
         self._buffers = graph.schedule.buffers
-        self._changes: list[tuple[int, int, int]] = []  # time_ns, buffer, +1 where it is granted or -1 where freed
+        self._changes: list[tuple[int, int, int]] = []  # time_ns, buffer, bytes
 
     # ---- the four rules ----
 
-    def _reach(self, i: int) -> None:
+    def _reach(self, i: int, now: int) -> None:
         """Op i is next on its stream."""
-        self._free_ns[i] = self.env.now
+        self._free_ns[i] = now
         if self._waiting_for[i] == 0:
-            self._ask(i)
+            self._ask(i, now)
 
-    def _ask(self, i: int) -> None:
+    def _ask(self, i: int, now: int) -> None:
         """Op i is eligible: it starts when it has been granted its memory."""
         self._eligible[i] = True
         if not self._grants_left[i]:
-            self._start(i)
+            self._start(i, now)
         for tier in self.graph.needs[i]:
-            self._grant(tier)
+            self._grant(tier, now)
 
-    def _grant(self, tier: int) -> None:
+    def _grant(self, tier: int, now: int) -> None:
         """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
         requests, capacity_bytes = self.graph.requests[tier], self.graph.capacity_bytes[tier]
         while self._next_grant[tier] < len(requests):
             i, size_bytes, buffers = requests[self._next_grant[tier]]
+            if not self._eligible[i]:
+                return
             used_bytes = self._used_bytes[tier] + size_bytes
-            if not self._eligible[i] or used_bytes > capacity_bytes:
+            if used_bytes > capacity_bytes:
+                self._is_short[tier] = True
                 return
             self._next_grant[tier] += 1
             self._used_bytes[tier] = used_bytes
             if used_bytes > self._peak_bytes[tier]:
                 self._peak_bytes[tier] = used_bytes
             for b in buffers:
-                self._changes.append((self.env.now, b, 1))
+                self._changes.append((now, b, self.graph.size_bytes[b]))
             self._grants_left[i] -= 1
             if self._grants_left[i] == 0:
-                self._start(i)
+                self._start(i, now)
 
-    def _start(self, i: int) -> None:
-        self._start_ns[i] = self.env.now
+    def _start(self, i: int, now: int) -> None:
+        self._start_ns[i] = now
         cost = self._costs[i]
         if not cost.demand:
             self.env.timeout(self._alone_ns[i], i).callbacks.append(self._on_end)
@@ -131,25 +136,28 @@ class _Run:
         self._end_ns[i] = now
         for old, new in graph.takes_over[i]:
             if self._buffers[old].kind != self._buffers[new].kind:
-                self._changes += ((now, old, -1), (now, new, 1))
+                self._changes += ((now, old, -graph.size_bytes[old]), (now, new, graph.size_bytes[new]))
         freed = graph.frees[i]
         for b in graph.counts_down[i]:
             self._readers_left[b] -= 1
             if self._readers_left[b] == 0:
                 freed = (*freed, b)
         for b in freed:
-            self._used_bytes[graph.tier_of[b]] -= graph.size_bytes[b]
-            self._changes.append((now, b, -1))
+            size_bytes = graph.size_bytes[b]
+            self._used_bytes[graph.tier_of[b]] -= size_bytes
+            self._changes.append((now, b, -size_bytes))
         for b in freed:
-            self._grant(graph.tier_of[b])
+            if self._is_short[graph.tier_of[b]]:
+                self._is_short[graph.tier_of[b]] = False
+                self._grant(graph.tier_of[b], now)
         for j in graph.followers[i]:
             self._waiting_for[j] -= 1
             if self._waiting_for[j] == 0:
                 self._ready_ns[j] = now
                 if self._free_ns[j] >= 0:
-                    self._ask(j)
+                    self._ask(j, now)
         if self._next_on_stream[i] >= 0:
-            self._reach(self._next_on_stream[i])
+            self._reach(self._next_on_stream[i], now)
 
     # ---- before and after ----
 
@@ -157,40 +165,34 @@ class _Run:
         graph = self.graph
         for b in graph.initial:
             self._used_bytes[graph.tier_of[b]] += graph.size_bytes[b]
-            self._changes.append((0, b, 1))
+            self._changes.append((0, b, graph.size_bytes[b]))
         self._peak_bytes = list(self._used_bytes)
         if any(used > capacity for used, capacity in zip(self._used_bytes, graph.capacity_bytes, strict=True)):
             raise out_of_memory(graph)
         for ops in graph.streams:
-            self._reach(ops[0])
+            self._reach(ops[0], 0)
         self.env.run()
         if -1 in self._end_ns:
             raise out_of_memory(graph)
-        schedule = graph.schedule
-        buffers, size_bytes = self._buffers, graph.size_bytes
-        memory = [
-            MemoryEvent(t, buffers[b].tier, buffers[b].kind, sign * size_bytes[b]) for t, b, sign in self._changes
-        ]
-        tiers = [t.name for t in schedule.tiers]
+        tiers = [t.name for t in graph.schedule.tiers]
+        rows = zip(
+            [op.key for op in graph.schedule.ops],
+            [op.stream for op in graph.schedule.ops],
+            self._free_ns,
+            self._ready_ns,
+            self._start_ns,
+            self._end_ns,
+            self._alone_ns,
+            strict=True,
+        )
+        where = [(b.tier, b.kind) for b in self._buffers]
         return Trace(
-            name=schedule.name,
-            spans=tuple(map(self._span, sorted(range(len(schedule.ops)), key=self._start_ns.__getitem__))),
-            memory=tuple(memory),
+            name=graph.schedule.name,
+            spans=tuple(sorted(map(Span._make, rows), key=itemgetter(Span._fields.index("start_ns")))),
+            memory=tuple([MemoryEvent(t, *where[b], delta_bytes) for t, b, delta_bytes in self._changes]),
             capacity_bytes=dict(zip(tiers, graph.capacity_bytes, strict=True)),
             peak_bytes=dict(zip(tiers, self._peak_bytes, strict=True)),
-            meta=schedule.meta,
-        )
-
-    def _span(self, i: int) -> Span:
-        op = self.graph.schedule.ops[i]
-        return Span(
-            op.key,
-            op.stream,
-            self._free_ns[i],
-            self._ready_ns[i],
-            self._start_ns[i],
-            self._end_ns[i],
-            self._alone_ns[i],
+            meta=graph.schedule.meta,
         )
 
 

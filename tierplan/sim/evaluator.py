@@ -143,7 +143,7 @@ class _Lifetimes:
             for b in frees:
                 ender[b].append(i)
         for t, requests in enumerate(graph.requests):
-            wanted = np.array([request.size_bytes for request in requests], dtype=np.int64)
+            wanted = np.array([size for _, size, _ in requests], dtype=np.int64)
             freed = [b for b, ends in enumerate(ender) if ends and graph.tier_of[b] == t and graph.size_bytes[b] > 0]
             enders = np.array([i for b in freed for i in ender[b]], dtype=np.int64)
             first = np.cumsum([0, *(len(ender[b]) for b in freed[:-1])], dtype=np.int64)

@@ -6,21 +6,17 @@ from a schedule in one place.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["Graph", "Request", "graph_of"]
 
 
-class Request(NamedTuple):
-    """An op's need of memory in one tier."""
-
-    op: int
-    size_bytes: int
-    buffers: tuple[int, ...]
+Request = tuple[int, int, tuple[int, ...]]
+"""An op's need of memory in one tier: the op, the bytes, and the buffers that they are for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +60,14 @@ def graph_of(schedule: Schedule) -> Graph:
     tier_of = [tier_index[b.tier] for b in buffers]
     size_bytes = [b.size_bytes for b in buffers]
     is_freed = [b.becomes is None for b in buffers]
-    reuses = {}
-    for b, buffer in enumerate(buffers):
-        if buffer.reuses is not None:
-            reuses[b] = index[buffer.reuses]
-            is_freed[reuses[b]] = False  # its bytes live on in the buffer that reuses it
+    reuses = {b: index[buffer.reuses] for b, buffer in enumerate(buffers) if buffer.reuses is not None}
+    readers_of_reused: dict[int, list[int]] = {old: [] for old in reuses.values()}
+    for old in readers_of_reused:
+        is_freed[old] = False  # its bytes live on in the buffer that reuses it
     number = {op.key: i for i, op in enumerate(ops)}
-    writer: dict[int, int] = {}
-    readers: list[list[int]] = [[] for _ in buffers]
-    streams: dict[str, list[int]] = {}
+    writer = [-1] * len(buffers)
+    num_reads = [0] * len(buffers)
+    streams: defaultdict[str, list[int]] = defaultdict(list)
     requests: list[list[Request]] = [[] for _ in schedule.tiers]
     # Most entries are empty: one shared () for them is quick, and nothing for the garbage collector to walk.
     inputs: list[Sequence[int]] = [()] * len(ops)
@@ -81,33 +76,36 @@ def graph_of(schedule: Schedule) -> Graph:
     takes_over: list[Sequence[tuple[int, int]]] = [()] * len(ops)
     frees: list[Sequence[int]] = [()] * len(ops)
     for i, op in enumerate(ops):
-        streams.setdefault(op.stream, []).append(i)
+        streams[op.stream].append(i)
         waits_for = {number[key] for key in op.after} if op.after else set()
         if op.reads:
             read = [index[name] for name in op.reads]
             for b in read:
-                readers[b].append(i)
-                if b in writer:
-                    waits_for.add(writer[b])
+                num_reads[b] += 1
+                waits_for.add(writer[b])
+                if b in readers_of_reused:
+                    readers_of_reused[b].append(i)
             counts_down[i] = tuple([b for b in read if is_freed[b]])
-        wanted: dict[int, list[int]] = {}
-        for name in op.writes:
-            b = index[name]
-            writer[b] = i
-            if b in reuses:
-                waits_for.update(readers[reuses[b]])
-                takes_over[i] = (*takes_over[i], (reuses[b], b))
-            elif size_bytes[b] > 0:
-                wanted.setdefault(tier_of[b], []).append(b)
-        if wanted:
+        if op.writes:
+            wanted: dict[int, tuple[int, ...]] = {}
+            for name in op.writes:
+                b = index[name]
+                writer[b] = i
+                if b in reuses:
+                    waits_for.update(readers_of_reused[reuses[b]])
+                    takes_over[i] = (*takes_over[i], (reuses[b], b))
+                elif size_bytes[b] > 0:
+                    wanted[tier_of[b]] = (*wanted.get(tier_of[b], ()), b)
             needs[i] = tuple(wanted)
             for tier, fresh in wanted.items():
-                requests[tier].append(Request(i, sum([size_bytes[b] for b in fresh]), tuple(fresh)))
-        waits_for.discard(i)
-        inputs[i] = tuple(waits_for)
-    num_readers = [len(found) if freed else 0 for found, freed in zip(readers, is_freed, strict=True)]
-    for b, i in writer.items():
-        if is_freed[b] and not readers[b]:
+                requests[tier].append((i, sum([size_bytes[b] for b in fresh]), fresh))
+        if waits_for:
+            waits_for.discard(i)
+            waits_for.discard(-1)  # initial buffers have no writer
+            inputs[i] = tuple(waits_for)
+    num_readers = [num if freed else 0 for num, freed in zip(num_reads, is_freed, strict=True)]
+    for b, i in enumerate(writer):
+        if i >= 0 and is_freed[b] and num_reads[b] == 0:
             frees[i] = (*frees[i], b)
     return Graph(
         schedule=schedule,
@@ -122,7 +120,7 @@ def graph_of(schedule: Schedule) -> Graph:
         num_readers=num_readers,
         size_bytes=size_bytes,
         tier_of=tier_of,
-        initial=[b for b, x in enumerate(buffers) if x.initial and (readers[b] or not is_freed[b])],
+        initial=[b for b, x in enumerate(buffers) if x.initial and (num_reads[b] or not is_freed[b])],
         capacity_bytes=[t.capacity_bytes for t in schedule.tiers],
     )
 
