@@ -54,10 +54,13 @@ class Knobs:
 
 
 def tune(
-    trial: Callable[[Knobs], Candidate | None], *, goal_s: float, is_over: Callable[[], bool]
+    trial: Callable[[Knobs], Candidate | None], *, goal_s: float, is_over: Callable[[], bool], stretch: float = 1.5
 ) -> tuple[Knobs, float] | None:
-    """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`."""
-    start = _first_that_fits(trial, is_over)
+    """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`.
+
+    `stretch` is where the search begins.
+    """
+    start = _first_that_fits(trial, is_over, stretch)
     if start is None:
         return None
     best, best_s = start
@@ -74,12 +77,12 @@ def tune(
 
 
 def _first_that_fits(
-    trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool]
+    trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool], first_stretch: float
 ) -> tuple[Knobs, float] | None:
     """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
-    margins = ((1.0, 2.0), (1.5, 8.0), (0.3, 0.5), (3.0, 8.0), (2.0, 32.0), (6.0, 32.0), (0.0, 0.0))
+    margins = ((1.0, 2.0), (1.5, 4.0), (0.3, 0.5), (2.0, 8.0), (3.0, 8.0), (2.0, 32.0), (6.0, 32.0), (0.0, 0.0))
     for device, host in margins:
-        for stretch in (1.5, INF):
+        for stretch in dict.fromkeys((first_stretch, INF)):
             knobs = Knobs(device=device, host=host, stretch=stretch)
             tried = trial(knobs)
             if tried is None:

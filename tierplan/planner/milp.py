@@ -17,7 +17,7 @@ __all__ = ["ACTIONS", "Fractions", "Margins", "Model", "build", "fractions"]
 TIERS = ("device", "host", "nvme")
 ACTIONS = ("keep", "recompute", "host", "nvme")
 TRANSFER_COST = 3e-6
-"""Seconds of objective per GB moved: settles ties against pointless transfers. `Model.step_bound_s` takes it out again."""
+"""Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
 BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
 

@@ -37,8 +37,10 @@ GOOD_FRAC = 0.003
 MILP_GAP = 0.005
 MILP_TIME_LIMIT_S = 4.0
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
-TILES = (2, 4, 8, 16)
+TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
+TILE_PENALTY = 1.005
+"""What one more tile has to be worth in the bound for it to be tried first: more tiles are more ops to search over."""
 SHARE_OF_TUNING = 0.7
 """Of the budget, what tuning the knobs may take; local moves have the rest."""
 
@@ -180,8 +182,8 @@ class _Loop:
         compared: dict[str, PolicyResult] = {}
         try:
             compared = self._compare(POLICIES if policies is None else policies)
-            ranked = sorted(zip(problems, bounds, strict=True), key=lambda pair: pair[1].step_s)
-            ranked = [pair for pair in ranked if pair[1].feasible]
+            ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+            ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
             for number, (p, bound) in enumerate(ranked):
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
                     self._plan_order(p, bound, share=1 / min(2, len(ranked) - number))
@@ -287,7 +289,9 @@ class _Loop:
         def is_over() -> bool:
             return self.budget.is_late or self.budget.ops_left < until
 
-        found = tune(trial, goal_s=goal_s, is_over=is_over)
+        # late updates hold gradients in host memory: where that binds, begin without them
+        stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
+        found = tune(trial, goal_s=goal_s, is_over=is_over, stretch=stretch)
         if found is None:
             self.notes.append(f"{p.order}, {p.tiles} tiles: no rounded plan fitted")
             return
