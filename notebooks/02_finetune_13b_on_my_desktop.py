@@ -1,0 +1,63 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Can I fine-tune 13 B parameters on my desktop?
+#
+# The desktop: an RTX 4090 with 24 GB, 64 GB of DRAM, one PCIe 4.0 drive of 2 TB. Full fine-tuning with Adam, nothing
+# quantised: 13 B parameters and their optimizer states are 180 GB.
+
+# %%
+import tierplan as tp
+from tierplan.planner.prediction import predict
+
+machine = tp.load_machine("desktop-4090")
+training = tp.Training(per_device_train_batch_size=16, sequence_length=1024)
+workload = tp.load_workload("gpt-13b", training)
+
+# %% [markdown]
+# What the published systems make of it, one row each:
+
+# %%
+policies = ("in-memory", "full-recompute", "zero-offload", "ssdtrain", "sliding-window", "fuyou")
+found = {name: predict(name, workload, machine) for name in policies}
+for name, p in found.items():
+    print(f"{name:16}", f"{p.step_s:7.1f} s  {p.tokens_per_s:6.0f} tokens/s" if p.fits else p.why_not[:90])
+
+# %% [markdown]
+# The planner looks for a better plan, and says how much better any plan could be:
+
+# %%
+planned = tp.plan(workload, machine, time_limit_s=10, orders=("horizontal",))
+tokens = training.tokens_per_step
+print(f"planner: {planned.step_s:.1f} s, {tokens / planned.step_s:.0f} tokens/s")
+print(f"no plan can be quicker than {planned.lower_bound_s:.1f} s")
+print("what the bound rests on:", {name: f"{part:.0%}" for name, part in planned.bound_by.items()})
+
+# %% [markdown]
+# A fine-tuning set of 10 M tokens, three times over:
+
+# %%
+hours = 3 * 10e6 / (tokens / planned.step_s) / 3600
+peaks = {tier: f"{peak / 1e9:.1f} GB" for tier, peak in planned.steady.trace.peak_bytes.items()}
+print(f"{hours:.0f} hours; peaks {peaks}")
+
+# %% [markdown]
+# **Answer.** Yes. Only plans that use the drive fit, and the planner's is not slower than any published one.
+
+# %%
+fitting = {name: p.step_s for name, p in found.items() if p.fits}
+assert "in-memory" not in fitting
+assert "zero-offload" not in fitting
+assert planned.lower_bound_s <= planned.step_s <= 1.0001 * min(fitting.values())
+assert planned.steady.trace.peak_bytes["nvme"] > 100e9
+assert hours < 24 * 7

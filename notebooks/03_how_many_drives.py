@@ -1,0 +1,79 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How many drives pay off?
+#
+# Fuyou's machine has an RTX 4090 and twelve drives. How many of them does a 13 B model need at batch 32, and where does
+# another one stop to help?
+
+# %%
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+
+from tierplan.validation.study import Study
+from tierplan.validation.sweep import sweep
+
+study = Study(
+    name="drives",
+    scenario={"model": ["gpt-13b"], "machine": ["fuyou-4090"], "policy": ["fuyou"], "batch": [8, 32]},
+    overrides={"nvme.drives": [1, 2, 3, 4, 6, 8, 10, 12]},
+)
+rows = sweep(study.points(), num_workers=1)
+print(len(rows), "simulations")
+
+# %%
+figure, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
+for batch, marker in ((8, "o"), (32, "s")):
+    mine = [r for r in rows if r["batch"] == batch]
+    ax.plot([r["nvme.drives"] for r in mine], [r["tokens_per_s"] for r in mine], marker=marker, label=f"batch {batch}")
+ax.set(xlabel="drives", ylabel="tokens per second", ylim=(0, None), title="gpt-13b on fuyou-4090, policy fuyou")
+ax.legend()
+figure
+
+# %% [markdown]
+# What another drive adds, in percent of the speed before it:
+
+
+# %%
+def gains(batch):
+    mine = [(r["nvme.drives"], r["tokens_per_s"]) for r in rows if r["batch"] == batch]
+    return {n: (speed / before - 1) / (n - m) for (m, before), (n, speed) in pairwise(mine)}
+
+
+for batch in (8, 32):
+    print(
+        batch,
+        {n: f"{gain:+.0%}" for n, gain in gains(batch).items()},
+        "limited by",
+        [r["bound_by"] for r in rows if r["batch"] == batch],
+    )
+
+# %% [markdown]
+# **Answer.** Drives pay off until something else is the limit. The larger the batch, the more there is to compute for
+# the same traffic, so the fewer drives it needs.
+
+
+# %%
+def enough(batch):
+    """The least number of drives that reaches 95 % of the speed of twelve."""
+    mine = {r["nvme.drives"]: r["tokens_per_s"] for r in rows if r["batch"] == batch}
+    return min(n for n, speed in mine.items() if speed >= 0.95 * mine[12])
+
+
+print({batch: enough(batch) for batch in (8, 32)})
+speeds = [r["tokens_per_s"] for r in rows if r["batch"] == 32]
+assert speeds[1] > 1.5 * speeds[0], "the second drive nearly doubles the speed"
+assert all(later >= 0.98 * before for before, later in pairwise(speeds)), "a drive never harms"
+assert gains(32)[2] > gains(32)[12], "the twelfth helps less than the second"
+assert enough(32) <= enough(8) <= 12
