@@ -11,7 +11,7 @@ This module knows nothing of transformers, optimizers or systems. Times are inte
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from operator import itemgetter
 
@@ -59,7 +59,7 @@ class _Run:
         self.env = simpy.Environment()
         self.graph = graph
         self._costs, self._alone_ns = _checked(graph.schedule, costs, limits)
-        self._flows = _Flows(self.env, limits, self._on_end)
+        self._flows = _Flows(self.env, limits, self._end)
         num_ops, num_tiers = len(graph.inputs), len(graph.capacity_bytes)
         self._next_on_stream = [-1] * num_ops
         for ops in graph.streams:
@@ -131,8 +131,11 @@ class _Run:
         self._flows.begin(event.value, self._costs[event.value])
 
     def _on_end(self, event: simpy.Event) -> None:
-        """The op that the event carries has ended: bytes come back, followers and the stream go on."""
-        graph, now, i = self.graph, self.env.now, event.value
+        self._end(event.value, self.env.now)
+
+    def _end(self, i: int, now: int) -> None:
+        """Op i has ended: bytes come back, followers and the stream go on."""
+        graph = self.graph
         self._end_ns[i] = now
         for old, new in graph.takes_over[i]:
             if self._buffers[old].kind != self._buffers[new].kind:
@@ -224,25 +227,27 @@ def _checked(
 class _Flows:
     """The ops that share limits, each with what is left of its work; one pending timer, for the earliest end."""
 
-    def __init__(self, env: simpy.Environment, limits: Mapping[str, float], on_end: object) -> None:
+    def __init__(self, env: simpy.Environment, limits: Mapping[str, float], end: Callable[[int, int], None]) -> None:
         self._env = env
         self._limits = limits
-        self._on_end = on_end
+        self._end = end
         self._ops: list[int] = []
         self._costs: list[Cost] = []
         self._left_ns: list[float] = []  # at full speed
         self._speeds: list[float] = []
         self._since_ns = 0
         self._timer_ns = -1  # when the live timer fires; -1 for none
+        self._is_ending = False
         self._known: dict[tuple[int, ...], list[float]] = {}  # speeds by the costs that run together
 
     def begin(self, i: int, cost: Cost) -> None:
-        """Op i begins its work; however it is shared until then, `on_end` gets an event with value i at its end."""
+        """Op i begins its work; however it is shared until then, `end` is called with i and the time at its end."""
         self._advance()
         self._ops.append(i)
         self._costs.append(cost)
         self._left_ns.append(float(round(cost.work_s * 1e9)))
-        self._divide()
+        if not self._is_ending:
+            self._divide()
 
     def _advance(self) -> None:
         elapsed_ns = self._env.now - self._since_ns
@@ -268,11 +273,14 @@ class _Flows:
             return  # an earlier end replaced this timer
         self._timer_ns = -1
         self._advance()
-        ended = [k for k, left in enumerate(self._left_ns) if left <= 1e-3]
-        for k in ended:
-            self._env.event().succeed(self._ops[k]).callbacks.append(self._on_end)
-        for k in reversed(ended):
+        places = [k for k, left in enumerate(self._left_ns) if left <= 1e-3]
+        ended = [self._ops[k] for k in places]
+        for k in reversed(places):
             del self._ops[k], self._costs[k], self._left_ns[k]
+        self._is_ending = True  # flows that begin because of these ends are divided among once, below
+        for i in ended:
+            self._end(i, self._env.now)
+        self._is_ending = False
         self._speeds = []
         if self._ops:
             self._divide()
