@@ -123,8 +123,8 @@ def check(config: Config, training: Training) -> None:
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:
         raise WorkloadError(
-            f"sequence_length is {training.sequence_length}, longer than the attention window of {window}: that takes a "
-            "mask, which the closed forms do not cover; use tracing (--exact)"
+            f"sequence_length is {training.sequence_length}, longer than the attention window of {window}: that takes "
+            "a mask, which the closed forms do not cover; use tracing (--exact)"
         )
     if (
         training.backend == "cuda"
@@ -132,7 +132,8 @@ def check(config: Config, training: Training) -> None:
         and config.number("num_key_value_heads", config.heads) != config.heads
     ):
         raise WorkloadError(
-            "fp32 attention with grouped queries on CUDA is not covered by the closed forms; use bf16, or tracing (--exact)"
+            "fp32 attention with grouped queries on CUDA is not covered by the closed forms; "
+            "use bf16, or tracing (--exact)"
         )
 
 

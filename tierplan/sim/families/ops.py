@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tierplan.sim.families.tape import Storage, Tape, Value
 
-__all__ = ["activation", "add", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
+__all__ = ["activation", "add", "dropout", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
 
 
 def matmul_work(tape: Tape, flops: float, dtype: str) -> dict[str, float]:
@@ -177,6 +177,29 @@ def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
     return node_values
 
 
+def dropout(tape: Tape, x: Value, probability: float) -> Value:
+    """x itself for 0. A GPU keeps a mask of one byte per element, a CPU one in x's dtype that it multiplies with."""
+    if probability == 0:
+        return x
+    numel, dtype = x.numel, x.dtype
+    if tape.training.backend == "cpu":
+        mask = tape.empty(x.shape, dtype)
+        tape.record("empty_like", [x], [mask], tape.moved(x, mask))
+        tape.record("bernoulli_", [mask], [mask], tape.moved(mask, mask), random=True)
+        tape.record("div_", [mask], [mask], tape.moved(mask, mask))
+        return mul(tape, x, mask)
+    out, mask = tape.empty(x.shape, dtype), tape.empty(x.shape, "bool")
+    tape.record("native_dropout", [x], [out, mask], tape.moved(x, out, mask), random=True)
+    saved = tape.save(mask)
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        made = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, *saved, made))
+        return [made]
+
+    return tape.connect(out, [x], backward)
+
+
 def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:
     """x itself if it has the dtype."""
     if x.dtype == dtype:
@@ -294,7 +317,9 @@ def attention_work(dtype: str, flops: float) -> dict[str, float]:
     return {f"attention_{dtype}_flops": flops}
 
 
-def fused_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int) -> Value:
+def fused_attention(
+    tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int, drops: bool = False
+) -> Value:
     """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
 
     On a CPU one kernel does it; on a GPU flash attention for 16-bit types, else the memory-efficient kernel. FLOPs are
@@ -308,7 +333,7 @@ def fused_attention(tape: Tape, q: Value, k: Value, v: Value, *, heads: int, hea
     rows = tape.empty((batch, heads, length if on_cpu or not wide else -(-length // 32) * 32), "fp32")
     seeds = [] if on_cpu else [("int64", ()), ("int64", ())] if wide else [("uint64", (2,)), ("uint64", ())]
     extra = [tape.empty(shape, dtype) for dtype, shape in seeds]
-    tape.record("attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops))
+    tape.record("attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops), random=drops)
     saved += tape.save(rows, out, *extra)
     sizes, dtype = [value.numel for value in (q, k, v)], q.dtype
 

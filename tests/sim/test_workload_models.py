@@ -1,0 +1,159 @@
+"""Closed-form workloads: against published counts, by properties, and by their errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.configs import config_of
+from tierplan.sim.models import SUPPORTED, load_workload, named_models, workload_of
+from tierplan.sim.workload import Training, Unit, WorkloadError
+
+BASE = Training(sequence_length=32)
+
+
+def amounts(unit: Unit) -> dict[str, float]:
+    """All amounts of a unit, by name."""
+    found: dict[str, float] = {f"forward {k}": v for k, v in unit.forward.items()}
+    found |= {f"backward {k}": v for k, v in unit.backward.items()}
+    found |= {f"slot {t.index}": t.size_bytes for t in unit.saved}
+    found |= {f"slot {t.index} {k}": v for t in unit.saved for k, v in t.recompute.items()}
+    return found | {"input": unit.input_bytes, "output": unit.output_bytes}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden"), [("gpt-6.7b", 32, 4096), ("gpt-13b", 40, 5120), ("gpt-175b", 96, 12288)]
+)
+def test_parameters_of_gpt(name: str, layers: int, hidden: int) -> None:
+    """By hand: matrices 12 h^2, biases and norms 13 h per block; embeddings; the final norm."""
+    expected = layers * (12 * hidden**2 + 13 * hidden) + (50257 + 1024) * hidden + 2 * hidden
+    assert load_workload(name, Training()).num_parameters == expected
+
+
+def test_saved_bytes_of_a_gpt_block_by_hand() -> None:
+    """bf16 on CUDA with one-kernel GELU, per token and width h: 2 norms, qkv 3, attention 1, residual 1, MLP 4 + 4."""
+    batch, length, hidden, heads = 4, 1024, 5120, 40
+    block = load_workload("gpt-13b", Training(per_device_train_batch_size=batch)).blocks[0]
+    tokens = batch * length
+    big = 2 * tokens * hidden * (2 + 3 + 1 + 1 + 4 + 4)
+    statistics = 4 * tokens * 4 + 4 * tokens * heads + 16 + 8
+    assert block.saved_bytes == big + statistics
+
+
+@given(
+    family=st.sampled_from(sorted(SUPPORTED)),
+    backend=st.sampled_from(["cpu", "cuda"]),
+    dtype=st.sampled_from(["bf16", "fp16"]),
+    length=st.integers(2, 64),
+    batch=st.integers(3, 9),
+)
+@settings(max_examples=40, deadline=None)
+def test_amounts_are_affine_in_batch(family: str, backend: str, dtype: str, length: int, batch: int) -> None:
+    """Bytes and FLOPs grow by the same amount with each sequence; some, such as seeds, do not grow at all."""
+    of = {
+        b: workload_of(
+            "x",
+            config_of(family),
+            Training(per_device_train_batch_size=b, sequence_length=length, dtype=dtype, backend=backend),
+        )
+        for b in (2, 3, batch + 1)
+    }
+    for first, second, other in zip(*(w.units for w in of.values()), strict=True):
+        two, three, many = amounts(first), amounts(second), amounts(other)
+        assert two.keys() == three.keys() == many.keys()
+        for name, value in two.items():
+            assert many[name] == value + (batch - 1) * (three[name] - value), (first.name, name)
+
+
+@given(family=st.sampled_from(sorted(SUPPORTED)), batch=st.integers(1, 8), factor=st.integers(2, 4))
+@settings(max_examples=30, deadline=None)
+def test_flops_are_linear_in_batch(family: str, batch: int, factor: int) -> None:
+    def flops(b: int) -> list[float]:
+        workload = workload_of("x", config_of(family), replace(BASE, per_device_train_batch_size=b))
+        works = [work for u in workload.units for work in (u.forward, u.backward)]
+        return [sum(v for k, v in work.items() if k.endswith("_flops")) for work in works]
+
+    assert flops(factor * batch) == [factor * value for value in flops(batch)]
+
+
+@given(family=st.sampled_from(sorted(SUPPORTED)), depth=st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_totals_are_affine_in_depth(family: str, depth: int) -> None:
+    def totals(layers: int) -> tuple[float, ...]:
+        name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+        workload = workload_of("x", {**config_of(family), name: layers}, BASE)
+        works = [work for u in workload.units for work in (u.forward, u.backward)]
+        return workload.num_parameters, sum(u.saved_bytes for u in workload.units), sum(sum(w.values()) for w in works)
+
+    one, two, many = totals(1), totals(2), totals(depth)
+    assert many == tuple(a + (depth - 1) * (b - a) for a, b in zip(one, two, strict=True))
+
+
+def test_recomputation_starts_from_other_saved_tensors() -> None:
+    """Each slice's cost is that of the operations between; together they do not exceed the forward."""
+    block = load_workload("gpt-13b", Training()).blocks[0]
+    for t in block.saved:
+        assert t.index not in t.needs
+        assert all(k < len(block.saved) for k in t.needs)
+        for kind, amount in t.recompute.items():
+            assert 0 < amount <= block.forward[kind]
+    products = [t.recompute["matmul_bf16_flops"] for t in block.saved if t.recompute.get("matmul_bf16_flops")]
+    assert len(products) == 3  # qkv, the residual behind the output projection, the MLP's first product
+
+
+def test_every_named_model_can_be_read() -> None:
+    for name, config in named_models().items():
+        if config["model_type"] in SUPPORTED:
+            assert load_workload(name, Training(sequence_length=128)).blocks
+        else:
+            with pytest.raises(WorkloadError, match=r"--exact"):
+                load_workload(name, Training(sequence_length=128))
+
+
+def test_a_folder_and_a_file_give_the_same(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
+    assert load_workload(tmp_path, BASE) == load_workload(tmp_path / "config.json", BASE)
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from tierplan.sim.models import load_workload; from tierplan.sim.workload import Training;"
+        "load_workload('gpt-13b', Training()); assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "training", "message"),
+    [
+        ("no-such-model", None, BASE, r"neither a config.json.*known names: gpt-6.7b"),
+        ("x.json", "{", BASE, "is not JSON"),
+        ("x.json", "[]", BASE, "no model_type"),
+        ("x.json", json.dumps({"model_type": "mamba"}), BASE, r"'mamba' has no closed forms.*gpt2, opt, llama"),
+        ("x.json", json.dumps({"model_type": "gpt2"}), BASE, "none of hidden_size, n_embd, d_model"),
+        ("x.json", json.dumps({**config_of("gpt2"), "n_embd": -1}), BASE, "n_embd is -1"),
+        ("x.json", json.dumps(config_of("gpt2")), replace(BASE, sequence_length=100), "has 64 positions"),
+        ("x.json", json.dumps(config_of("gpt2")), replace(BASE, attention="plain"), "plain attention is not covered"),
+        (
+            "x.json",
+            json.dumps({**config_of("gpt2"), "attn_pdrop": 0.1}),
+            replace(BASE, backend="cpu"),
+            r"attn_pdrop is 0.1.*set attn_pdrop to 0",
+        ),
+        ("x.json", json.dumps({**config_of("mistral"), "sliding_window": 8}), BASE, "attention window of 8"),
+    ],
+)
+def test_errors(tmp_path: Path, model: str, content: str | None, training: Training, message: str) -> None:
+    path = Path(model)
+    if content is not None:
+        path = tmp_path / model
+        path.write_text(content)
+    with pytest.raises(WorkloadError, match=message):
+        load_workload(path if content is not None else model, training)

@@ -1,0 +1,90 @@
+"""DeepSpeed configurations and Trainer arguments become training settings and a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tierplan.planner.policies import POLICIES
+from tierplan.sim.training_files import read_deepspeed, read_training_args
+from tierplan.sim.workload import Training, WorkloadError
+
+BASE = Training(sequence_length=512, per_device_train_batch_size=3)
+
+
+def written(folder: Path, content: object) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("zero", "policy", "options"),
+    [
+        ({}, "in-memory", {}),
+        ({"stage": 2}, "in-memory", {}),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "zero-offload", {"checkpointing": "off"}),
+        ({"stage": 3}, "zero-infinity", {"params": "device", "optimizer": "device"}),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+            "zero-infinity",
+            {"params": "host", "optimizer": "nvme"},
+        ),
+    ],
+)
+def test_the_policy_of_a_deepspeed_configuration(
+    tmp_path: Path, zero: dict[str, object], policy: str, options: dict[str, str]
+) -> None:
+    found = read_deepspeed(written(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}}), BASE)
+    assert (found.policy, found.options) == (policy, options)
+    assert found.policy in POLICIES
+
+
+def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "FusedAdam"},
+        "train_batch_size": 48,
+        "flops_profiler": {},
+    }
+    found = read_deepspeed(written(tmp_path, content), BASE)
+    t = found.training
+    assert (t.per_device_train_batch_size, t.gradient_accumulation_steps, t.dtype) == (3, 4, "fp16")
+    assert (t.max_grad_norm, t.optimizer, t.sequence_length) == (0.5, "adamw", 512)
+    assert any("flops_profiler" in note for note in found.notes)
+    assert any("4 times one GPU's 12" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "one JSON object"),
+        ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "'tape'; it must be cpu, nvme"),
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion'"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1"),
+    ],
+)
+def test_deepspeed_errors(tmp_path: Path, content: object, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        read_deepspeed(written(tmp_path, content), BASE)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="there is no file"):
+        read_deepspeed(tmp_path / "none.json", BASE)
+
+
+def test_trainer_arguments(tmp_path: Path) -> None:
+    content = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "max_grad_norm": 0.0}
+    training, checkpointing = read_training_args(written(tmp_path, content), BASE)
+    assert (training.per_device_train_batch_size, training.max_grad_norm, checkpointing) == (2, None, True)
+    assert read_training_args(written(tmp_path, {}), BASE)[0].max_grad_norm == 1.0  # the Trainer's default
