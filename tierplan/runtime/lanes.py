@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.device import Device
-from tierplan.runtime.saved import AllMade, Recorder, Recreator
+from tierplan.runtime.replay import Recipe, Source, Tape
+from tierplan.runtime.saved import AbsentError, AllMade, Recorder, Recreator, Slot
 from tierplan.runtime.units import ModelError, ModelUnit
 
 __all__ = ["Lane", "ModelHooks", "SlotPlan", "UnitRun"]
@@ -65,6 +66,9 @@ class ModelHooks:
     def __init__(self, units: Sequence[ModelUnit]) -> None:
         self._local = threading.local()
         self._blocks: list[nn.Module] = []
+        self.recipes: dict[object, Recipe | None] = {}
+        """How to make a block's dropped slots again, by block and shapes, once it is known."""
+        self.are_replays_timed = False
         for index, unit in enumerate(units):
             if unit.block is not None:
                 self._replace(unit.block, index)
@@ -173,13 +177,84 @@ class Lane:
             raise ModelError(
                 f"unit {self.units[index].name!r} is not a block, so it cannot be run again; keep or move what it saves"
             )
-        call, args, kwargs = run.call
+        _, args, kwargs = run.call
+        flat = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
-        recreator = Recreator(self._params_of(index), inputs, self.external | _addresses((args, kwargs)), wanted=wanted)
+        recipes = self.hooks.recipes
+        key = (index, tuple((t.shape, t.dtype) for t in flat))
+        if key not in recipes:
+            recipes[key] = self._rerun(index, wanted, inputs, flat, is_noted=True)
+        elif (recipe := recipes[key]) is not None:
+            self._replay(index, recipe, wanted, inputs, flat)
+        else:
+            self._rerun(index, wanted, inputs, flat)
+        return made_bytes
+
+    def _replay(
+        self,
+        index: int,
+        recipe: Recipe,
+        wanted: Mapping[int, Slot],
+        inputs: Sequence[torch.Tensor],
+        flat: Sequence[torch.Tensor],
+    ) -> None:
+        """Makes the wanted slots by the operations that lead to them."""
+        recorder, params = self.runs[index].recorder, self._params_of(index)
+        assert recorder is not None
+
+        def find(source: Source) -> torch.UntypedStorage:
+            kind, k = source
+            if kind == "slot":
+                slot = recorder.slots[k]()
+                if slot is None or slot.storage is None:
+                    raise AbsentError(
+                        f"a recomputation in {self.units[index].name!r} starts from saved tensor {k}, but it is not on "
+                        "the device; the op must read it"
+                    )
+                return slot.storage
+            found = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
+            if found is None:
+                raise AbsentError(f"a recomputation needs the parameters of {params[k].name!r}; the op must read them")
+            return found.untyped_storage()
+
+        def keep(k: int, storage: torch.UntypedStorage) -> None:
+            wanted[k].storage = storage
+
+        recipe.run(find, keep, is_timed=self.hooks.are_replays_timed)
+
+    def _rerun(
+        self,
+        index: int,
+        wanted: dict[int, Slot],
+        inputs: Sequence[torch.Tensor],
+        flat: Sequence[torch.Tensor],
+        *,
+        is_noted: bool = False,
+    ) -> Recipe | None:
+        """Runs the block again as far as the last wanted slot; the recipe for next time, if it is to be noted."""
+        run, params = self.runs[index], self._params_of(index)
+        assert run.call is not None
+        assert run.recorder is not None
+        call, args, kwargs = run.call
+        tape = None
+        if is_noted:
+            sources: dict[int, Source] = {}
+            for kind, tensors in (("arg", flat), ("input", inputs), ("param", [u.bound for u in params])):
+                sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
+            block = self.units[index].block
+            tape = Tape(sources, block.buffers() if block is not None else ())
+        targets = set(wanted)
+        recreator = Recreator(
+            params,
+            inputs,
+            self.external | _addresses((args, kwargs)),
+            wanted=wanted,
+            on_slot=tape.slot if tape else lambda k, t: None,
+        )
         now = self.device.rng_state()
         self.device.set_rng_state(run.rng or now)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack):
+            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), tape or nullcontext():
                 call(*args, **kwargs)
         except AllMade:
             pass
@@ -191,7 +266,8 @@ class Lane:
                 f"a rerun of {self.units[index].name!r} saved {recreator.num_slots} tensors and not number "
                 f"{min(recreator.wanted)}, unlike its forward; blocks must do the same each time"
             )
-        return made_bytes
+        available = [k for k in run.recorder.slots if k not in targets]
+        return tape.recipe(targets, available) if tape else None
 
     def cancel(self) -> None:
         """Ends the lane's thread, wherever it is."""

@@ -10,7 +10,8 @@ after its backward (rule 2 of the schedule language).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,6 +120,8 @@ class Recorder(_Saver):
     sizes: list[int] = field(default_factory=list)
     missing: dict[int, Slot] = field(default_factory=dict)
     """The dropped and the leaving slots, for those who bring them back. Autograd's graph alone holds the others."""
+    slots: dict[int, weakref.ref[Slot]] = field(default_factory=dict)
+    """All slots, held by nobody here: what a recomputation may start from."""
 
     def pack(self, t: torch.Tensor) -> object:
         found = self.reference(t)
@@ -132,6 +135,7 @@ class Recorder(_Saver):
             self.sizes.append(storage.nbytes())
             slot = Slot(index, storage.nbytes(), None if index in self.dropped else storage)
             self.know(t, slot)
+            self.slots[index] = weakref.ref(slot)
             if index in self.leaving or index in self.dropped:
                 self.missing[index] = slot
         assert isinstance(slot, Slot)
@@ -167,10 +171,13 @@ class Recreator(_Saver):
     """The hooks of a rerun: fills the wanted slots, holds nothing else, and ends the rerun with the last of them."""
 
     wanted: dict[int, Slot] = field(default_factory=dict)
+    on_slot: Callable[[int, torch.Tensor], None] = lambda index, t: None
+    """Called with each slot's index and tensor as the rerun saves it."""
 
     def pack(self, t: torch.Tensor) -> object:
         if self.reference(t) is None and self.seen(t) is None:
             self.know(t, True)
+            self.on_slot(self.num_slots, t)
             slot = self.wanted.pop(self.num_slots, None)
             self.num_slots += 1
             if slot is not None:

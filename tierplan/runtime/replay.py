@@ -1,0 +1,237 @@
+"""Makes single saved tensors of a block again by replaying only the operations that they come from.
+
+While a block is run again for the first time, a `Tape` notes every operation on storages (views need no replay: a
+tensor is its storage and how to look at it). `Recipe` then is the shortest run of operations that makes the dropped
+slots from what is there: parameters, the block's inputs, other slots. Later recomputations execute the recipe alone,
+without the block's Python code, without autograd and without any hook.
+
+A recipe draws no random numbers and writes over nothing; where a slot would need that (dropout), `recipe` is None and
+the block is run again instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["Recipe", "Source", "Tape"]
+
+Source = tuple[str, int]
+"""Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)`, `("slot", 7)`;
+the number counts units, inputs, tensor arguments or slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor argument: a storage by number, and how it is looked at."""
+
+    number: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One operation that makes storages or writes into some."""
+
+    func: Any
+    flat: tuple[object, ...]
+    """Arguments, flattened; tensors are `_View`s."""
+    spec: Any
+    made: tuple[int | None, ...]
+    """Number of the storage of each output that is new with this call; None for others."""
+    written: tuple[int, ...]
+    is_random: bool
+
+    @property
+    def read(self) -> list[int]:
+        return [x.number for x in self.flat if isinstance(x, _View)]
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations while it is active. Holds no tensor, so it does not lengthen any life."""
+
+    def __init__(self, sources: Mapping[int, Source], constants: Iterable[torch.Tensor] = ()) -> None:
+        """`sources`: identity of a storage (`_cdata`) to where later runs find it. `constants` stay as they are."""
+        super().__init__()
+        self.calls: list[_Call] = []
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sources = dict(sources)
+        self._constants = {t.untyped_storage()._cdata: t for t in constants}
+        self.source_of: dict[int, Source | torch.Tensor] = {}
+        self.slot_number: dict[int, int] = {}
+        """Storage number by slot index."""
+
+    def number(self, t: torch.Tensor) -> tuple[int, bool]:
+        """The number of a tensor's storage, and whether it was not known before."""
+        storage = t.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            return known[1], False
+        number = len(self._known)
+        self._known[storage._cdata] = (StorageWeakRef(storage), number)  # keeps the identity from being reused
+        return number, True
+
+    def slot(self, index: int, t: torch.Tensor) -> None:
+        """The tensor's storage is saved as slot `index`."""
+        self.slot_number[index] = self.number(t)[0]
+
+    def _input(self, t: torch.Tensor) -> _View:
+        number, is_new = self.number(t)
+        if is_new:
+            identity = t.untyped_storage()._cdata
+            if identity in self._sources:
+                self.source_of[number] = self._sources[identity]
+            elif identity in self._constants:
+                self.source_of[number] = self._constants[identity]
+        return _View(number, t.dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = tree_flatten((args, kwargs))
+        noted = tuple(self._input(x) if isinstance(x, torch.Tensor) else x for x in flat)
+        out = func(*args, **kwargs)
+        made: list[int | None] = []
+        for t in tree_flatten(out)[0]:
+            number, is_new = self.number(t) if isinstance(t, torch.Tensor) else (None, False)
+            made.append(number if is_new else None)
+        written = tuple(self._written(func, args, kwargs))
+        if written or any(n is not None for n in made):
+            self.calls.append(_Call(func, noted, spec, tuple(made), written, _is_random(func, args, kwargs)))
+        return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> Iterable[int]:
+        for argument, value in _arguments(func, args, kwargs):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for t in tree_flatten(value)[0]:
+                    if isinstance(t, torch.Tensor):
+                        yield self.number(t)[0]
+
+    def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
+        """How to make the `wanted` slots from the `available` ones; None where that draws a random number or writes."""
+        target = {self.slot_number[k]: k for k in wanted if k in self.slot_number}
+        sources: dict[int, Source | torch.Tensor] = dict(self.source_of)
+        for k in available:
+            if k in self.slot_number and self.slot_number[k] not in target:
+                sources[self.slot_number[k]] = ("slot", k)
+        maker = {n: i for i, call in enumerate(self.calls) for n in call.made if n is not None}
+        written = {n for call in self.calls for n in call.written}
+        needed, found = list(target), set[int]()
+        while needed:
+            number = needed.pop()
+            if number in sources and number not in target:
+                continue
+            i = maker.get(number)
+            if i is None or number in written or self.calls[i].is_random:
+                return None
+            if i not in found:
+                found.add(i)
+                needed += self.calls[i].read
+        calls = [self.calls[i] for i in sorted(found)]
+        last: dict[int, int] = {}
+        for i, call in enumerate(calls):
+            for number in (*call.read, *(n for n in call.made if n is not None)):
+                last[number] = i
+        if not set(last) & written <= set():
+            return None
+        return Recipe(tuple(calls), sources, target, last)
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
+    """The operation's declared arguments, each with its value or its default."""
+    for k, argument in enumerate(func._schema.arguments):
+        given = args[k] if k < len(args) else kwargs.get(argument.name, argument.default_value)
+        yield argument, given
+
+
+def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers; attention does only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return not any(a.name == "dropout_p" and value == 0 for a, value in _arguments(func, args, kwargs))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Operations that make slots from what is there."""
+
+    calls: tuple[_Call, ...]
+    sources: Mapping[int, Source | torch.Tensor]
+    target: Mapping[int, int]
+    """Slot index by storage number."""
+    last: Mapping[int, int]
+    """Position of the last call that uses a storage."""
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    """When timed: seconds of the calls that lead to each slot from other slots."""
+
+    def run(
+        self,
+        find: Callable[[Source], torch.UntypedStorage],
+        keep: Callable[[int, torch.UntypedStorage], None],
+        *,
+        is_timed: bool = False,
+    ) -> None:
+        """Executes the calls; `find` gives the storage of a source, `keep` takes each slot's storage as it is made."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        spent = [0.0] * len(self.calls)
+
+        def look(view: _View) -> torch.Tensor:
+            if view.number not in storages:
+                source = self.sources[view.number]
+                storages[view.number] = source.untyped_storage() if isinstance(source, torch.Tensor) else find(source)
+            return view.on(storages[view.number])
+
+        with torch.no_grad():
+            for i, call in enumerate(self.calls):
+                began = time.perf_counter() if is_timed else 0.0
+                flat = [look(x) if isinstance(x, _View) else x for x in call.flat]
+                args, kwargs = tree_unflatten(flat, call.spec)
+                out = tree_flatten(call.func(*args, **kwargs))[0]
+                del flat, args, kwargs
+                if is_timed:
+                    spent[i] = time.perf_counter() - began
+                for number, t in zip(call.made, out, strict=True):
+                    if number is None:
+                        continue
+                    if number in self.target:
+                        keep(self.target[number], t.untyped_storage())
+                    if self.last[number] > i:
+                        storages[number] = t.untyped_storage()
+                del out
+                for number in call.read:
+                    if self.last[number] == i:
+                        storages.pop(number, None)
+        if is_timed:
+            self._attribute(spent)
+
+    def _attribute(self, spent: Sequence[float]) -> None:
+        """Each call's time belongs to the first slot that is made from its result."""
+        owner: dict[int, int] = {}
+        total: dict[int, float] = dict.fromkeys(self.target.values(), 0.0)
+        for i in reversed(range(len(self.calls))):
+            call = self.calls[i]
+            made = [n for n in call.made if n is not None]
+            slots = sorted(self.target[n] for n in made if n in self.target)
+            slot = slots[0] if slots else next((owner[n] for n in made if n in owner), None)
+            if slot is None:
+                continue
+            total[slot] += spent[i]
+            for number in call.read:
+                if number not in self.target:
+                    owner[number] = slot
+        for slot, seconds in total.items():
+            self.seconds.setdefault(slot, []).append(seconds)
