@@ -135,7 +135,9 @@ class _Paged:
             return
         b = self.buffers[here]
         new = self.buffer(b.content, b.tier, b.size_bytes, "params", reuses=here)
-        key, work = f"update/{unit.name}/gpu{r}", {"parameters": unit.num_parameters}
+        t = self.workload.training
+        moved = unit.num_parameters * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)
+        key, work = f"update/{unit.name}/gpu{r}", {"elementwise_bytes": moved}
         self.last[r] = self.op(key, f"gpu{r}.compute", "update", work,
                                (here,), (new,), unit=unit.name)  # fmt: skip
         self._page_out(unit, r, "update", new)
