@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tierplan.cli import main
 from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.runtime import measure as module
 from tierplan.runtime.device import Device
@@ -76,6 +77,42 @@ def test_a_machine_without_drives_is_measured(config_folder: Path, tiny: None) -
     assert [t.name for t in machine.tiers] == ["gpu0", "host"]
     with pytest.raises(MachineError, match="tierplan machine measure"):
         load_machine("here")
+
+
+def test_the_command_writes_a_machine_and_says_how_sure_it_is(
+    config_folder: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "box.toml"
+    arguments = [
+        "machine",
+        "measure",
+        "--nvme-dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--budget-s",
+        "5",
+        "-o",
+        str(target),
+    ]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "turned over" in out
+    assert "shared limit cores" in out
+    assert "largest error of the shared limits" in out
+    machine = load_machine(str(target), ["gpu.capacity=1 GiB"])
+    assert machine.name == "box"
+    assert machine.tier("gpu0").capacity_bytes == 2**30
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(config_folder: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    machine = measure(tmp_path, budget_s=20, device="cuda", save=False)
+    assert set(machine.limits) == {"nvme", "link", "memory"}
+    assert "cores" not in machine.stream("gpu0.compute").takes
+    assert machine.tier("gpu0").capacity_bytes > 2**30
 
 
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -81,12 +81,16 @@ def loads(
 ) -> Iterator[tuple[list[Load], tuple[str, ...]]]:
     """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
     store = Store([str(folder) for folder in folders]) if folders else None
+    host_pool = device.host_pool(sizes.area_bytes)
+    host = host_pool.take(sizes.area_bytes)
     try:
-        found = [*_compute(sizes, device, dtypes), *_copies(sizes, device), *_adam(sizes, dtypes[0])]
+        found = [*_compute(sizes, device, dtypes), *_copies(sizes, host.data, device), *_adam(sizes, dtypes[0])]
         if store is not None:
             found += _files(store, sizes)
         yield found, () if store is None else store.notes
     finally:
+        host_pool.give(host)
+        host_pool.trim()  # unpins it
         if store is not None:
             store.close(remove=True)
 
@@ -257,8 +261,7 @@ def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: 
 # ---- copies ----
 
 
-def _copies(sizes: Sizes, device: Device) -> list[Load]:
-    host = device.host_pool(sizes.area_bytes).take(sizes.area_bytes).data
+def _copies(sizes: Sizes, host: torch.Tensor, device: Device) -> list[Load]:
     there = device.pool(sizes.area_bytes).take(sizes.area_bytes).data
     host.fill_(1)
     there.fill_(1)

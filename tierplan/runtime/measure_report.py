@@ -24,6 +24,7 @@ Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
 
 GIB = 1 << 30
+THOROUGH_BYTES = 16 * GIB
 KEYS = {
     "gpu0.h2d": "link.h2d",
     "gpu0.d2h": "link.d2h",
@@ -87,10 +88,11 @@ def describe(
 
 
 def _drive_note(sizes: Sizes) -> str:
-    note = f"reads and writes turned over {sizes.file_area_bytes / GIB:.3g} GiB of one file per folder with O_DIRECT"
-    if sizes.file_area_bytes < 16 * GIB:
-        note += "; a drive with a larger write cache writes slower in the long run: measure with --thorough"
-    return note
+    return (
+        f"reads and writes turned over {sizes.file_area_bytes / GIB:.3g} GiB of one file per folder with O_DIRECT; "
+        "a drive whose write cache holds more than that writes slower in the long run"
+        + ("" if sizes.file_area_bytes >= THOROUGH_BYTES else ": measure with --thorough")
+    )
 
 
 def _compute(alone: Alone, sizes: Sizes, device: Device, dtype: str, source: str) -> dict[str, Quantity]:
