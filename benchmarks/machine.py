@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -163,7 +165,7 @@ def mixes(crew: Crew, found: Sequence[Load], typical: dict[str, Load], fit: Fit,
 
 
 def twice(folder: Path, budget_s: float) -> dict[str, object]:
-    """Of two measurements in a row, the numbers that lie further apart than the larger spread that they report."""
+    """Of two measurements in a row, the numbers that lie further apart than twice the larger of their spreads."""
     first, second = (measure_description(folder, budget_s=budget_s) for _ in range(2))
     outside, compared = [], 0
     for key, a in first.values.items():
@@ -172,7 +174,7 @@ def twice(folder: Path, budget_s: float) -> dict[str, object]:
             continue
         x, y = (q.value[-1][1] if isinstance(q.value, tuple) else float(q.value) for q in (a, b))
         compared += 1
-        if max(x, y) / min(x, y) - 1 > max(a.spread, b.spread):
+        if max(x, y) / min(x, y) - 1 > 2 * max(a.spread, b.spread):
             outside.append(f"{key}: {x:.4g} and {y:.4g}, spreads {a.spread:.2f} and {b.spread:.2f}")
     return {"compared": compared, "outside": outside}
 
@@ -186,7 +188,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report: dict[str, object] = {"pairs": args.pairs}
+    report: dict[str, object] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}",
+        "load_average": os.getloadavg(),
+        "pairs": args.pairs,
+    }
     sizes = Sizes(file_area_bytes=2048 * MIB)
     with loads((args.nvme_dir,), sizes, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
         largest = {s: max((x for x in found if x.stream == s), key=lambda x: x.amount) for s in (*DRIVE, "gpu0.h2d")}
@@ -200,7 +207,7 @@ def main() -> None:
             (args.nvme_dir / "fio.tmp").unlink()
         else:
             print("fio is not installed: drives are not compared (Debian: apt-get install fio)")
-        show(report, "copy / plain large copy", copies_against_plain(crew, typical, args.pairs))
+        show(report, "copy / plain large copy", copies_against_plain(crew, typical, 3 * args.pairs))
         fit = fitted_drive(crew, typical, 7)
         report["fitted"] = {"mixed": fit.limits["nvme"], "spread": fit.limit_spread["nvme"], "shares": dict(fit.shares)}
         print(f"fitted: room for both {fit.limits['nvme']:.2f} +- {fit.limit_spread['nvme']:.0%}, shares {fit.shares}")

@@ -117,12 +117,12 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def numbers(description: Description) -> str:
-    """A table of every number: value, where it comes from, and its spread."""
+    """A table of every number: value, the range of 95 % of repeated measurements, and where it comes from."""
     from tierplan.hwmodels.keys import KEYS
 
-    lines = [f"{'key':22} {'value':>38}  {'spread':>7}  {'basis':10} source"]
+    lines = [f"{'key':22} {'value':>38}  {'95 %':>7}  {'basis':10} source"]
     for name, quantity in description.used().items():
-        spread = "" if quantity.spread is None else f"{100 * quantity.spread:.0f} %"
+        spread = "" if quantity.spread is None else f"±{200 * quantity.spread:.0f} %"
         lines.append(f"{name:22} {quantity.text(KEYS[name]):>38}  {spread:>7}  {quantity.basis:10} {quantity.source}")
     return "\n".join(lines)
 

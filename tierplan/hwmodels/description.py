@@ -49,7 +49,7 @@ class Quantity:
     basis: Basis = "given"
     source: str = ""
     spread: float | None = None
-    """Relative half-width of the interval in which a repeated measurement would fall."""
+    """Relative standard deviation between measurements of it: two of them differ by less than twice that, as a rule."""
 
     def text(self, key: Key) -> str:
         """The value for people, with its unit."""

@@ -11,7 +11,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -55,7 +55,7 @@ class Fit:
     """Limit -> stream -> part of the limit at full speed."""
     shares: Mapping[str, float]
     limit_spread: Mapping[str, float]
-    """Relative half-width of the limit, from resampled rounds (90 %)."""
+    """Relative standard deviation of each limit, over fits to resampled rounds."""
     worst_error: float
     """Largest difference between a predicted and a measured speed among the mixes fitted."""
 
@@ -104,8 +104,7 @@ def fit_limits(
     spread = {}
     for name, values in tries.items():
         centre = _strength(takes[name], limits[name])
-        deviations = sorted(abs(v / centre - 1) for v in values)
-        spread[name] = deviations[int(0.9 * (len(deviations) - 1))] if deviations else 1.0
+        spread[name] = sqrt(statistics.fmean((v / centre - 1) ** 2 for v in values)) if values else 1.0
     return Fit(limits, takes, shares, spread, max(errors, default=0.0))
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from math import exp, log, sqrt
+from math import log, sqrt
 
 from tierplan.runtime.measure_loads import Load
 from tierplan.runtime.threads import limit_this_thread
 
-__all__ = ["Crew", "Sample", "summary"]
+__all__ = ["Crew", "summary"]
 
 T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, 97.5 %, by number of samples."""
-LEAST_SPREAD = 0.02
-"""No spread below this is claimed: clocks, turbo and the system differ by as much between any two runs."""
+LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
+"""No spread below the first is claimed: clocks, turbo and the system differ by as much between any two runs. The second
+stands for anything worse: such a number is a guess."""
 
 
 class Crew:
@@ -73,29 +73,17 @@ class Crew:
             pool.shutdown()
 
 
-@dataclass
-class Sample:
-    """Rates of one load, or speeds of a stream in company, over the rounds."""
-
-    values: list[float] = field(default_factory=list)
-
-
 def summary(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the relative half-width in which the same measurement made again should fall (95 %).
+    """The median, and its spread: the relative standard deviation between this and another such measurement.
 
-    Rounds are spread over the whole run, so that drift is in it. The half-width is that of the difference of two
-    such runs, by Student's t on logarithms.
+    Two runs differ by less than twice the spread, 19 times of 20. Rounds are spread over the whole run, so that drift
+    of the machine is in it, and few rounds make it larger (Student's t, on logarithms).
     """
     middle = statistics.median(values)
     n = len(values)
     if n < 2 or middle <= 0:
-        return middle, 1.0
+        return middle, MOST_SPREAD
     deviation = statistics.stdev(log(max(v, 1e-30)) for v in values)
     # 1.25: the median of a normal sample scatters by that much more than its mean
-    half = T_975.get(n, 2.0 if n > 30 else 2.2) * 1.25 * deviation * sqrt(2 / n)
-    return middle, max(LEAST_SPREAD, exp(min(half, 3.0)) - 1)
-
-
-def speeds(alone: Mapping[str, float], together: Mapping[str, float]) -> dict[str, float]:
-    """Fractions of full speed, by stream."""
-    return {stream: together[stream] / alone[stream] for stream in together}
+    half = T_975.get(n, 2.1) * 1.25 * deviation * sqrt(2 / n)
+    return middle, max(LEAST_SPREAD, min(MOST_SPREAD, half / 2))
