@@ -7,6 +7,7 @@ import torch
 
 from tests.runtime.models import VOCABULARY, make_model, observed_workload
 from tierplan.runtime.profile import profile_workload, profiling_schedule, with_times
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 from tierplan.sim.workload import Training
 
@@ -20,7 +21,7 @@ def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str) -> Non
     workload = observed_workload(
         model, batch, Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32")
     )
-    measured = profile_workload(workload, model, [batch] * 3, num_steps=3)
+    measured = profile_workload(workload, model, [batch] * 9, num_steps=3)
     assert all(set(u.forward) == {"s"} and u.forward["s"] > 0 for u in measured.units)
     assert all(u.backward["s"] > 0 for u in measured.units)
     assert len({u.forward["s"] for u in measured.blocks}) == 1
@@ -28,15 +29,33 @@ def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str) -> Non
         assert torch.equal(p, old)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_a_tensor_takes_to_be_made_again_adds_up(dropout: float) -> None:
+    model = make_model("gpt2", dropout=dropout)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    workload = observed_workload(model, batch, Training(sequence_length=16, dtype="fp32"))
+    measured = profile_workload(workload, model, [batch] * 10, num_steps=4)
+    for unit in measured.blocks:
+        assert unit.recompute is not None
+        each = [t.recompute["s"] for t in unit.saved]
+        assert sum(each) == pytest.approx(unit.recompute["s"]) or sum(each) == 0
+
+
 def test_medians_leave_warm_up_and_strays_out() -> None:
     model = make_model("gpt2", num_blocks=2)
     ids = torch.randint(0, VOCABULARY, (1, 8))
     workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(sequence_length=8, dtype="fp32"))
-    schedule = profiling_schedule(workload)
-    spans = []
-    for step, ms in enumerate((900, 10, 12, 11, 500)):
-        spans += [Span(f"s{step}/{op.key}", op.stream, 0, 0, 0, ms * 1_000_000) for op in schedule.ops]
-    trace = Trace(name="t", spans=tuple(spans), memory=(), capacity_bytes={}, peak_bytes={})
-    measured = with_times(workload, trace, 5)
+    kept = _trace(profiling_schedule(workload), (900, 10, 12, 11, 500))
+    again = _trace(profiling_schedule(workload, drops=True), (900, 7))
+    measured = with_times(workload, kept, 5, again, 2, {})
     assert all(u.forward["s"] == pytest.approx(0.0115) for u in measured.units)
     assert all(u.spread < 0.2 for u in measured.units)
+    assert all(u.recompute == {"s": 0.007} for u in measured.blocks)
+
+
+def _trace(schedule: Schedule, milliseconds: tuple[int, ...]) -> Trace:
+    spans = []
+    for step, ms in enumerate(milliseconds):
+        spans += [Span(f"s{step}/{op.key}", op.stream, 0, 0, 0, ms * 1_000_000) for op in schedule.ops]
+    return Trace(name="t", spans=tuple(spans), memory=(), capacity_bytes={}, peak_bytes={})

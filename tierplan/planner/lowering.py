@@ -447,7 +447,7 @@ class _Lowering:
         unit, m = self.units[stage.unit], stage.micro_batch
         key = f"recompute/{unit.name}/mb{m}"
         whole = len(dropped) == len(unit.saved)
-        work: dict[str, float] = dict(unit.forward) if whole else {}
+        work: dict[str, float] = dict(unit.recompute or unit.forward) if whole else {}
         for t in [] if whole else dropped:
             for kind, amount in t.recompute.items():
                 work[kind] = work.get(kind, 0.0) + amount

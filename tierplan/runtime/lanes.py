@@ -66,7 +66,7 @@ class ModelHooks:
     def __init__(self, units: Sequence[ModelUnit]) -> None:
         self._local = threading.local()
         self._blocks: list[nn.Module] = []
-        self.recipes: dict[object, Recipe | None] = {}
+        self.recipes: dict[tuple[int, object], Recipe | None] = {}
         """How to make a block's dropped slots again, by block and shapes, once it is known."""
         self.are_replays_timed = False
         for index, unit in enumerate(units):

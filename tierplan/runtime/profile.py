@@ -3,14 +3,14 @@
     measured = profile_workload(workload, model, batches)
 
 The units run on a schedule of their own that holds everything on the device and updates nothing, so what is timed is
-what a training step's compute stream does, with the runtime's own overheads. Blocks that are described alike share the
-median over all of them and over the steps.
+what a training step's compute stream does, with the runtime's own overheads. A second run drops what blocks save and
+times how each tensor is made again. Blocks that are described alike share the median over all of them and over steps.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.trace import Trace
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workload import SavedTensor, Unit, Workload
 
 __all__ = ["profile_workload", "profiling_schedule", "with_times"]
 
@@ -40,21 +40,46 @@ def profile_workload(
 ) -> Workload:
     """The workload with measured seconds (`s`) in place of modelled amounts, and their spread.
 
-    Runs `num_steps` micro-batches (of at least 2; the first is warm-up), through forward and backward; the model's
-    parameters are as before afterwards. Needs memory for the whole model and its activations, without optimizer states.
+    Runs `num_steps` micro-batches (of at least 2; the first is warm-up) through forward and backward, and half as many
+    with recomputation; the model's parameters are as before afterwards. Needs memory for the whole model and its
+    activations, without optimizer states.
     """
     if num_steps < 2:
         raise ValueError(f"num_steps is {num_steps}; the first is warm-up, so give 2 or more")
-    schedule = profiling_schedule(workload)
-    with Trainer(schedule, model, device=device, num_threads=num_threads, on_step=on_step) as trainer:
-        trainer.run(itertools.islice(iter(batches), num_steps), num_steps)
+    num_again = max(2, num_steps // 2)
+    source = iter(batches)
+    kept, _ = _run(workload, model, source, num_steps, device, num_threads, on_step, drops=False)
+    again, replays = _run(
+        workload, model, source, num_again, device, num_threads, lambda k, x: on_step(k + num_steps, x), drops=True
+    )
+    return with_times(workload, kept, num_steps, again, num_again, replays)
+
+
+def _run(
+    workload: Workload,
+    model: nn.Module,
+    batches: Iterator[Mapping[str, Any]],
+    num_steps: int,
+    device: str,
+    num_threads: int | None,
+    on_step: Callable[[int, float], None],
+    *,
+    drops: bool,
+) -> tuple[Trace, dict[str, dict[int, list[float]]]]:
+    schedule = profiling_schedule(workload, drops=drops)
+    with Trainer(
+        schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops
+    ) as trainer:
+        trainer.run(itertools.islice(batches, num_steps), num_steps)
         trainer.restore_model()
-        trace = trainer.result().trace
-    return with_times(workload, trace, num_steps)
+        return trainer.result().trace, trainer.replay_seconds()
 
 
-def profiling_schedule(workload: Workload) -> Schedule:
-    """Forward and backward of one micro-batch, everything on the device; gradients are dropped as they are made."""
+def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
+    """Forward and backward of one micro-batch, everything on the device; gradients are dropped as they are made.
+
+    `drops` has blocks keep nothing that they save and make it again before their backward.
+    """
     training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
     buffers: list[Buffer] = []
     ops: list[Op] = []
@@ -96,12 +121,18 @@ def profiling_schedule(workload: Workload) -> Schedule:
         if i + 1 < len(units):
             inputs[i + 1] = buffer(f"x/{units[i + 1].name}/mb0", unit.output_bytes, "acts")
             writes.append(inputs[i + 1])
-        acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", unit.saved_bytes, "acts")] if unit.saved_bytes else []
+        acts[i] = []
+        if unit.saved_bytes and not (drops and unit.kind == "block"):
+            acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", unit.saved_bytes, "acts")]
         writes += acts[i]
         ops.append(_op("fwd", "forward", unit, reads, writes))
     dx: str | None = None
     for i, unit in reversed(list(enumerate(units))):
-        reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else []), *acts[i]]
+        reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
+        if drops and unit.kind == "block" and unit.saved_bytes:
+            acts[i] = [buffer(f"acts/{unit.name}/mb0/re", unit.saved_bytes, "acts")]
+            ops.append(_op("recompute", "recompute", unit, [*reads, *([shared] if shared else [])], acts[i]))
+        reads += acts[i]
         writes = []
         if dx:
             reads.append(dx)
@@ -135,7 +166,7 @@ def profiling_schedule(workload: Workload) -> Schedule:
                         "num_parameters": u.num_parameters,
                         "shares": u.shares,
                         "slot_bytes": [t.size_bytes for t in u.saved],
-                        "slot_actions": ["keep"] * len(u.saved),
+                        "slot_actions": ["recompute" if drops and u.kind == "block" else "keep"] * len(u.saved),
                     }
                     for u in units
                 ],
@@ -155,32 +186,52 @@ def _op(phase: str, kind: str, unit: Unit, reads: list[str], writes: list[str]) 
     )
 
 
-def with_times(workload: Workload, trace: Trace, num_steps: int) -> Workload:
-    """The workload with the times of a trace of its profiling schedule; the first step is left out as warm-up.
+def with_times(
+    workload: Workload,
+    kept: Trace,
+    num_kept: int,
+    again: Trace,
+    num_again: int,
+    replays: Mapping[str, Mapping[int, Sequence[float]]],
+) -> Workload:
+    """The workload with the times of traces of its two profiling schedules; first steps are left out as warm-up.
 
-    A saved tensor's recomputation is given its share of the measured forward, by floating-point operations and, where
-    a unit has none, by bytes.
+    What one saved tensor takes to be made again is what its own operations took in `replays`. Where there are none
+    (a block with dropout is run again as a whole), it is the tensor's modelled share of the recomputation.
     """
-    spans = trace.by_key()
-
-    def seconds(phase: str, names: list[str]) -> list[float]:
-        steps = range(1, num_steps)
-        return [spans[f"s{k}/{phase}/{name}/mb0"].duration_ns / 1e9 for k in steps for name in names]
-
     alike: dict[object, list[str]] = {}
     for unit in workload.units:
         alike.setdefault(_likeness(unit), []).append(unit.name)
     units = []
     for unit in workload.units:
         names = alike[_likeness(unit)]
-        forward, backward = seconds("fwd", names), seconds("bwd", names)
-        forward_s = median(forward)
-        saved = tuple(replace(t, recompute={"s": forward_s * _share(t.recompute, unit.forward)}) for t in unit.saved)
+        forward = _seconds(kept, "fwd", names, num_kept)
+        backward = _seconds(kept, "bwd", names, num_kept)
         spread = max(_relative_spread(forward), _relative_spread(backward))
-        units.append(
-            replace(unit, forward={"s": forward_s}, backward={"s": median(backward)}, saved=saved, spread=spread)
-        )
+        unit = replace(unit, spread=spread, forward={"s": median(forward)}, backward={"s": median(backward)})
+        if unit.kind == "block" and unit.saved_bytes:
+            total_s = median(_seconds(again, "recompute", names, num_again))
+            times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
+            before = next(u for u in workload.units if u.name == unit.name)
+            unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))
+        units.append(unit)
     return replace(workload, units=tuple(units))
+
+
+def _seconds(trace: Trace, phase: str, names: Sequence[str], num_steps: int) -> list[float]:
+    spans = trace.by_key()
+    return [spans[f"s{k}/{phase}/{name}/mb0"].duration_ns / 1e9 for k in range(1, num_steps) for name in names]
+
+
+def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float) -> tuple[SavedTensor, ...]:
+    """Saved tensors with what each takes to be made again; together they take `total_s`."""
+    if all(times.values()):
+        weights = {k: median(seconds) for k, seconds in times.items()}
+    else:
+        weights = {t.index: _share(t.recompute, unit.forward) for t in unit.saved}
+    whole = sum(weights.values())
+    scale = total_s / whole if whole else 0.0
+    return tuple(replace(t, recompute={"s": weights[t.index] * scale}) for t in unit.saved)
 
 
 def _likeness(unit: Unit) -> object:

@@ -112,6 +112,8 @@ class Trainer:
     """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`."""
     num_threads: int | None = None
     """Threads for kernels on the CPU; PyTorch's setting if not given."""
+    time_replays: bool = False
+    """Time each operation of recomputations (see `replay_seconds`)."""
     trace_steps: int | None = None
     """Steps of which the trace is kept; None for all."""
     on_step: Callable[[int, float], None] = lambda step, loss: None
@@ -285,6 +287,13 @@ class Trainer:
             notes=self._store.notes if self._store else (),
         )
 
+    def replay_seconds(self) -> dict[str, dict[int, list[float]]]:
+        """By unit and saved tensor, what making it again took each time; of what was replayed with `time_replays`."""
+        if self._hooks is None:
+            return {}
+        names = [unit.name for unit in self._units]
+        return {names[index]: dict(r.seconds) for (index, _), r in self._hooks.recipes.items() if r is not None}
+
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
         for name, instance in self._executor.carried.items():
@@ -331,6 +340,7 @@ class Trainer:
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
         self._hooks = ModelHooks(self._units)
+        self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
         late = int(self.schedule.meta.get("semantics") == "delayed-1")
         self._bodies = Bodies(

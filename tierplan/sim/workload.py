@@ -50,7 +50,9 @@ class Training:
         if self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise WorkloadError(f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or none for no clipping")
+            raise WorkloadError(
+                f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or none for no clipping"
+            )
 
     @property
     def has_master(self) -> bool:
@@ -113,6 +115,9 @@ class Unit:
     forward: Mapping[str, float]
     """Work by kind: `matmul_bf16_flops`, `attention_bf16_flops`, `elementwise_bytes`; or `s` where it was measured."""
     backward: Mapping[str, float]
+    recompute: Mapping[str, float] | None = None
+    """Work of making all saved tensors again, where it is known to be less than the whole forward: what comes after the
+    last saved tensor need not run again."""
     saved: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     """Activations that the unit before hands over (token ids for `embed`: 0)."""
