@@ -217,6 +217,7 @@ def _with_times(unit: Unit, times: PartTimes, machine: Machine) -> Unit:
         unit,
         forward={"s": max(times.forward_s - latency_s, 0.0)},
         backward={"s": max(times.backward_s - latency_s, 0.0)},
+        recompute={"s": max(times.recompute_s - latency_s, 0.0)} if unit.kind == "block" else None,
         saved=tuple(saved),
         spread=times.spread,
     )
