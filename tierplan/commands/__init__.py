@@ -12,6 +12,8 @@ COMMANDS: tuple[str, ...] = (
     "compare-policies",
     "reproduce",
     "plan",
+    "run",
+    "compare",
     "sweep",
     "advise",
     "validate",

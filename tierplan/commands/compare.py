@@ -1,0 +1,84 @@
+"""Compare a run with its prediction, op by op: where the time went, and why it differs.
+
+PLAN is what `tierplan plan -o` or `tierplan simulate -o` wrote; RUN is the folder of `tierplan run --out`. The plan is
+simulated again on the machine it was made for, so give the same --machine and --set.
+
+    tierplan compare plan.json run1 -o report.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN")
+    parser.add_argument("run_dir", metavar="RUN")
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="the page (default report.html)")
+    parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
+                        help="change the machine, as when planning")  # fmt: skip
+    parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
+    parser.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="steps at the beginning to leave out (default 2)"
+    )
+    parser.add_argument("--perfetto", metavar="FILE", help="also write both timelines for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tierplan.hwmodels import load_machine
+    from tierplan.validation.compare import compare
+    from tierplan.validation.report import verdict, write_report
+    from tierplan.validation.run_folder import load_run, read_schedule
+
+    if args.warmup < 0:
+        raise ValueError(f"--warmup is {args.warmup}; give 0 or more")
+    machine = load_machine(args.machine, args.overrides)
+    schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)
+    found = load_run(args.run_dir)
+    from tierplan.sim.steady import steady_state
+
+    steady = steady_state(schedule, machine)
+    comparison = compare(
+        schedule,
+        steady.trace,
+        found.trace,
+        predicted_step_s=steady.period_s,
+        interval_s=interval_s,
+        warmup_steps=args.warmup,
+    )
+    about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": machine.name}
+    for key in ("model", "policy", "semantics"):
+        if value := schedule.meta.get(key):
+            about[key] = str(value)
+    notes = [f"From data sheets rather than measured: {', '.join(machine.nameplate)}."] if machine.nameplate else []
+    write_report(
+        args.output,
+        comparison,
+        schedule,
+        steady.trace,
+        found.trace,
+        title=f"{schedule.name}: predicted and measured",
+        about=about,
+        losses=found.losses,
+        notes=notes,
+    )
+    if args.perfetto:
+        from tierplan.sim.perfetto import write_perfetto
+
+        write_perfetto({"predicted": steady.trace, "measured": found.trace}, args.perfetto)
+    if args.json:
+        print(json.dumps(comparison.record()))
+        return 0
+    print(verdict(comparison))
+    for s in comparison.streams:
+        error = s.busy_s.error_frac
+        print(f"  {s.stream:14} busy {s.predicted.busy_s:9.4f} s predicted, {s.measured.busy_s:9.4f} s measured"
+              + (f", {error * 100:+6.1f} %" if error is not None else ""))  # fmt: skip
+    print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
+    print(args.output)
+    return 0
