@@ -274,6 +274,15 @@ def rate(machine, stream: str, kind: str) -> float:  # type: ignore[no-untyped-d
     return float(machine.stream(stream).rates[kind].at(1e15))
 
 
+def test_nameplate_names_only_what_the_machine_depends_on() -> None:
+    machine = load_machine("desktop-4090")
+    assert {"nvme.read", "nvme.write", "gpu.peak_bf16", "gpu.memory_bandwidth"} <= set(machine.nameplate)
+    assert not {"gpu.price", "gpu.power", "nvme.endurance"} & set(machine.nameplate)
+    own = load_machine("desktop-4090", ["gpu.matmul_bf16=140 TFLOP/s", "nvme.drives=0"])
+    assert "gpu.peak_bf16" not in own.nameplate
+    assert not [name for name in own.nameplate if name.startswith("nvme")]
+
+
 def test_another_part_drops_what_was_said_of_the_old_one() -> None:
     description = load_description("fuyou-4090", ["gpu.part=h100-sxm-80gb", "nvme.part=990-pro"])
     assert "gpu.matmul_fp16" not in description.values  # the calibration of the RTX 4090

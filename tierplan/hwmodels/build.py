@@ -76,9 +76,26 @@ def build(description: Description) -> Machine:
             for name, by_kind in rates.items()
         ),
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
-        nameplate=tuple(name for name, q in description.used().items() if q.basis == "nameplate"),
+        nameplate=tuple(
+            name for name, q in description.used().items() if q.basis == "nameplate" and _matters(description, name)
+        ),
         description=_record(description),
     )
+
+
+FOR_THE_RECORD = (".price", ".power", ".endurance", ".cores", ".part")
+"""Ends of keys that change no rate, capacity or limit."""
+
+
+def _matters(description: Description, name: str) -> bool:
+    """Whether tiers, streams or limits depend on this key's value."""
+    if name.startswith("gpu.peak_"):
+        return description.quantity(name.replace("peak", "matmul")) is None
+    if name == "gpu.memory_bandwidth":
+        return description.quantity("gpu.elementwise") is None or description.quantity("gpu.adam") is None
+    if name.startswith("nvme.") and not description.number("nvme.drives"):
+        return False
+    return not name.endswith(FOR_THE_RECORD)
 
 
 def _need(description: Description, name: str) -> float:
