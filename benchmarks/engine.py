@@ -1,0 +1,154 @@
+"""What simulating costs, as ratios within one run, so that the numbers mean the same on any machine.
+
+    python benchmarks/engine.py [--repeats 9] [--json FILE]
+
+The step is that of GPT-3 175B, every saved tensor of its 96 blocks going its own way, on the described desktop with
+large tiers: once with the shared limits of that machine, once without. CPU time counts, the best of the repeats, with
+the compared things taking turns.
+
+    events      SimPy events per op, counted, not timed
+    simulate    against the same number of bare SimPy timeouts: pending together (a heap of them), or one after another
+                in one process (the heap never holds more than one: the least that SimPy can cost)
+    growth      cost per op of 10 steps against that of one
+    evaluator   the longest path against the engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import simpy
+
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.engine import simulate, simulate_graph
+from tierplan.sim.evaluator import Evaluator
+from tierplan.sim.graph import graph_of
+from tierplan.sim.models import load_workload
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.workload import Training
+
+
+def roomy_machine() -> Machine:
+    machine = load_machine("desktop-4090")
+    return replace(machine, tiers=tuple(replace(t, capacity_bytes=10**15) for t in machine.tiers))
+
+
+def step_of_gpt3(machine: Machine) -> Schedule:
+    """About 5,000 ops: parameters and gradients in host memory, states on NVMe, saved tensors in turn."""
+    workload = load_workload("gpt-175b", Training(per_device_train_batch_size=1, sequence_length=2048))
+
+    def choice(kind: str, num_slots: int) -> UnitPlan:
+        acts = tuple(("host", "nvme")[k % 2] for k in range(num_slots)) if kind == "block" else "keep"
+        return UnitPlan(params="host", grads="host", states="nvme", acts=acts)  # type: ignore[arg-type]
+
+    units = tuple(choice(u.kind, len(u.saved)) for u in workload.units)
+    return lower(Plan(policy="benchmark", units=units), workload, machine)
+
+
+def timeouts_together(num: int) -> None:
+    env = simpy.Environment()
+    for k in range(num):
+        env.timeout(k * 7919 % num)
+    env.run()
+
+
+def timeouts_in_turn(num: int) -> None:
+    env = simpy.Environment()
+
+    def process() -> Generator[simpy.Event, None, None]:
+        for _ in range(num):
+            yield env.timeout(1)
+
+    env.process(process())
+    env.run()
+
+
+def events_of(run: Callable[[], object]) -> int:
+    """How many events SimPy processes."""
+    count, step = 0, simpy.Environment.step
+
+    def counting(self: simpy.Environment) -> None:
+        nonlocal count
+        count += 1
+        step(self)
+
+    simpy.Environment.step = counting  # type: ignore[method-assign]
+    try:
+        run()
+    finally:
+        simpy.Environment.step = step  # type: ignore[method-assign]
+    return count - 1  # the last call finds the queue empty
+
+
+def best_s(things: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    best = dict.fromkeys(things, float("inf"))
+    for _ in range(repeats):
+        for name, run in things.items():
+            begin_s = time.process_time()
+            run()
+            best[name] = min(best[name], time.process_time() - begin_s)
+    return best
+
+
+def measure(machine: Machine, repeats: int) -> dict[str, float]:
+    schedule = step_of_gpt3(machine)
+    costs, limits, graph = price(schedule, machine), machine.limits, graph_of(schedule)
+    num_ops = len(schedule.ops)
+    ten = unroll(schedule, 10)
+    ten_costs = price(ten, machine)
+    evaluator = Evaluator(schedule)
+    found = best_s(
+        {
+            "timeouts together": lambda: timeouts_together(num_ops),
+            "timeouts in turn": lambda: timeouts_in_turn(num_ops),
+            "simulate": lambda: simulate(schedule, costs, limits=limits),
+            "simulate a graph": lambda: simulate_graph(graph, costs, limits=limits),
+            "evaluate": lambda: evaluator.evaluate(costs, limits),
+            "simulate ten steps": lambda: simulate(ten, ten_costs, limits=limits),
+        },
+        repeats,
+    )
+    return {
+        "ops": num_ops,
+        "events_per_op": events_of(lambda: simulate(schedule, costs, limits=limits)) / num_ops,
+        "simulate_us_per_op": found["simulate"] / num_ops * 1e6,
+        "simulate_over_timeouts_together": found["simulate"] / found["timeouts together"],
+        "simulate_over_timeouts_in_turn": found["simulate"] / found["timeouts in turn"],
+        "graph_at_hand_over_timeouts_together": found["simulate a graph"] / found["timeouts together"],
+        "graph_at_hand_over_timeouts_in_turn": found["simulate a graph"] / found["timeouts in turn"],
+        "ten_steps_over_one_per_op": found["simulate ten steps"] / 10 / found["simulate"],
+        "simulate_over_evaluate": found["simulate"] / found["evaluate"],
+        "graph_at_hand_over_evaluate": found["simulate a graph"] / found["evaluate"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    shared = roomy_machine()
+    alone = replace(shared, shared_limits=(), streams=tuple(replace(s, takes={}) for s in shared.streams))
+    results = {
+        "without shared limits": measure(alone, args.repeats),
+        f"with {len(shared.shared_limits)} shared limits": measure(shared, args.repeats),
+    }
+    for name, numbers in results.items():
+        print(name)
+        for what, value in numbers.items():
+            print(f"    {what:40} {value:10.3g}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
