@@ -8,7 +8,7 @@ micro-batches, and gradients are all-reduced over the peer links. Weights cost 3
 or per data-parallel GPU.
 
 Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
-by Harmony's memory estimate, forward and backward packs apart. `memory_bytes` lowers the memory that packs may use.
+by Harmony's memory estimate: first backward packs, then forward packs. `memory_bytes` lowers what packs may use.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ OPTIONS: Mapping[str, object] = {
     "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
 }
+SEARCHED = 9
+"""Numbers of packs that are tried, from the fewest that fit."""
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -63,8 +65,9 @@ def _policy(
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted
     plain = Plan(policy=name, units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),
                  options={**options, "devices": devices})  # fmt: skip
-    candidates = [
-        Packs(
+
+    def with_packs(forward: Runs, backward: Runs) -> Plan:
+        packs = Packs(
             form=form,
             devices=devices,
             forward=forward,
@@ -72,19 +75,29 @@ def _policy(
             cleanup_s=number(name, options, "task_cleanup_s", low=0),
             host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
         )
-        for backward in ([_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd"))
-        for forward in _forward_packs(workload, capacity, backward, wanted_forward)
-    ]
-    if not candidates:
+        return replace(plain, packs=packs)
+
+    backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd")
+    if not backwards:
         largest = max(_backward_bytes(workload, (unit,)) for unit in workload.units)
         raise PlanError(
             f"policy {name!r} needs {largest:,} bytes on a device for its largest unit, but may use {capacity:,}; "
             "use a smaller micro-batch or a larger device"
         )
-    plans = [replace(plain, packs=packs) for packs in candidates]
-    if len(plans) == 1:
-        return plans[0]
-    return min(plans, key=lambda plan: _seconds(plan, workload, machine))
+    plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine)
+    assert plan.packs is not None
+    backward = plan.packs.backward
+    end = backward[-1][0]
+    if wanted_forward and end and wanted_forward != wanted:
+        return with_packs(_by_size(end, wanted_forward), backward)
+    if wanted or not end:
+        return plan
+    forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd")
+    return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine)
+
+
+def _quickest(plans: list[Plan], workload: Workload, machine: Machine) -> Plan:
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: _seconds(plan, workload, machine))
 
 
 def _seconds(plan: Plan, workload: Workload, machine: Machine) -> float:
@@ -93,16 +106,6 @@ def _seconds(plan: Plan, workload: Workload, machine: Machine) -> float:
         return simulate_on(lower_packs(plan, plan.packs, workload, machine), machine).duration_s
     except OutOfMemory:
         return float("inf")
-
-
-def _forward_packs(workload: Workload, capacity: int, backward: Runs, wanted: int) -> list[Runs]:
-    end = backward[-1][0]
-    if end == 0:
-        return [()]
-    if wanted:
-        return [_by_size(end, wanted)] if backward[0][1] != wanted else [backward[:-1]]
-    own = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd")
-    return [backward[:-1], *(runs for runs in own if runs != backward[:-1])]
 
 
 def _by_size(count: int, size: int) -> Runs:
@@ -120,7 +123,7 @@ def _equal_time(workload: Workload, capacity: int, phase: str) -> list[Runs]:
         runs = _split(seconds, count)
         if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs):
             found.append(runs)
-            if len(found) == 4:
+            if len(found) == SEARCHED:
                 break
     return found
 

@@ -1,0 +1,183 @@
+"""Published figures are met as far as docs/validation.md says, and none of them leaks into its own prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.hwmodels import load_machine
+from tierplan.validation import reproduce as reproduction
+from tierplan.validation.reproduce import Report, Row, is_step_time, published, reproduce, systems
+from tierplan.validation.reproduce_page import BEGIN, END, markdown, write_page
+
+QUICK = ("fuyou", "ssdtrain", "zero")
+MEAN_LIMIT, ROW_LIMIT, TAU_LIMIT = 0.12, 0.20, 0.9
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return {report.system: report for report in reproduce(QUICK)}
+
+
+@pytest.mark.parametrize("system", QUICK)
+def test_every_row_is_answered(reports: dict[str, Report], system: str) -> None:
+    asked = sum(len(result["rows"]) for result in published(system)["result"])
+    assert len(reports[system].rows) == asked
+    assert all(row.predicted is not None for row in reports[system].rows)
+
+
+@pytest.mark.parametrize("system", ["fuyou", "zero"])
+def test_step_times_that_were_never_fitted_are_met(reports: dict[str, Report], system: str) -> None:
+    report = reports[system]
+    assert report.mean_abs_error is not None
+    assert report.mean_abs_error <= MEAN_LIMIT
+    assert report.max_abs_error is not None
+    assert report.max_abs_error <= ROW_LIMIT
+    assert report.kendall_tau is not None
+    assert report.kendall_tau >= TAU_LIMIT
+
+
+def test_calibrated_rows_are_met_by_the_constants_that_they_fixed(reports: dict[str, Report]) -> None:
+    rows = [row for row in reports["fuyou"].rows if row.role == "calibrate"]
+    assert len(rows) == 3
+    assert all(abs(row.error or 0.0) <= 0.02 for row in rows)
+
+
+def test_constants_are_named_and_come_from_calibration_rows_only() -> None:
+    """No constant of a machine says that it is calibrated on a row that is to be checked."""
+    for result in published("fuyou")["result"]:
+        for row in result["rows"]:
+            if "batch" in row and result["quantity"] == "step_s":
+                plural = "s" if row["drives"] > 1 else ""
+                text = f"{result['model']}, {row['drives']} drive{plural}, batch {row['batch']} ("
+                described = json.dumps(dict(load_machine("fuyou-4090").description))
+                assert (text in described) == (result["role"] == "calibrate"), text
+
+
+def test_ssdtrains_claims_hold_at_the_locked_clock(reports: dict[str, Report]) -> None:
+    by_quantity: dict[str, list[Row]] = {}
+    for row in reports["ssdtrain"].checked:
+        by_quantity.setdefault(row.quantity, []).append(row)
+    assert all((row.predicted or 0.0) >= 0.28 for row in by_quantity["activation_peak_reduction"])
+    assert all(row.error == 0 for row in by_quantity["step_overhead"])
+    assert all((row.predicted or 0.0) > 0 for row in by_quantity["peak_below_recompute"])
+
+
+def test_a_prediction_does_not_depend_on_the_published_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = published("fuyou")
+    result = original["result"][0]
+    row = {**result["rows"][0], "value": 2 * result["rows"][0]["value"]}
+
+    def doubled(system: str) -> dict[str, Any]:
+        return {**original, "result": [{**result, "rows": [row]}]}
+
+    monkeypatch.setattr(reproduction, "published", doubled)
+    (found,) = reproduce(["fuyou"])[0].rows
+    assert found.value == 2 * result["rows"][0]["value"]
+    assert found.error == pytest.approx(-0.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("policy", "devices", "quantity"),
+    [("harmony-dp", 4, "iteration_s"), ("harmony-pp", 4, "iteration_s"), ("harmony-dp", 4, "weight_swap_gib")],
+)
+def test_harmonys_own_inputs_give_its_own_estimates(policy: str, devices: int, quantity: str) -> None:
+    table = published("harmony")
+    result = next(r for r in table["result"] if r["quantity"] == quantity and r["role"] == "check")
+    row = next(r for r in result["rows"] if (r["policy"], r["devices"]) == (policy, devices))
+    settings = {**table["system"], **result, **row}
+    found = reproduction.QUANTITIES[quantity](table, settings)
+    assert isinstance(found, float)
+    assert found == pytest.approx(row["value"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_all_of_harmonys_rows() -> None:
+    (report,) = reproduce(["harmony"])
+    assert report.coverage == (10, 10)
+    own = [row for row in report.checked if is_step_time(row) and "gpt2-10b" in row.label]
+    assert len(own) == 5
+    assert all(abs(row.error or 0.0) <= 0.05 for row in own)
+    assert report.kendall_tau == pytest.approx(1.0)
+
+
+def test_an_error_is_taken_to_the_nearest_end_of_a_published_range() -> None:
+    def row(predicted: float) -> Row:
+        return Row("x", "check", "step_s", "a", 10.0, 12.0, predicted)
+
+    assert row(11.0).error == 0
+    assert row(9.0).error == pytest.approx(-0.1)
+    assert row(15.0).error == pytest.approx(0.25)
+    assert Row("x", "check", "step_s", "a", 10.0, 12.0, None).error is None
+
+
+def test_kendalls_tau_is_that_of_hand_counted_pairs() -> None:
+    rows = [Row("x", "check", "step_s", "a", v, v, p) for v, p in ((1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (4.0, 4.0))]
+    assert Report("x", "", tuple(rows), ()).kendall_tau == pytest.approx((5 - 1) / 6)
+
+
+def test_writing_the_page_leaves_the_rest_of_it_alone(tmp_path: Path, reports: dict[str, Report]) -> None:
+    page = tmp_path / "validation.md"
+    page.write_text(f"# Validation\n\nBefore.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n", encoding="utf-8")
+    write_page([reports["zero"]], page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Validation\n\nBefore.\n")
+    assert text.endswith("\n\nAfter.\n")
+    assert "old" not in text
+    assert (tmp_path / "figures" / "reproduce-zero.png").stat().st_size > 1000
+    write_page([reports["zero"]], page)
+    assert page.read_text(encoding="utf-8") == text
+    page.write_text("# no markers\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no lines"):
+        write_page([reports["zero"]], page)
+
+
+def test_every_row_is_on_the_page(reports: dict[str, Report]) -> None:
+    text = markdown(list(reports.values()))
+    for report in reports.values():
+        for row in report.rows:
+            assert f"| {row.role} | {row.quantity} | {row.label} |" in text
+
+
+def test_an_unknown_system_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fuyo"]) == 1
+    assert "no published figures of 'fuyo'; choose among fuyou, harmony" in capsys.readouterr().err
+    assert set(QUICK) < set(systems())
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "ssdtrain", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["ssdtrain"]
+    assert record["answered"] == record["asked"]
+    assert len(record["rows"]) > record["asked"]
+
+
+def test_simulate_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "fuyou-4090"]
+    assert main([*arguments, "--batch", "8", "--seq", "1024", "--set", "nvme.drives=12", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] is True
+    assert record["step_s"] == pytest.approx(19.7, rel=0.02)
+    assert record["bytes"]["nvme.read"] == pytest.approx(16 * record["num_parameters"], rel=1e-5)
+
+
+def test_simulate_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--policy", "in-memory", "--model", "gpt-13b", "--machine", "fuyou-4090", "--json"]) == 3
+    shortage = json.loads(capsys.readouterr().out)["shortage"]
+    assert shortage["tier"] == "gpu0"
+    assert shortage["short_bytes"] == shortage["needed_bytes"] - shortage["capacity_bytes"] > 0
+
+
+def test_compare_policies_lists_all_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "policies.png"
+    arguments = ["compare-policies", "--model", "gpt-6.7b", "--machine", "fuyou-4090", "--plot", str(picture)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for policy in ("fuyou", "zero-infinity", "harmony-pp", "sliding-window"):
+        assert policy in text
+    assert "does not fit: needs" in text
+    assert picture.stat().st_size > 10_000
