@@ -40,10 +40,15 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
 def test_closed_forms_are_exact_with_dropout(family: str, backend: str) -> None:
-    drops = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1 if backend == "cuda" else 0.0}
-    raw = {**config_of(family), **(drops if family == "gpt2" else {"dropout": 0.1})}
+    of_attention = 0.1 if backend == "cuda" else 0.0
+    drops = {
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": of_attention},
+        "opt": {"dropout": 0.1},
+        "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": of_attention},
+    }
+    raw = {**config_of(family), **drops[family]}
     training = Training(per_device_train_batch_size=2, sequence_length=24, backend=backend)
     closed = workload_of("x", raw, training)
     assert_equal(closed, trace_config("x", raw, training))

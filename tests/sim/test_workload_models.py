@@ -136,7 +136,7 @@ def test_no_torch_is_imported() -> None:
         ("no-such-model", None, BASE, r"neither a config.json.*known names: gpt-6.7b"),
         ("x.json", "{", BASE, "is not JSON"),
         ("x.json", "[]", BASE, "no model_type"),
-        ("x.json", json.dumps({"model_type": "mamba"}), BASE, r"'mamba' has no closed forms.*gpt2, opt, llama"),
+        ("x.json", json.dumps({"model_type": "mamba"}), BASE, r"'mamba' has no closed forms.*gpt2, opt, bert, llama"),
         ("x.json", json.dumps({"model_type": "gpt2"}), BASE, "none of hidden_size, n_embd, d_model"),
         ("x.json", json.dumps({**config_of("gpt2"), "n_embd": -1}), BASE, "n_embd is -1"),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, sequence_length=100), "has 64 positions"),

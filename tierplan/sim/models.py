@@ -23,9 +23,23 @@ from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
 
 __all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
 
-SUPPORTED: Mapping[str, str] = {"gpt2": "gpt2", "opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
+SUPPORTED: Mapping[str, str] = {
+    "gpt2": "gpt2",
+    "opt": "opt",
+    "bert": "bert",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+}
 """Model types with closed forms, and the module in `tierplan.sim.families` that has them."""
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "t5": ("dropout_rate",),
+}
+"""What is 0 in the configurations that are known by name."""
+POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
+"""What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
 
 
 @lru_cache(maxsize=1)
@@ -41,10 +55,11 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     named = named_models()
     if not path.exists() and str(model) in named:
         config = dict(named[str(model)])
-        if config["model_type"] == "gpt2":
-            common = {"vocab_size": 50257, "n_positions": training.sequence_length, "tie_word_embeddings": True}
-            config = {**common, **dict.fromkeys(DROPOUTS, 0.0), **config}
-        return str(model), config
+        kind = str(config["model_type"])
+        common: dict[str, object] = {"vocab_size": 50257, "tie_word_embeddings": True} if kind == "gpt2" else {}
+        if kind in POSITIONS:
+            common[POSITIONS[kind]] = training.sequence_length
+        return str(model), {**common, **dict.fromkeys(NO_DROPOUT[kind], 0.0), **config}
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise WorkloadError(

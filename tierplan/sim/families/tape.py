@@ -107,6 +107,7 @@ class Tape:
     num_parameters: int = 0
     shared_parameters: int = 0
     input_saved: bool = False
+    parameters_saved: bool = False
     backward_work: list[Mapping[str, float]] = field(default_factory=list)
     scope: str = ""
     _numbers: int = 0
@@ -153,6 +154,8 @@ class Tape:
             storage = value.storage
             if storage.owner == "input":
                 self.input_saved = True
+            if storage.owner == "parameter":
+                self.parameters_saved = True
             if storage.owner or storage.number in self.saves:
                 continue
             self.saves[storage.number] = Save(

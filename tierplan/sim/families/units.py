@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierplan.sim.families.ops import to_dtype
 from tierplan.sim.families.slices import total
 from tierplan.sim.families.tape import Storage, Tape, Value
 from tierplan.sim.workload import Training, Unit, WorkloadError
 
-__all__ = ["Config", "Family", "causal_loss", "embedding", "measure_unit", "position_ids"]
+__all__ = ["Config", "Family", "causal_loss", "cross_entropy", "embedding", "measure_unit", "position_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,44 +108,40 @@ def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
 def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
     """Cross entropy of the next token in fp32, over shifted labels."""
     tape.scope = "loss"
-    numel, dtype, shape = logits.numel, logits.dtype, logits.shape
-    wide = logits
-    if dtype != "fp32":
-        wide = tape.empty(shape, "fp32")
-        tape.record("_to_copy", [logits], [wide], tape.moved(logits, wide))
-
-        def narrow(grad: Storage) -> Sequence[Storage | None]:
-            made = tape.grad(numel, dtype)
-            tape.backward_work.append(tape.moved(grad, made))
-            return [made]
-
-        tape.connect(wide, [logits], narrow)
+    wide = to_dtype(tape, logits, "fp32")
     padded = tape.empty((labels.shape[0], labels.shape[1] + 1), "int64")  # lives until the loss is known
     tape.record("constant_pad_nd", [labels], [padded], tape.moved(labels, padded))
     shifted = padded.view(*labels.shape)
     if labels.shape[0] > 1:  # all but the first label of each sequence: contiguous where there is but one sequence
         shifted = tape.empty(labels.shape, "int64")
         tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
-    log_probabilities = tape.empty(shape, "fp32")
-    tape.record("_log_softmax", [wide], [log_probabilities], tape.moved(wide, log_probabilities))
+    return cross_entropy(tape, wide, shifted)
+
+
+def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
+    """The mean over tokens, in the dtype of the logits."""
+    tape.scope = "loss"
+    numel, dtype = logits.numel, logits.dtype
+    log_probabilities = tape.empty(logits.shape, dtype)
+    tape.record("_log_softmax", [logits], [log_probabilities], tape.moved(logits, log_probabilities))
     saved = tape.save(log_probabilities)
 
     def softmax_backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, "fp32")
+        made = tape.grad(numel, dtype)
         tape.backward_work.append(tape.moved(grad, *saved, made))
         return [made]
 
-    tape.connect(log_probabilities, [wide], softmax_backward)
-    saved_too = tape.save(shifted)
-    loss, weight = tape.empty((), "fp32"), tape.empty((), "fp32")
+    tape.connect(log_probabilities, [logits], softmax_backward)
+    saved_labels = tape.save(labels)
+    loss, weight = tape.empty((), dtype), tape.empty((), dtype)
     tape.record(
-        "nll_loss", [log_probabilities, shifted], [loss, weight], tape.moved(log_probabilities, shifted, loss, weight)
+        "nll_loss", [log_probabilities, labels], [loss, weight], tape.moved(log_probabilities, labels, loss, weight)
     )
-    held = (*saved, *saved_too, *tape.save(weight))
-    read_bytes = log_probabilities.size_bytes + shifted.size_bytes + weight.size_bytes
+    held = (*saved, *saved_labels, *tape.save(weight))
+    read_bytes = log_probabilities.size_bytes + labels.size_bytes + weight.size_bytes
 
     def loss_backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, "fp32")
+        made = tape.grad(numel, dtype)
         tape.backward_work.append({"elementwise_bytes": read_bytes + grad.size_bytes + made.size_bytes})
         assert held
         return [made]
@@ -185,6 +182,7 @@ def measure_unit(
         input_bytes=input_bytes,
         output_bytes=0 if loss_bytes else out_bytes,
         saves_input=tape.input_saved and not is_embed,
+        saves_parameters=tape.parameters_saved,
         forward_work_bytes=forward_work,
         backward_work_bytes=max(0, tape.meter.peak_bytes - before - made),
     )
