@@ -173,6 +173,7 @@ def _measure(args: argparse.Namespace) -> int:
     for remark in description.notes["remarks"]:  # type: ignore[attr-defined]  # a list
         print(remark)
     print(f"largest error of the shared limits on a pair of streams: {description.notes['worst_error_of_a_pair']}")
+    print(f"median error on mixes that were not fitted: {description.notes['median_error_of_mixes_not_fitted']}")
     print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
     return 0
 

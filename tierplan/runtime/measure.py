@@ -42,6 +42,14 @@ GIB = 1 << 30
 LEAST_WINDOW_S = 0.03
 FIT_S = 2.5
 LEAST_ROUNDS = 2
+CHECKS = (
+    (COMPUTE, "host.adam", "nvme.read"),
+    (COMPUTE, "nvme.read", "nvme.write"),
+    (COMPUTE, "gpu0.h2d", "nvme.write"),
+    ("host.adam", "nvme.read", "nvme.write"),
+    (COMPUTE, "gpu0.d2h", "gpu0.h2d", "host.adam", "nvme.read", "nvme.write"),
+)
+"""Mixes of more than two streams: measured where there is time, never fitted, compared with what the limits predict."""
 TYPICAL_OP_S = 0.03
 
 
@@ -117,7 +125,8 @@ def measure_description(
             crew.close()
     report("fitting shared limits", 0.97)
     streams = tuple(dict.fromkeys(load.stream for load in found))
-    fit = fit_limits(companies, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
+    pairs = [company for company in companies if len(company.streams) == 2]
+    fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     source = f"tierplan machine measure, {date}, {plan.rounds} rounds, torch {torch.__version__}"
     description = describe(
@@ -191,9 +200,11 @@ def _warm_up(crew: Crew, found: Sequence[Load]) -> dict[str, float]:
 def _rounds(
     crew: Crew, found: Sequence[Load], seconds: dict[str, float], plan: _Plan, budget_s: float, report: Progress
 ) -> tuple[Alone, list[Company]]:
-    """Rates of each load alone, and the speeds of each pair of streams, by round."""
+    """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
     typical = _typical(found, seconds)
-    pairs = list(itertools.combinations(sorted(typical), 2))
+    pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
+    if plan.rounds > LEAST_ROUNDS + 1:
+        pairs += [mix for mix in CHECKS if set(mix) <= set(typical)]
     window_s = _window_s(found, typical, len(pairs), seconds, budget_s / plan.rounds)
     alone: Alone = {load: [] for load in found}
     speeds: dict[tuple[str, ...], list[tuple[float, ...]]] = {pair: [] for pair in pairs}
@@ -207,7 +218,7 @@ def _rounds(
             alone[load].append(crew.rates([load], window_s)[0])
             done += 1
         for pair in pairs:
-            report(f"{pair[0]} with {pair[1]}", 0.05 + 0.9 * done / total)
+            report(" with ".join(pair), 0.05 + 0.9 * done / total)
             both = [typical[stream] for stream in pair]
             single = [crew.rates([load], window_s)[0] for load in both]
             together = crew.rates(both, 2 * window_s)

@@ -66,12 +66,13 @@ def describe(
         for limit, takes in fit.takes.items()
         if limit != "nvme"
     )
-    pairs = {
+    mixes = {
         " + ".join(c.streams): [
             [round(x, 3) for x in both] for both in zip(fit.speeds(c.streams), c.medians(), strict=True)
         ]
         for c in companies
     }
+    unfitted = [c for c in companies if len(c.streams) > 2]
     return Description(
         name=name,
         summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -79,12 +80,23 @@ def describe(
         limits=limits,
         shares={s: v for s, v in fit.shares.items() if not s.startswith("nvme.")},
         notes={
-            "pairs_predicted_and_measured_speed": pairs,
+            "mixes_predicted_and_measured_speed": mixes,
             "worst_error_of_a_pair": round(fit.worst_error, 3),
+            "median_error_of_mixes_not_fitted": _median_error(fit, unfitted) if unfitted else "not measured",
             "drives": _drive_note(sizes) if folders else "not measured",
             "remarks": list(remarks),
         },
     )
+
+
+def _median_error(fit: Fit, companies: Sequence[Company]) -> float:
+    """Between predicted and measured speeds (fractions of full speed), over all streams of these mixes."""
+    errors = [
+        abs(predicted - min(1.0, measured))
+        for c in companies
+        for predicted, measured in zip(fit.speeds(c.streams), c.medians(), strict=True)
+    ]
+    return round(statistics.median(errors), 3)
 
 
 def _drive_note(sizes: Sizes) -> str:
