@@ -124,6 +124,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
                     for k, size in enumerate(run.recorder.sizes)
                 ),
                 input_bytes=handed[i],
+                saves_parameters=run.recorder.saves_parameters,
                 output_bytes=handed[i + 1] if i + 1 < len(units) else 0,
             )
         )

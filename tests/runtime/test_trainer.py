@@ -128,8 +128,6 @@ def random_choices(model: nn.Module, training: Training, seed: str) -> Plan:
         elif states == "device":
             states = "host"
         actions = ["keep", "host", "nvme", "recompute"] if unit.kind == "block" else ["keep", "host", "nvme"]
-        if unit.kind == "embed":
-            params = "device" if params != "device" else params  # its backward may read them
         acts = tuple(rng.choice(actions) for _ in unit.saved)
         units.append(
             UnitPlan(params=params, grads=grads, states=states, acts=acts, input=rng.choice(["keep", "host", "nvme"]))

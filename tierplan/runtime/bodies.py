@@ -23,7 +23,7 @@ from tierplan.runtime.lanes import Lane
 from tierplan.runtime.saved import Slot, memory_of
 from tierplan.runtime.store import Extent, Store
 from tierplan.runtime.threads import threads_here
-from tierplan.runtime.units import ModelError, ModelUnit
+from tierplan.runtime.units import ModelError, ModelUnit, placeholder
 
 __all__ = ["Bodies", "Held", "SizeError"]
 
@@ -98,7 +98,7 @@ class InputThing(Thing):
         parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
         for k, leaf in enumerate(self.leaves):
             if parts is None:
-                leaf.data = torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+                leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device)
             else:
                 leaf.data = parts[k].view(leaf.dtype).view(leaf.shape)
 

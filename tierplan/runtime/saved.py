@@ -76,6 +76,7 @@ class _Saver:
     external: set[int]
     """Addresses of storages from outside the unit, which live anyhow."""
     num_slots: int = 0
+    saves_parameters: bool = False
     _known: dict[int, tuple[StorageWeakRef, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,6 +87,7 @@ class _Saver:
         """How to find the tensor again if it is no slot; None if it is one."""
         address = t.untyped_storage().data_ptr()
         if address in self._of_unit:
+            self.saves_parameters = True
             return _ParamRef(self._of_unit[address], t.shape, t.stride(), int(t.storage_offset()))
         if address in self._of_input:
             return _InputRef(self._of_input[address], t.dtype, t.shape, t.stride(), int(t.storage_offset()))

@@ -195,6 +195,8 @@ class Trainer:
         self._batches = iter(batches)
         if self._bodies is None:
             used = self.num_steps_done * self._num_micro_batches
+            if used and hasattr(batches, "starting_at"):
+                self._batches, used = iter(batches.starting_at(used)), 0
             first = next(self._batches, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
@@ -276,7 +278,9 @@ class Trainer:
     def result(self) -> RunResult:
         """What has been done so far."""
         assert self._bodies is not None
-        trace = self._executor.trace(meta={**self.schedule.meta, "num_steps": self._executor.num_steps_done})
+        per_step = {name: moved / max(1, len(self._ends_s)) for name, moved in self._bodies.moved_bytes.items()}
+        counted = {"num_steps": self._executor.num_steps_done, "bytes_per_step": per_step}
+        trace = self._executor.trace(meta={**self.schedule.meta, **counted})
         return RunResult(
             losses=(self._resumed.losses if self._resumed else ())
             + tuple(sum(self._losses[s]) for s in sorted(self._losses) if s < self.num_steps_done),
@@ -305,6 +309,15 @@ class Trainer:
                 unit.unbind()
                 for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
                     p.data = view.clone()
+
+    @property
+    def units(self) -> Sequence[ModelUnit]:
+        """The model's units; empty before the first `run`."""
+        return tuple(self._units)
+
+    def content(self, content: str) -> torch.Tensor:
+        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8."""
+        return self.bytes_of(next(n for n, x in self._executor.carried.items() if x.buffer.content == content))
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""

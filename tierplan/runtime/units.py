@@ -81,13 +81,18 @@ class ModelUnit:
     def unbind(self) -> None:
         """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""
         for (_, p), shape in zip(self.parameters, self.shapes, strict=True):
-            p.data = torch.full((), torch.nan, dtype=self.dtype, device=p.device).expand(shape)
+            p.data = placeholder(shape, self.dtype, p.device)
         self._bound = None
 
     @property
     def bound(self) -> torch.Tensor | None:
         """The flat tensor that the parameters are views of now."""
         return self._bound
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of this shape that takes the memory of one element, and reads as nan everywhere."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,127 @@
+"""`tierplan run`: from files to files, resumable, and Ctrl-C commits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import make_model
+from tests.runtime.test_trainer import CPU, machine
+from tests.runtime.test_weights import raw_config
+from tests.toys import uniform_plan
+from tierplan.cli import main
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.tracing import trace_config
+from tierplan.sim.schedule_file import save_schedule
+from tierplan.sim.trace import Trace
+
+START = "import sys; from tierplan.cli import main; sys.exit(main())"
+LINES = "the quick brown fox jumps over the lazy dog\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    model = make_model("gpt2", num_blocks=2, dropout=0.1)
+    raw = {**raw_config(model), "vocab_size": 256}
+    workload = trace_config("tiny", raw, CPU)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host")
+    save_schedule(lower(uniform_plan(workload, choice), workload, machine()), tmp_path / "plan.json")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "text.txt").write_text(LINES * 200)
+    return tmp_path
+
+
+def arguments(files: Path, steps: int, out: str, *more: str) -> list[str]:
+    paths = {"--model": "config.json", "--data": "text.txt", "--out": out}
+    named = [x for option, name in paths.items() for x in (option, str(files / name))]
+    return ["run", str(files / "plan.json"), *named, "--steps", str(steps), "--lr", "0.01", "--threads", "1", *more]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def metrics(files: Path, out: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (files / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_writes_everything_and_the_loss_falls(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(files, 30, "out", "--lr-schedule", "cosine", "--warmup-steps", "2")) == 0
+    lines = metrics(files, "out")
+    assert [line["step"] for line in lines] == list(range(30))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
+    assert lines[1]["lr"] == pytest.approx(0.005)
+    assert all(line["tokens_per_s"] > 0 for line in lines)
+    trace = Trace.load(files / "out" / "trace.json")
+    assert trace.by_key()["s0/fwd/L1/mb0"].duration_ns > 0
+    assert "30 steps done" in capsys.readouterr().out
+    from transformers import GPT2LMHeadModel
+
+    GPT2LMHeadModel.from_pretrained(files / "out" / "model")
+
+
+def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
+    assert main(arguments(files, 9, "whole")) == 0
+    assert main(arguments(files, 4, "parts")) == 0
+    assert main(arguments(files, 9, "parts")) == 1  # without --resume
+    assert main(arguments(files, 9, "parts", "--resume", "--checkpoint-every", "2")) == 0
+    whole, parts = weights_in(files / "whole" / "model"), weights_in(files / "parts" / "model")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+    assert [m["loss"] for m in metrics(files, "whole")] == [m["loss"] for m in metrics(files, "parts")]
+
+
+def test_a_trained_model_is_a_start(files: Path) -> None:
+    assert main(arguments(files, 5, "first")) == 0
+    more = arguments(files, 1, "second")
+    more[more.index("--model") + 1] = str(files / "first" / "model")
+    assert main(more) == 0
+    assert metrics(files, "second")[0]["loss"] < metrics(files, "first")[0]["loss"]
+
+
+def test_ctrl_c_commits_and_resume_goes_on(files: Path) -> None:
+    command = [sys.executable, "-c", START, *arguments(files, 100_000, "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    path = files / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < 3):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "resume with --resume" in out
+    assert "Traceback" not in err
+    done = len(metrics(files, "out"))
+    assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == done
+    assert main(arguments(files, done + 2, "out", "--resume", "--no-export")) == 0
+    assert len(metrics(files, "out")) == done + 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model", "nothing.json", "does not exist; --model takes"),
+        ("--data", "nothing.txt", "does not exist; give a text file"),
+        ("--steps", "0", "--steps is 0"),
+    ],
+)
+def test_errors_are_one_line(
+    files: Path, option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(files, 3, "out")
+    command[command.index(option) + 1] = value if option == "--steps" else str(files / value)
+    assert main(command) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error.splitlines()[-1]

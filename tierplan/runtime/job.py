@@ -1,0 +1,266 @@
+"""One training run from files to files: what `tierplan run` does.
+
+JobError(ValueError)   a run that cannot begin; says what is wrong with which argument
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.learning_rates import learning_rate
+from tierplan.runtime.text import TokenBatches, read_tokens
+from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.schedule_file import load_schedule
+from tierplan.sim.workload import Training
+
+__all__ = ["Done", "Job", "JobError", "run_job"]
+
+TRACED_STEPS = 20
+"""The trace file covers the first so many steps of a run."""
+
+
+class JobError(ValueError):
+    """A run that cannot begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to train, on what, where and how. Fields are the options of `tierplan run`."""
+
+    plan: Path
+    model: Path
+    data: Path
+    num_steps: int
+    out_dir: Path
+    resume: bool = False
+    nvme_dirs: tuple[Path, ...] = ()
+    checkpoint_every: int | None = None
+    export: bool = True
+    lr: float = 1e-3
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    seed: int = 0
+    device: str = "auto"
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What a run did."""
+
+    result: RunResult
+    num_steps: int
+    """Of the whole run, earlier parts included."""
+    tokens_per_step: int
+    predicted_step_s: float | None
+    was_stopped: bool
+    out_dir: Path
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        result = self.result
+        lines = [f"{self.num_steps} steps done, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
+        if result.step_ends_s:
+            step_s = result.step_s
+            lines.append(f"step time {step_s:.3f} s, {self.tokens_per_step / step_s:,.0f} tokens/s")
+            if self.predicted_step_s:
+                error = self.predicted_step_s / step_s - 1
+                lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({error:+.1%})"
+            lines.append("peak bytes " + ", ".join(f"{tier} {size:,}" for tier, size in result.peak_bytes.items()))
+            lines.append("bytes moved " + ", ".join(f"{name} {size:,}" for name, size in result.moved_bytes.items()))
+        lines += result.notes
+        lines.append(f"written to {self.out_dir}" + ("; resume with --resume" if self.was_stopped else ""))
+        return "\n".join(lines)
+
+
+def run_job(job: Job, *, show_progress: bool = False) -> Done:
+    """Runs or resumes a job. Ctrl-C lets the step under way end, commits it, and returns with `was_stopped`."""
+    schedule = load_schedule(job.plan)
+    training = _training(schedule, job.plan)
+    if job.num_steps < 1:
+        raise JobError(f"--steps is {job.num_steps}; give 1 or more")
+    raw = _config(job.model)
+    model = hollow_model(raw, training)
+    folder = job.model if job.model.is_dir() else job.model.parent
+    loaded = has_weights(folder) and job.model.is_dir()
+    weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
+    job.out_dir.mkdir(parents=True, exist_ok=True)
+    config: Any = model.config
+    tokens = read_tokens(
+        job.data,
+        vocab_size=config.get_text_config().vocab_size,
+        tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
+        cache=job.out_dir / "tokens.npy",
+    )
+    batches = TokenBatches(tokens, training.per_device_train_batch_size, training.sequence_length, job.seed)
+    optimizer = OptimizerSettings(
+        name=training.optimizer, lr=job.lr, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
+    )
+    rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
+    predicted: Any = schedule.meta.get("predicted_step_s")
+    with _Metrics(job, training, rate, predicted, show_progress) as metrics:
+        trainer = Trainer(
+            schedule,
+            model,
+            nvme_dir=list(job.nvme_dirs) or [job.out_dir / "nvme"],
+            optimizer=optimizer,
+            learning_rate=rate,
+            seed=job.seed,
+            device=("cuda" if torch.cuda.is_available() else "cpu") if job.device == "auto" else job.device,
+            num_threads=job.num_threads,
+            trace_steps=TRACED_STEPS,
+            on_step=metrics.on_step,
+            out_dir=job.out_dir,
+            checkpoint_every=job.checkpoint_every,
+            resume=job.resume,
+            weights=weights,
+        )
+        with trainer, _stop_on_interrupt(trainer) as was_stopped:
+            metrics.begin(trainer.num_steps_done)
+            trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
+            result = trainer.result()
+            result.trace.save(job.out_dir / "trace.json")
+            if job.export and not was_stopped():
+                export(trainer, job.out_dir / "model")
+                _copy_tokenizer(folder if job.model.is_dir() else None, job.out_dir / "model")
+            return Done(
+                result=result,
+                num_steps=trainer.num_steps_done,
+                tokens_per_step=training.tokens_per_step,
+                predicted_step_s=predicted,
+                was_stopped=was_stopped() and trainer.num_steps_done < job.num_steps,
+                out_dir=job.out_dir,
+            )
+
+
+def _training(schedule: Schedule, path: Path) -> Training:
+    record: Any = schedule.meta.get("training")
+    if not isinstance(record, Mapping):
+        raise JobError(
+            f"{path} does not say what it trains: its meta has no 'training'; make it with `tierplan plan -o`"
+        )
+    return Training(**record)
+
+
+def _config(model: Path) -> dict[str, object]:
+    path = model / "config.json" if model.is_dir() else model
+    if not path.exists():
+        raise JobError(f"{path} does not exist; --model takes a folder that holds a config.json, or such a file")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise JobError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise JobError(f"{path} holds {type(raw).__name__}, not an object with a model's settings")
+    return raw
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer in the model's folder; None, for bytes, if there is none."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _copy_tokenizer(folder: Path | None, target: Path) -> None:
+    if folder is None:
+        return
+    for path in folder.iterdir():
+        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens")) and path.is_file():
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+@contextmanager
+def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the trainer to stop after the step under way; the second one ends it as usual."""
+    stopped = [False]
+
+    def handle(number: int, frame: object) -> None:
+        if stopped[0]:
+            raise KeyboardInterrupt
+        stopped[0] = True
+        trainer.request_stop()
+
+    try:
+        before = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not in the main thread
+        yield lambda: False
+        return
+    try:
+        yield lambda: stopped[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Metrics:
+    """Writes one line per step, and shows a bar."""
+
+    def __init__(
+        self, job: Job, training: Training, rate: Callable[[int], float], predicted_s: float | None, show: bool
+    ) -> None:
+        self._path = job.out_dir / "metrics.jsonl"
+        self._job, self._rate, self._predicted_s, self._show = job, rate, predicted_s, show
+        self._tokens = training.tokens_per_step
+
+    def begin(self, num_steps_done: int) -> None:
+        """Drops the lines of steps that were not committed, which are run again."""
+        kept = []
+        if num_steps_done and self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step_of(line) < num_steps_done]
+        self._path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._last_s = time.perf_counter()
+        if self._show:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._job.num_steps, initial=num_steps_done, unit="step", dynamic_ncols=True)
+
+    def on_step(self, step: int, loss: float) -> None:
+        now_s = time.perf_counter()
+        step_s, self._last_s = now_s - self._last_s, now_s
+        record = {
+            "step": step,
+            "loss": loss,
+            "lr": self._rate(step),
+            "step_s": step_s,
+            "predicted_step_s": self._predicted_s,
+            "tokens_per_s": self._tokens / step_s,
+        }
+        self._file.write(json.dumps(record) + "\n")
+        if self._show:
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens / step_s:,.0f} tokens/s", refresh=False)
+            self._bar.update()
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+        if hasattr(self, "_bar"):
+            self._bar.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut off by a crash

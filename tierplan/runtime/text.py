@@ -1,0 +1,127 @@
+"""Micro-batches from text files, folders or arrays of tokens; the same for the same seed, from any position.
+
+DataError(ValueError)   data that cannot be used: missing, too short, tokens that the model does not know
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["DataError", "TokenBatches", "read_tokens"]
+
+ARRAY_SUFFIXES = (".npy", ".bin")
+
+
+class DataError(ValueError):
+    """Data that cannot be used. Says which and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatches:
+    """An endless row of micro-batches: windows of `length` tokens, every window once per epoch, in random order."""
+
+    tokens: np.ndarray
+    batch: int
+    length: int
+    seed: int = 0
+    first: int = 0
+    """Micro-batches to pass over."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < self.length:
+            raise DataError(
+                f"the data has {len(self.tokens):,} tokens, but one sequence takes {self.length:,}; give more text, or "
+                "plan for shorter sequences"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.tokens) // self.length
+
+    def starting_at(self, first: int) -> TokenBatches:
+        """The same row from micro-batch `first` on."""
+        return TokenBatches(self.tokens, self.batch, self.length, self.seed, first)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        number = self.first * self.batch
+        epoch, order = -1, np.empty(0, dtype=np.int64)
+        while True:
+            rows = []
+            for _ in range(self.batch):
+                if number // self.num_windows != epoch:
+                    epoch = number // self.num_windows
+                    order = np.random.default_rng([self.seed, epoch]).permutation(self.num_windows)
+                at = int(order[number % self.num_windows]) * self.length
+                rows.append(np.asarray(self.tokens[at : at + self.length], dtype=np.int64))
+                number += 1
+            ids = torch.from_numpy(np.stack(rows))
+            yield {"input_ids": ids, "labels": ids}
+
+
+def read_tokens(
+    source: str | os.PathLike[str], *, vocab_size: int, tokenizer: Any = None, cache: Path | None = None
+) -> np.ndarray:
+    """The tokens of a text file, of all text files below a folder, or of an array file, as one row.
+
+    `.npy` holds whole numbers in one dimension, `.bin` unsigned 16-bit ones. Text goes through `tokenizer`, or becomes
+    its bytes without one; `cache` is a file that keeps the result, mapped into memory rather than read.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a text file, a folder of them, or tokens in .npy or .bin")
+    if path.suffix in ARRAY_SUFFIXES:
+        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype=np.uint16, mode="r")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are whole numbers in one row")
+    else:
+        tokens = _from_text(path, tokenizer, cache)
+    largest = max((int(tokens[k : k + (1 << 24)].max()) for k in range(0, len(tokens), 1 << 24)), default=0)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path} has token {largest}, but the model knows 0 to {vocab_size - 1}; use the tokenizer that belongs "
+            "to it"
+        )
+    return tokens
+
+
+def _from_text(path: Path, tokenizer: Any, cache: Path | None) -> np.ndarray:
+    if cache is not None and cache.exists():
+        return np.load(cache, mmap_mode="r")  # type: ignore[no-any-return]
+    encode, end = _encoder(tokenizer)
+    parts: list[np.ndarray] = []
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not text
+        if text:
+            parts += [encode(text), end]
+    if not parts:
+        raise DataError(f"{path} holds no text in UTF-8")
+    tokens = np.concatenate(parts)
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_name(f".{cache.name}.{os.getpid()}.npy")
+        np.save(temporary, tokens)
+        temporary.replace(cache)
+    return tokens
+
+
+def _encoder(tokenizer: Any) -> tuple[Callable[[str], np.ndarray], np.ndarray]:
+    """How text becomes tokens, and what ends a text."""
+    if tokenizer is None:
+        return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32), np.zeros(1, dtype=np.int32)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(text: str) -> np.ndarray:
+        return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+    return encode, np.asarray(end, dtype=np.int32)
