@@ -26,6 +26,7 @@ def toy_workload(num_blocks: int = 4, *, tied: bool = True, slots: int = 4, **tr
         backward={"elementwise_bytes": 1e6},
         output_bytes=MIB,
         saves_input=False,
+        saves_parameters=False,
     )
     blocks = [
         Unit(

@@ -312,8 +312,8 @@ class _Lowering:
     def _params(self, stage: _Stage) -> list[str]:
         """Device buffers with the parameters that a stage computes with, fetched once per pass over the unit."""
         unit = self.units[stage.unit]
-        if unit.kind == "embed" and stage.phase == "bwd":
-            return []  # an embedding's gradient does not need its values
+        if stage.phase == "bwd" and not unit.saves_parameters:
+            return []
         found = []
         for owner in ([unit.name] if unit.num_parameters else []) + ([unit.shares] if unit.shares else []):
             home = self.params_home[owner]

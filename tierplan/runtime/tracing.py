@@ -259,6 +259,7 @@ class _Tracer:
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
             output_bytes=out_bytes,
             saves_input=recorder.saves_input,
+            saves_parameters=recorder.saves_parameters,
             forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes)
             + copied * self.training.param_bytes,
             backward_work_bytes=max(0, backward_peak - before - out_bytes - shared_grad_bytes - grad_bytes)

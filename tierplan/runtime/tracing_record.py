@@ -93,6 +93,7 @@ class UnitRecorder(TorchDispatchMode):
     """Bytes of the storages from outside that forward reads."""
     input_numbers: set[int] = field(default_factory=set)
     saves_input: bool = False
+    saves_parameters: bool = False
     in_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +146,10 @@ class UnitRecorder(TorchDispatchMode):
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         """The saved-tensor hook: notes the storage in order of first save."""
         storage = t.untyped_storage()
-        if storage._cdata in self.parameters or storage.nbytes() == 0:
+        if storage._cdata in self.parameters:
+            self.saves_parameters = True
+            return t
+        if storage.nbytes() == 0:
             return t
         number = self.number(t)
         if number in self._own:

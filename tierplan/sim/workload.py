@@ -125,6 +125,8 @@ class Unit:
     """Activations handed to the next unit; the head's loss counts as 0."""
     saves_input: bool = True
     """Backward reads the unit's input."""
+    saves_parameters: bool = True
+    """Backward reads the unit's parameters. Not so where they are only tables of embeddings."""
     forward_work_bytes: int = 0
     """Live at forward's peak beyond parameters, input, saved tensors and output."""
     backward_work_bytes: int = 0
