@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Mapping
 
 import pytest
+import simpy
 
 from tests.sim.test_schedule import buffer, op
+from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.sim.engine import OutOfMemory, SimulationError, simulate
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
@@ -162,6 +167,37 @@ def test_bytes_change_their_kind_when_they_are_taken_over() -> None:
 def test_an_empty_schedule_has_an_empty_trace() -> None:
     trace = run([], [])
     assert (trace.duration_ns, trace.spans, trace.memory) == (0, (), ())
+
+
+def test_an_op_is_one_simpy_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most two are allowed; counted on a lowered plan, without shared limits."""
+    workload = toy_workload(12, gradient_accumulation_steps=2)
+    machine = toy_machine()
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts=("nvme", "host", "recompute", "keep"))
+    schedule = lower(uniform_plan(workload, choice), workload, machine)
+    count, step = 0, simpy.Environment.step
+
+    def counting(self: simpy.Environment) -> None:
+        nonlocal count
+        step(self)
+        count += 1
+
+    monkeypatch.setattr(simpy.Environment, "step", counting)
+    simulate_on(schedule, machine)
+    assert count == len(schedule.ops)
+
+
+def test_the_collector_is_as_it_was() -> None:
+    for was_enabled in (False, True):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            run([], [op("o")])
+            assert gc.isenabled() == was_enabled
+            with pytest.raises(OutOfMemory):
+                run([buffer("a")], [op("o", writes="a")], capacity_bytes=1)
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
 
 
 # ---- shared limits, solved by hand ----

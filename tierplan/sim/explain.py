@@ -212,10 +212,10 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
 
 def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
     """Seconds of the critical path by stream, the longest first: what the step time is made of."""
-    found: dict[str, float] = {}
+    found_ns: dict[str, int] = {}
     for stretch in path:
-        found[stretch.stream] = found.get(stretch.stream, 0.0) + stretch.duration_s
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        found_ns[stretch.stream] = found_ns.get(stretch.stream, 0) + stretch.end_ns - stretch.start_ns
+    return {stream: ns / 1e9 for stream, ns in sorted(found_ns.items(), key=lambda item: -item[1])}
 
 
 # ---- what would help ----
