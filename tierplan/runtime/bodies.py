@@ -163,6 +163,7 @@ class Bodies:
             "backward": self._backward,
             "copy": self._copy,
             "accumulate": self._accumulate,
+            "widen": self._widen,
             "norm": self._norm,
             "clip": self._clip,
             "update": self._update,
@@ -385,6 +386,13 @@ class Bodies:
         total = self.place(call.writes[0])
         total.block.data.view(self.dtype).add_(held_of(call.reads[1]).block.data.view(self.dtype))
 
+    def _widen(self, call: Call) -> None:
+        """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
+        old, wide = held_of(call.reads[0]), self.place(call.writes[0])
+        wide.filled, wide.is_absent = old.filled, old.is_absent
+        if not old.is_absent:
+            wide.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
+
     def _norm(self, call: Call) -> None:
         """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
         unit = self.units[self._index[call.op.unit]]
@@ -437,9 +445,11 @@ class Bodies:
             if "master" in regions:
                 flat.copy_(regions["master"])
             return
+        is_wide = call.reads[0].buffer.content.endswith("/wide")
+        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype).to(self.dtype)  # exact: it was widened
         update_flat(
             flat,
-            grads.block.data.view(self.dtype),
+            gradient,
             regions,
             self.optimizer,
             step=self.num_updates(call.step) + 1,
