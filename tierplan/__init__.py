@@ -46,6 +46,14 @@ _EXPORTS: dict[str, str] = {
     "simulate": "tierplan.sim.pricing:simulate_on",
     "steady_state": "tierplan.sim.steady",
     "write_perfetto": "tierplan.sim.perfetto",
+    "vary": "tierplan.sim.variation",
+    # understanding
+    "critical_path": "tierplan.sim.explain",
+    "sensitivities": "tierplan.sim.explain",
+    "stream_times": "tierplan.sim.explain",
+    "plot_memory": "tierplan.sim.plots",
+    "plot_step_time": "tierplan.sim.plots",
+    "plot_timeline": "tierplan.sim.plots",
     # running and comparing
     "train": "tierplan.runtime.trainer",
     "compare": "tierplan.validation.compare",

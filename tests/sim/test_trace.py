@@ -1,0 +1,86 @@
+"""Traces are files too: what is written is read back, other files are refused, a reader never sees half of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.sim.random_schedules import costs, durations, schedules
+from tests.sim.test_rules import trace_or_none
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import MemoryEvent, Span, Trace, TraceError, peaks, write_atomically
+
+TRACE = Trace(
+    name="one",
+    spans=(Span("o", "s", 0, 5, 7, 10, 2),),
+    memory=(MemoryEvent(0, "m", "params", 3), MemoryEvent(7, "m", "acts", 4), MemoryEvent(10, "m", "acts", -4)),
+    capacity_bytes={"m": 9},
+    peak_bytes={"m": 7},
+    meta={"model": "x"},
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedules(), st.lists(durations, min_size=14, max_size=14))
+def test_round_trip(tmp_path: Path, schedule: Schedule, seconds: list[float]) -> None:
+    trace = trace_or_none(schedule, costs(schedule, seconds))
+    assume(trace is not None)
+    assert trace is not None
+    trace.save(tmp_path / "t.json")
+    assert Trace.load(tmp_path / "t.json") == trace
+
+
+def test_a_span_says_what_it_waited_for() -> None:
+    (span,) = TRACE.spans
+    assert (span.duration_ns, span.waited_input_ns, span.waited_memory_ns) == (3, 5, 2)
+    late = Span("o", "s", 5, 0, 7, 10)
+    assert (late.waited_input_ns, late.waited_memory_ns) == (0, 2)
+    assert (TRACE.duration_ns, TRACE.duration_s, TRACE.busy_s()) == (10, 1e-8, {"s": 3e-9})
+
+
+def test_peaks_add_up_events_in_their_order() -> None:
+    assert peaks(TRACE.memory, ["m", "n"]) == {"m": 7, "n": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a trace"),
+        ("[]", "is not a trace"),
+        ('{"format": "tierplan-trace"}', "is not a trace"),
+        ('{"format": "other", "version": 1}', "has format 'other' version 1; this reader takes 'tierplan-trace'"),
+        ('{"format": "tierplan-trace", "version": 9}', "version 9; this reader takes"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(TraceError, match=message):
+        Trace.load(tmp_path / "t.json")
+
+
+def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
+    TRACE.save(tmp_path / "t.json")
+    record = json.loads((tmp_path / "t.json").read_text())
+    record["spans"][0].append(1)
+    (tmp_path / "t.json").write_text(json.dumps(record))
+    with pytest.raises(TraceError, match="is not a trace"):
+        Trace.load(tmp_path / "t.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sub" / "t.json"
+    TRACE.save(path)
+    before = path.read_bytes()
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "other")
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["t.json"]
