@@ -10,6 +10,7 @@ tierplan workload deepspeed ds.json --model gpt-13b   what a DeepSpeed configura
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--max-grad-norm", "--max_grad_norm", type=float, metavar="X", help="clip gradients by their global norm")
     add("--backend", choices=("cuda", "cpu"), default="cuda", help="whose kernels run (default cuda)")
     add("--exact", action="store_true", help="run the model's class on fake tensors (needs torch)")
+    add("--measured", action="store_true", help="seconds of real steps of the whole model here, with their spread")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +73,12 @@ def _training(args: argparse.Namespace) -> Training:
     )
 
 
-def _read(model: str, training: Training, exact: bool) -> Workload:
-    if exact:
+def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
+    if args.measured:
+        from tierplan.runtime.tracing_measured import measure_workload
+
+        return measure_workload(model, training)
+    if args.exact:
         from tierplan.runtime.tracing import trace_workload
 
         return trace_workload(model, training)
@@ -93,7 +99,7 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from tierplan.sim.workload import WorkloadError
 
-    workload = _read(args.model, _training(args), args.exact)
+    workload = _read(args.model, _training(args), args)
     if args.json:
         import json
         from dataclasses import asdict
@@ -116,7 +122,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
 
     found = read_deepspeed(args.file, _training(args))
     t = found.training
-    workload = _read(args.model, t, args.exact)
+    workload = _read(args.model, t, args)
     print(f"{args.file}: policy {found.policy}", *(f"{k}={v}" for k, v in found.options.items()))
     for note in found.notes:
         print(f"  {note}")
@@ -138,6 +144,15 @@ def _deepspeed(args: argparse.Namespace) -> int:
 def table_lines(workload: Workload) -> list[str]:
     """Per unit and in total; blocks that are alike share a row."""
     t = workload.training
+    n = workload.num_parameters
+    is_large = n * t.state_bytes > 8 * 2**30
+    unit_name, scale = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+    flop_name, flop_scale = ("TFLOP", 1e12) if is_large else ("GFLOP", 1e9)
+
+    def size(size_bytes: float) -> str:
+        return f"{size_bytes / scale:>11.3f}"
+
+    is_measured = "s" in workload.units[0].forward
     tokens = t.per_device_train_batch_size * t.sequence_length
     lines = [
         f"{workload.name} ({workload.model_type}): {workload.num_parameters:,} parameters, "
@@ -146,31 +161,37 @@ def table_lines(workload: Workload) -> list[str]:
         f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}",
         "",
         f"{'unit':14}{'parameters':>16}{'params':>11}{'states':>11}{'input':>11}{'saved':>11}{'work f/b':>20}"
-        f"{'fwd TFLOP':>11}{'bwd TFLOP':>11}",
+        + (
+            f"{'fwd ms':>11}{'bwd ms':>11}{'spread':>9}"
+            if is_measured
+            else f"{f'fwd {flop_name}':>11}{f'bwd {flop_name}':>11}"
+        ),
     ]
     for first, last, units in _runs(workload):
         unit = units[0]
         name = first if first == last else f"{first}..{last}"
-        work = f"{gib(unit.forward_work_bytes)} /{gib(unit.backward_work_bytes)}"
+        work = " / ".join(size(b).strip() for b in (unit.forward_work_bytes, unit.backward_work_bytes))
         lines.append(
-            f"{name:14}{unit.num_parameters:>16,}{gib(unit.num_parameters * t.param_bytes)}"
-            f"{gib(unit.num_parameters * t.state_bytes)}{gib(unit.input_bytes)}{gib(unit.saved_bytes)}{work:>20}"
-            f"{flops(unit.forward) / 1e12:>11.3f}{flops(unit.backward) / 1e12:>11.3f}"
+            f"{name:14}{unit.num_parameters:>16,}{size(unit.num_parameters * t.param_bytes)}"
+            f"{size(unit.num_parameters * t.state_bytes)}{size(unit.input_bytes)}{size(unit.saved_bytes)}{work:>20}"
+            f"{effort(unit.forward, flop_scale):>11.3f}{effort(unit.backward, flop_scale):>11.3f}"
+            + (f"{unit.spread:>9.1%}" if is_measured else "")
             + (f"  x {len(units)}" if len(units) > 1 else "")
             + (f"  shares the parameters of {unit.shares}" if unit.shares else "")
         )
-    total_forward = sum(flops(u.forward) for u in workload.units)
-    total_backward = sum(flops(u.backward) for u in workload.units)
-    n = workload.num_parameters
+    total_forward = sum(effort(u.forward, flop_scale) for u in workload.units)
+    total_backward = sum(effort(u.backward, flop_scale) for u in workload.units)
     lines += [
-        f"{'total':14}{n:>16,}{gib(n * t.param_bytes)}{gib(n * t.state_bytes)}"
-        f"{gib(sum(u.input_bytes for u in workload.units))}{gib(sum(u.saved_bytes for u in workload.units))}{'':>20}"
-        f"{total_forward / 1e12:>11.3f}{total_backward / 1e12:>11.3f}",
+        f"{'total':14}{n:>16,}{size(n * t.param_bytes)}{size(n * t.state_bytes)}"
+        f"{size(sum(u.input_bytes for u in workload.units))}{size(sum(u.saved_bytes for u in workload.units))}{'':>20}"
+        f"{total_forward:>11.3f}{total_backward:>11.3f}",
         "",
-        "Sizes in GiB, for one micro-batch; params, states: as they lie in memory; saved: what autograd keeps beside",
-        f"the unit's input; work: live at the peak beyond that. Shared by all blocks: {workload.shared_bytes:,} bytes.",
-        f"Forward and backward: {(total_forward + total_backward) / tokens / n:.2f} FLOPs per parameter and token.",
+        f"Sizes in {unit_name}, for one micro-batch; params, states: as they lie in memory; saved: what autograd keeps",
+        f"beside the unit's input; work: live at the peak beyond that. Shared by all blocks: {workload.shared_bytes:,} bytes.",
     ]
+    if not is_measured:
+        per_token = (total_forward + total_backward) * flop_scale / tokens / n
+        lines.append(f"Forward and backward: {per_token:.2f} FLOPs per parameter and token.")
     return lines
 
 
@@ -206,10 +227,10 @@ def _runs(workload: Workload) -> list[tuple[str, str, list[Unit]]]:
     return runs
 
 
-def flops(work: object) -> float:
-    assert isinstance(work, dict)
+def flops(work: Mapping[str, float]) -> float:
     return float(sum(amount for kind, amount in work.items() if kind.endswith("_flops")))
 
 
-def gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:>11.3f}"
+def effort(work: Mapping[str, float], flop_scale: float) -> float:
+    """FLOPs in the table's unit, or milliseconds where a time was measured."""
+    return work["s"] * 1e3 if "s" in work else flops(work) / flop_scale

@@ -1,0 +1,82 @@
+"""`tierplan workload`: tables that a person can check, and one line for each error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.configs import config_of
+from tierplan.cli import main
+from tierplan.sim.models import load_workload
+from tierplan.sim.workload import Training
+
+
+def test_totals_of_the_table_are_the_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", "show", "gpt-13b", "--batch", "2"]) == 0
+    out = capsys.readouterr().out
+    workload = load_workload("gpt-13b", Training(per_device_train_batch_size=2))
+    total = next(line for line in out.splitlines() if line.startswith("total"))
+    assert total.split()[1] == f"{workload.num_parameters:,}"
+    assert total.split()[5] == f"{sum(u.saved_bytes for u in workload.units) / 2**30:.3f}"
+    assert any(line.startswith("L0..L39") and "x 40" in line for line in out.splitlines())
+
+
+def test_a_unit_lists_its_saved_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", "show", "gpt-13b", "--unit", "L0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    block = load_workload("gpt-13b", Training()).blocks[0]
+    assert len(lines) == 2 + len(block.saved)
+    assert f"{block.saved_bytes:,} bytes" in lines[0]
+
+
+def test_json_has_every_amount(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of("llama")))
+    assert main(["workload", "show", str(path), "--seq", "16", "--json"]) == 0
+    raw = json.loads(capsys.readouterr().out)
+    expected = load_workload(path, Training(sequence_length=16))
+    assert [u["saved"][0]["size_bytes"] for u in raw["units"] if u["saved"]] == [
+        u.saved[0].size_bytes for u in expected.units if u.saved
+    ]
+
+
+def test_names_of_transformers_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--batch", "2", "--accumulation", "3", "--max-grad-norm", "1"]
+    long = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--max_grad_norm", "1"]
+    outs = []
+    for options in (short, long):
+        assert main(["workload", "show", "gpt-13b", "--json", *options]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+    assert json.loads(outs[0])["training"]["gradient_accumulation_steps"] == 3
+
+
+def test_deepspeed_prints_a_command_that_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "zero_optimization": zero})
+    )
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("tierplan ")[2].split()
+    assert "--batch 2" in " ".join(command)
+    assert main([*command[:-1], "fuyou-4090"]) == 0
+    assert "step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "nope"], "known names: gpt-6.7b"),
+        (["show", "gpt-13b", "--unit", "L40"], "there is no unit 'L40'"),
+        (["show", "gpt-13b", "--batch", "0"], "per_device_train_batch_size is 0"),
+        (["deepspeed", "nope.json", "--model", "gpt-13b"], "there is no file 'nope.json'"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
