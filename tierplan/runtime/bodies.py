@@ -446,7 +446,7 @@ class Bodies:
                 flat.copy_(regions["master"])
             return
         is_wide = call.reads[0].buffer.content.endswith("/wide")
-        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype).to(self.dtype)  # exact: it was widened
+        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype).to(self.dtype)  # exact either way
         update_flat(
             flat,
             gradient,
