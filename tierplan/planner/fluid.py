@@ -167,7 +167,7 @@ class Problem:
             if self.semantics == "delayed-1" and mode.states == "device":
                 continue
             if mode.states != "device":
-                if self.rates.adam == 0.0:
+                if self.rates.adam == 0.0 or self.host_gb == 0.0:
                     continue
                 waits_on_device = mode.grads == "device"
                 if waits_on_device != (self.turn > 1) and not several:

@@ -152,11 +152,9 @@ def _solve_highs(program: Program, integral: bool, time_limit_s: float, gap: flo
     started = time.perf_counter()
     highspy.Highs.resetGlobalScheduler(True)  # the number of threads is global to the process
     has_integers = integral and bool(program.integer)
-    # these programs are degenerate: interior points need half the time of the simplex method (measured on 4,000 columns)
+    # degenerate programs: interior points need half the time of the simplex method (measured on 4,000 columns)
     options = {"mip_heuristic_effort": 0.05} if has_integers else {"solver": "ipm"}
-    solver = _Highs(
-        mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, random_seed=seed, **options
-    )
+    solver = _Highs(mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, random_seed=seed, **options)
     solver.program = program
     lp = pulp.LpProblem("plan", pulp.LpMinimize)
     solver.actualSolve(lp)
@@ -184,21 +182,21 @@ def _solve_cbc(program: Program, integral: bool, time_limit_s: float, gap: float
     whole = set(program.integer) if integral else set()
     lp = pulp.LpProblem("plan", pulp.LpMinimize)
     columns = [
-        pulp.LpVariable(
+        lp.add_variable(
             f"c{i:06d}", low, None if high == inf else high, pulp.LpInteger if i in whole else pulp.LpContinuous
         )
         for i, (low, high) in enumerate(zip(program.low, program.high, strict=True))
     ]
-    lp += pulp.LpAffineExpression([(columns[i], c) for i, c in enumerate(program.cost) if c])
-    for number, (cols, coefficients, low, high, _) in enumerate(program.rows):
-        terms = pulp.LpAffineExpression([(columns[c], a) for c, a in zip(cols, coefficients, strict=True)])
+    lp.setObjective(pulp.lpSum(c * columns[i] for i, c in enumerate(program.cost) if c))
+    for cols, coefficients, low, high, _ in program.rows:
+        terms = pulp.lpSum(a * columns[c] for c, a in zip(cols, coefficients, strict=True))
         if low == high:
-            lp += pulp.LpConstraint(terms, pulp.LpConstraintEQ, f"r{number}", low)
+            lp += terms == low
             continue
         if low > -inf:
-            lp += pulp.LpConstraint(terms, pulp.LpConstraintGE, f"l{number}", low)
+            lp += terms >= low
         if high < inf:
-            lp += pulp.LpConstraint(terms, pulp.LpConstraintLE, f"h{number}", high)
+            lp += terms <= high
     command = pulp.PULP_CBC_CMD(
         mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, options=[f"randomSeed {seed + 1}"]
     )

@@ -169,6 +169,8 @@ class _Loop:
         self.solve_s = 0.0
         self.solver = ""
         self.best: Candidate | None = None
+        self.plain: Candidate | None = None
+        """The best that local moves can start from."""
         self.notes: list[str] = []
         self.shortest = ""
 
@@ -256,6 +258,10 @@ class _Loop:
         """Keeps the candidate if it is the quickest so far."""
         if candidate.step_s is None:
             return False
+        plan = candidate.plan
+        plain = plan.segment_units == 1 and plan.devices == 1 and plan.packs is None and plan.paged_devices == 0
+        if plain and (self.plain is None or self.plain.step_s is None or candidate.step_s < self.plain.step_s):
+            self.plain = candidate
         if self.best is None or self.best.step_s is None or candidate.step_s < self.best.step_s:
             self.best = candidate
             return True
@@ -304,12 +310,11 @@ class _Loop:
 
     def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
         """Local moves from the best plan, in its own order."""
-        assert self.best is not None
+        if self.plain is None:
+            return
         by_shape = {(p.order, p.tiles): (p, b) for p, b in zip(problems, bounds, strict=True)}
-        plan = self.best.plan
-        p, bound = by_shape.get((plan.order, plan.tiles), (problems[0], bounds[0]))
-        if plan.segment_units == 1 and plan.devices == 1 and plan.packs is None:
-            self._consider(improve(p, self.best, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
+        p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.tiles), (problems[0], bounds[0]))
+        self._consider(improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
 
     def _infeasible(self, problems: list[Problem]) -> InfeasiblePlan:
         lacking = tuple(shortages(problems[0]))

@@ -1,0 +1,173 @@
+"""The planner against every published system on a grid of machines, models and batches.
+
+    python -m benchmarks.planner_grid results.jsonl              # runs what the file lacks, line by line
+    python -m benchmarks.planner_grid results.jsonl --table docs/planner_grid.md
+
+Every machine takes part with one of its devices. A scenario where nothing fits is a line too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import PlanError
+from tierplan.planner.solve import plan
+from tierplan.sim.models import load_workload
+from tierplan.sim.workload import Training
+
+MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "desktop 4090, 64 GB": ("desktop-4090", ()),
+    "4090, 768 GB, 12 drives": ("fuyou-4090", ()),
+    "4090, 768 GB, 3 drives": ("fuyou-4090", ("nvme.drives=3",)),
+    "V100 32 GB, 1.5 TB": ("zero-offload-v100", ()),
+    "H100 80 GB, 2 TB": ("server-8xh100", ()),
+}
+MODELS = ("gpt-1.3b", "gpt-6.7b", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-175b")
+BATCHES = (8, 32)
+LAPTOP = (("gpt-1.3b", 2), ("gpt-1.3b", 8), ("gpt-6.7b", 2), ("gpt-6.7b", 8))
+SMALL = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}
+"""GPT-3 XL, table 2.1 of arXiv 2005.14165; the other sizes are named configurations."""
+SEQUENCE = 1024
+TIME_LIMIT_S = 10.0
+CLEARLY = 1.10
+
+
+def scenarios() -> Iterator[tuple[str, str, tuple[str, ...], str, int]]:
+    for label, (name, overrides) in MACHINES.items():
+        for model in MODELS:
+            for batch in BATCHES:
+                yield label, name, overrides, model, batch
+    for model, batch in LAPTOP:
+        yield "laptop", "laptop", (), model, batch
+
+
+def one_device(machine: Machine) -> Machine:
+    """The machine with its first device only."""
+    others = [t.name for t in machine.tiers if t.kind == "device"][1:]
+    streams = [s for s in machine.streams if not any(o in s.name.split(".") for o in others)]
+    return replace(machine, tiers=tuple(t for t in machine.tiers if t.name not in others), streams=tuple(streams))
+
+
+def answer(name: str, overrides: tuple[str, ...], model: str, batch: int) -> dict[str, Any]:
+    machine = one_device(load_machine(name, overrides))
+    rates = machine.stream("gpu0.compute").rates
+    training = Training(
+        per_device_train_batch_size=batch,
+        sequence_length=SEQUENCE,
+        dtype="bf16" if "matmul_bf16_flops" in rates else "fp16",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source: str | Path = model
+        if model == "gpt-1.3b":
+            source = Path(folder) / "config.json"
+            source.write_text(json.dumps(SMALL))
+        workload = load_workload(source, training)
+    try:
+        result = plan(workload, machine, time_limit_s=TIME_LIMIT_S)
+    except PlanError as error:
+        return {"fits": False, "reason": str(error)}
+    best = result.best_policy
+    in_memory = result.policies["in-memory"].step_s is not None
+    return {
+        "fits": True,
+        "step_s": result.step_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "bound_by": next(iter(result.bound_by), ""),
+        "best_policy": best,
+        "best_policy_s": result.policies[best].step_s if best else None,
+        "in_memory_fits": in_memory,
+        "decided_by": result.plan.policy,
+        "order": result.plan.order,
+        "tiles": result.plan.tiles,
+        "status": result.status,
+        "solve_s": result.solve_s,
+        "total_s": result.total_s,
+        "num_simulated": result.num_simulated,
+    }
+
+
+def run(path: Path) -> None:
+    known = {key(line) for line in read(path)}
+    for label, name, overrides, model, batch in scenarios():
+        record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
+        if key(record) in known:
+            continue
+        record |= answer(name, overrides, model, batch)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        shown = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
+        print(f"{label}, {model}, batch {batch}: {shown}", file=sys.stderr, flush=True)
+
+
+def key(record: Mapping[str, Any]) -> tuple[object, ...]:
+    return record["machine"], record["model"], record["batch"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    fitting = [r for r in records if r["fits"]]
+    offloaded = [r for r in fitting if not r["in_memory_fits"]]
+    compared = [r for r in fitting if r["best_policy_s"]]
+    worse = [r for r in compared if r["step_s"] > r["best_policy_s"] * (1 + 1e-9)]
+    clear = [r for r in offloaded if not r["best_policy_s"] or r["best_policy_s"] >= CLEARLY * r["step_s"]]
+    gaps = sorted(r["gap"] for r in fitting)
+    lines = [
+        "# The planner on a grid of scenarios",
+        "",
+        "Written by `python -m benchmarks.planner_grid`, which also runs it. GPT models, sequences of "
+        f"{SEQUENCE} tokens, one device, {TIME_LIMIT_S:.0f} s of computing per scenario. All times are simulated, on "
+        "catalog machines with nameplate rates; `bound` is the time that no schedule can beat, `gap` what could be "
+        "saved at most. `x` is how much longer the quickest published system takes.",
+        "",
+        f"- {len(records)} scenarios; something fits in {len(fitting)}, and in {len(offloaded)} of these "
+        "something must leave the device.",
+        f"- Slower than the best published system: in {len(worse)}.",
+        f"- At least 10 % faster, or the only one that fits: in {len(clear)} of the {len(offloaded)}.",
+        f"- Gap to the bound: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}.",
+        f"- Seconds on the clock per scenario: median {statistics.median(r['total_s'] for r in fitting):.1f}.",
+        "",
+        "| machine | model | batch | step, s | bound, s | gap | bound by | best system | its step, s | x |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        if not r["fits"]:
+            lines.append(f"| {r['machine']} | {r['model']} | {r['batch']} | nothing fits | | | | | | |")
+            continue
+        if r["best_policy_s"]:
+            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {r['best_policy_s'] / r['step_s']:.2f}"
+        else:
+            best = "none fits | | "
+        lines.append(
+            f"| {r['machine']} | {r['model']} | {r['batch']} | {r['step_s']:.2f} | {r['lower_bound_s']:.2f} | "
+            f"{r['gap']:.1%} | {r['bound_by']} | {best} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--table", type=Path, help="write the table here instead of running")
+    args = parser.parse_args()
+    if args.table:
+        args.table.write_text(table(read(args.results)))
+    else:
+        run(args.results)
+
+
+if __name__ == "__main__":
+    main()

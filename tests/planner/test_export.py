@@ -1,0 +1,91 @@
+"""The plan file: what is written comes back, and what does not match is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.planner.export import KEY, PlanFileError, load_plan, save_plan
+from tierplan.planner.solve import plan
+from tierplan.sim.schedule_file import load_schedule, save_schedule
+
+
+@pytest.fixture(scope="module")
+def planned():
+    workload, machine = toy_workload(3), toy_machine(device_bytes=100 * MIB)
+    return workload, machine, plan(workload, machine, time_limit_s=2)
+
+
+@pytest.fixture
+def path(tmp_path, planned):
+    workload, machine, result = planned
+    save_plan(result, workload, machine, tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_comes_back(path, planned):
+    workload, machine, result = planned
+    found = load_plan(path, workload=workload, machine=machine)
+    assert replace(found.plan, options={}) == replace(result.plan, options={})
+    assert found.prediction == {"step_s": result.step_s, "interval_s": None}
+    assert found.solver["gap"] == result.gap
+    assert [op.key for op in found.schedule.ops] == [op.key for op in result.schedule.ops]
+
+
+def test_a_plan_is_a_schedule_file(path, planned):
+    assert [op.key for op in load_schedule(path).ops] == [op.key for op in planned[2].schedule.ops]
+
+
+def test_another_machine_or_model_is_refused(path, planned):
+    workload, machine, _ = planned
+    with pytest.raises(PlanFileError, match="another machine"):
+        load_plan(path, machine=toy_machine(device_bytes=101 * MIB))
+    with pytest.raises(PlanFileError, match="another model"):
+        load_plan(path, workload=toy_workload(3, per_device_train_batch_size=2), machine=machine)
+
+
+def edited(path, change):
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["meta"].pop(KEY), "without a plan"),
+        (lambda r: r["meta"][KEY].pop("solver"), "lacks the field 'solver'"),
+        (lambda r: r["meta"][KEY].update(extra=1), "unknown field 'extra'"),
+        (lambda r: r["meta"][KEY].update(version=99), "version 99"),
+        (lambda r: r["meta"][KEY]["plan"].pop("order"), "lacks the field 'order'"),
+        (lambda r: r["meta"][KEY]["plan"]["units"][0].update(colour="red"), "unknown field 'colour'"),
+        (lambda r: r["meta"][KEY]["plan"].update(units=3), "must be a list"),
+        (lambda r: r["ops"][0]["work"].update(bytes=1.0), "not the one that the planner wrote"),
+        (lambda r: r["tiers"][0].update(capacity_bytes=10**12), "not the one that the planner wrote"),
+    ],
+)
+def test_what_does_not_match_is_refused(path, change, message):
+    with pytest.raises(PlanFileError, match=message):
+        load_plan(edited(path, change))
+
+
+def test_a_schedule_is_no_plan(tmp_path, planned):
+    save_schedule(planned[2].schedule, tmp_path / "schedule.json")
+    with pytest.raises(PlanFileError, match="without a plan"):
+        load_plan(tmp_path / "schedule.json")
+
+
+def test_measured_spread_gives_an_interval(tmp_path, planned):
+    workload, machine, _ = planned
+    measured = replace(
+        workload, units=tuple(replace(u, forward={"s": 0.01}, backward={"s": 0.02}, spread=0.1) for u in workload.units)
+    )
+    result = plan(measured, machine, time_limit_s=2, policies=["zero-offload"])
+    save_plan(result, measured, machine, tmp_path / "plan.json")
+    low, high = load_plan(tmp_path / "plan.json").prediction["interval_s"]
+    assert low < result.step_s < high
+    assert high - result.step_s == pytest.approx(result.step_s - low)
