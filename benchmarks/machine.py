@@ -5,7 +5,7 @@
 Everything is paired: the two things that are compared run right after one another, in turn, and the median of their
 ratios counts, since a shared machine drifts by more than the differences sought.
 
-    read, write     tierplan's store against fio (psync, the same requests in flight), both with O_DIRECT
+    read, write     tierplan's store, ops of 512 MiB, against fio (psync, the same requests in flight), both O_DIRECT
     copy            what `gpu0.h2d` is measured with against one large plain copy
     mixes           time to read R and write W bytes side by side, against the prediction from the fitted limit;
                     fitted is only the case where both go on all the time with equal sizes of op
@@ -194,7 +194,7 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "pairs": args.pairs,
     }
-    sizes = Sizes(file_area_bytes=2048 * MIB)
+    sizes = Sizes(file_bytes=(4 * MIB, 32 * MIB, 512 * MIB), file_area_bytes=2048 * MIB)
     with loads((args.nvme_dir,), sizes, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
         largest = {s: max((x for x in found if x.stream == s), key=lambda x: x.amount) for s in (*DRIVE, "gpu0.h2d")}
         typical = {s: next(x for x in found if x.stream == s and x.amount == 32 * MIB) for s in largest}
