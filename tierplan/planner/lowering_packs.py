@@ -16,6 +16,8 @@ from itertools import pairwise
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.planner.refine import order_under_contention
+from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.workload import Unit, Workload
 
@@ -28,6 +30,8 @@ def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) 
     """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
     _check(packs, workload, machine)
     schedule = _PackLowering(plan, packs, workload, machine).schedule()
+    if packs.devices == 1:
+        return validate(order_by_readiness(schedule, price(schedule, machine)))
     return validate(order_under_contention(schedule, machine))
 
 

@@ -34,8 +34,8 @@ OPTIONS: Mapping[str, object] = {
     "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
 }
-SEARCHED = 9
-"""Numbers of packs that are tried, from the fewest that fit."""
+SEARCHED, SEARCHED_ALONE = 9, 4
+"""Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -77,7 +77,8 @@ def _policy(
         )
         return replace(plain, packs=packs)
 
-    backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd")
+    tried = SEARCHED if devices > 1 else SEARCHED_ALONE
+    backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd", tried)
     if not backwards:
         largest = max(_backward_bytes(workload, (unit,)) for unit in workload.units)
         raise PlanError(
@@ -92,7 +93,7 @@ def _policy(
         return with_packs(_by_size(end, wanted_forward), backward)
     if wanted or not end:
         return plan
-    forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd")
+    forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd", tried)
     return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine)
 
 
@@ -114,7 +115,7 @@ def _by_size(count: int, size: int) -> Runs:
     return tuple(pairwise(borders))
 
 
-def _equal_time(workload: Workload, capacity: int, phase: str) -> list[Runs]:
+def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> list[Runs]:
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
     seconds = [_weight(unit, phase) for unit in workload.units]
     held = _backward_bytes if phase == "bwd" else _forward_bytes
@@ -123,7 +124,7 @@ def _equal_time(workload: Workload, capacity: int, phase: str) -> list[Runs]:
         runs = _split(seconds, count)
         if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs):
             found.append(runs)
-            if len(found) == SEARCHED:
+            if len(found) == tried:
                 break
     return found
 
