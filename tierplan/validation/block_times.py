@@ -31,7 +31,17 @@ from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, ROOM, with_capacity
 from tierplan.validation.steps import Steps, cut_predicted, cut_steps
 
-__all__ = ["PartTimes", "Shallow", "calibrated", "measure_shallow", "random_batches", "with_room", "with_times"]
+__all__ = [
+    "PartTimes",
+    "Shallow",
+    "calibrated",
+    "measure_shallow",
+    "random_batches",
+    "scaled",
+    "step_now_s",
+    "with_room",
+    "with_times",
+]
 
 COMPUTE = "gpu0.compute"
 ROUNDS = 3
@@ -62,6 +72,10 @@ class Shallow:
     """With rates as they are inside a training step."""
     factors: Mapping[str, float]
     """By stream and kind of work (`nvme.read bytes`): the rate inside a training step over the one measured alone."""
+    spreads: Mapping[str, float]
+    """Relative standard deviation of a stream's busy time from step to step, by stream."""
+    step_s: float
+    """Of the shallow model with everything kept: `step_now_s` says the same later."""
 
 
 def measure_shallow(
@@ -87,16 +101,7 @@ def measure_shallow(
     for name, plan in plans.items():
         schedule = lower(plan, workload, ample)
         schedule = with_room(schedule, simulate_on(unroll(schedule, 2), ample).peak_bytes)
-        torch.manual_seed(0)
-        result = train(
-            schedule,
-            build_model(config, training),
-            random_batches(config, training, steps * training.gradient_accumulation_steps),
-            steps=steps,
-            nvme_dir=nvme_dir,
-            device=device,
-        )
-        runs[name] = schedule, cut_steps(result.trace, warmup_steps)
+        runs[name] = schedule, _run(schedule, config, training, nvme_dir, steps, warmup_steps, device)
     spans: dict[str, dict[str, list[list[float]]]] = {}
     for name, kinds in (("kept", ("forward", "backward")), ("recomputed", ("recompute",))):
         schedule, cut = runs[name]
@@ -108,7 +113,52 @@ def measure_shallow(
     found = machine
     for name in ("kept", "offloaded"):
         found = calibrated(found, *runs[name])
-    return Shallow(parts=parts, machine=found, factors=_factors(machine, found))
+    return Shallow(
+        parts=parts,
+        machine=found,
+        factors=_factors(machine, found),
+        spreads=_spreads(runs["offloaded"][1]),
+        step_s=runs["kept"][1].step_s,
+    )
+
+
+def _run(
+    schedule: Schedule,
+    config: Mapping[str, object],
+    training: Training,
+    nvme_dir: str | os.PathLike[str] | None,
+    steps: int,
+    warmup_steps: int,
+    device: str,
+) -> Steps:
+    torch.manual_seed(0)
+    batches = random_batches(config, training, steps * training.gradient_accumulation_steps)
+    result = train(schedule, build_model(config, training), batches, steps=steps, nvme_dir=nvme_dir, device=device)
+    return cut_steps(result.trace, warmup_steps)
+
+
+def step_now_s(
+    config: Mapping[str, object], training: Training, machine: Machine, *, steps: int = 8, device: str = "cpu"
+) -> float:
+    """Seconds per step of the shallow model with everything kept, as it is now: clocks and neighbours change."""
+    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    workload = trace_config("shallow", config, training)
+    schedule = lower(decide("in-memory", workload, ample), workload, ample)
+    schedule = with_room(schedule, simulate_on(unroll(schedule, 2), ample).peak_bytes)
+    return _run(schedule, config, training, None, steps, 2, device).step_s
+
+
+def scaled(parts: Mapping[str, PartTimes], factor: float) -> dict[str, PartTimes]:
+    """All times multiplied by `factor`."""
+    return {
+        part: replace(
+            t,
+            forward_s=t.forward_s * factor,
+            backward_s=t.backward_s * factor,
+            recompute_s=t.recompute_s * factor,
+        )
+        for part, t in parts.items()
+    }
 
 
 def _everything_offloaded(workload: Workload) -> Plan:
@@ -159,6 +209,22 @@ def _scaled(stream: Stream, factors: Mapping[tuple[str, str], float]) -> Stream:
             if kind in weights:
                 weights[kind] /= factor
     return replace(stream, rates=rates, takes=takes)
+
+
+def _spreads(steps: Steps) -> dict[str, float]:
+    """How much each stream's work varies from step to step, without the slowest tenth of the steps."""
+    busy: dict[str, list[float]] = {}
+    for k in steps.steady:
+        sums: dict[str, float] = {}
+        for span in steps.spans[k].values():
+            sums[span.stream] = sums.get(span.stream, 0.0) + span.duration_ns
+        for stream, ns in sums.items():
+            busy.setdefault(stream, []).append(ns)
+    found = {}
+    for stream, values in busy.items():
+        kept = sorted(values)[: max(2, len(values) * 9 // 10)]
+        found[stream] = stdev(kept) / median(kept) if len(kept) > 1 and median(kept) > 0 else 0.0
+    return found
 
 
 def _factors(before: Machine, after: Machine) -> dict[str, float]:

@@ -34,8 +34,16 @@ from tierplan.runtime.trainer import RunResult, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState
 from tierplan.sim.trace import write_atomically
+from tierplan.sim.variation import vary
 from tierplan.sim.workload import Training, Workload
-from tierplan.validation.block_times import Shallow, measure_shallow, random_batches, with_times
+from tierplan.validation.block_times import (
+    Shallow,
+    measure_shallow,
+    random_batches,
+    scaled,
+    step_now_s,
+    with_times,
+)
 from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
 from tierplan.validation.campaign import Artifact, Campaign, Group, Run
 from tierplan.validation.compare import compare
@@ -46,6 +54,10 @@ __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
 DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
+NUM_DRAWS = 24
+LEAST_SPREAD = 0.03
+SHALLOW = Run(blocks=0, policy="in-memory")
+"""One micro-batch, no clipping; its depth is the group's `profile_blocks`."""
 MEASURED = "measured.txt"
 """What a group was predicted from, beside its `machine.toml`; no artifact, hence not *.json."""
 Report = Callable[[str], None]
@@ -139,10 +151,11 @@ def _measure(group: Group, out_dir: str | os.PathLike[str], scratch: Path, devic
     description = measure_description(scratch, budget_s=measure_s, device=device, dtypes=(group.dtype,))
     write_atomically(Path(out_dir) / group.name / "machine.toml", write_description(description))
     machine = build(description)
-    training = _training(group, Run(blocks=group.profile_blocks, policy="in-memory"), device)
+    training = _training(group, SHALLOW, device)
     config = group.model_config(group.profile_blocks)
     shallow = measure_shallow(config, training, machine, nvme_dir=scratch, device=device)
     record = {"parts": {part: asdict(times) for part, times in shallow.parts.items()}, "factors": dict(shallow.factors)}
+    record["spreads"] = dict(shallow.spreads)
     write_atomically(Path(out_dir) / group.name / MEASURED, json.dumps(record, indent=1) + "\n")
     return _Measured(shallow=shallow, seconds=time.monotonic() - began)
 
@@ -165,7 +178,12 @@ def _one(
     )
     try:
         machine = measured.shallow.machine
-        predicted = predict(run, with_times(workload, measured.shallow.parts, machine), machine)
+        config_now, training_now = group.model_config(group.profile_blocks), _training(group, SHALLOW, device)
+        drift = step_now_s(config_now, training_now, machine, device=device) / measured.shallow.step_s
+        artifact = replace(artifact, asked={**artifact.asked, "drift": drift})
+        parts = scaled(measured.shallow.parts, drift)
+        predicted = predict(run, with_times(workload, parts, machine), machine)
+        predicted = replace(predicted, interval_s=_interval_s(predicted, measured.shallow))
         torch.manual_seed(0)
         result = train(
             predicted.schedule,
@@ -195,6 +213,18 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
         sizes[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, sizes))
     machine, schedule, steady = fitting(decided, workload, with_capacity(machine, sizes))
     return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
+
+
+def _interval_s(predicted: Prediction, shallow: Shallow) -> tuple[float, float]:
+    """The 90 % interval of the step time, when each stream is as much quicker or slower as it was between steps.
+
+    A stream is taken to vary by at least `LEAST_SPREAD`: what was measured once is not known better than that.
+    """
+    streams = predicted.schedule.streams
+    rates = {stream: max(shallow.spreads.get(stream, 0.0), LEAST_SPREAD) for stream in streams}
+    drawn = vary(predicted.schedule, predicted.machine, rates=rates, num_samples=NUM_DRAWS)
+    scale = predicted.steady.period_s / drawn.nominal_s
+    return drawn.low_s * scale, drawn.high_s * scale
 
 
 def _part_of_plain_training(run: Run, workload: Workload, machine: Machine) -> Machine:

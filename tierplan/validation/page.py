@@ -32,9 +32,10 @@ td:first-child { white-space: normal; min-width: 6.5rem; }
 th:first-child, td:first-child, .left { text-align: left; padding-left: 0; }
 .bar { text-align: left; width: 12rem; min-width: 6rem; }
 .bar svg { display: block; width: 100%; height: .9rem; margin-top: .25rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .card { background: var(--wash); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
-.card b { display: block; font-size: 1.35rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.card b { display: block; font-size: 1.25rem; line-height: 1.25; overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: .85rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }

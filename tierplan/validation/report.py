@@ -87,7 +87,7 @@ def _key_figures(comparison: Comparison) -> str:
         (
             "Busiest stream",
             busiest.stream,
-            f"worked {format_frac(busiest.measured.busy_s / step.measured)} of the step",
+            f"worked {format_frac(_part(busiest.measured.busy_s, busiest.measured.step_s))} of the step",
         ),
     ]
     for tier in comparison.tiers:

@@ -1,0 +1,88 @@
+"""The demo: its budgets do what they are for, its whole run holds together, and it ends well when it must end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.toys import toy_machine, toy_workload
+from tierplan.cli import main
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.engine import OutOfMemory
+from tierplan.sim.steady import steady_state
+from tierplan.validation.demo import byte_tokens, demo_budgets, run_demo, summary
+
+
+def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:
+    workload = toy_workload(6, slots=12)
+    in_memory_bytes, machine = demo_budgets(workload, toy_machine())
+    assert machine.tier("gpu0").capacity_bytes < in_memory_bytes
+    for choice in (UnitPlan(), UnitPlan(params="host", grads="host", states="host")):
+        plan = Plan(policy="without NVMe", units=(choice,) * len(workload.units))
+        with pytest.raises(OutOfMemory):
+            steady_state(lower(plan, workload, machine), machine)
+
+
+def test_the_text_is_the_same_bytes_each_time() -> None:
+    tokens = byte_tokens(100_000)
+    assert len(tokens) == 100_000
+    assert tokens.min() >= 0
+    assert tokens.max() <= 255
+    assert (tokens == byte_tokens(100_000)).all()
+    assert b"import" in bytes(tokens.astype("uint8"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert main(["demo", "--out", str(tmp_path / "file" / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "cannot write to" in error
+    assert "--out" in error
+    assert "Traceback" not in error
+
+
+def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--steps", "1"]) == 1
+    assert "needs 4 or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_job(tmp_path: Path) -> None:
+    result = run_demo(tmp_path, steps=4, measure_s=10)
+    record = result.record()
+    assert record["losses"] == record["reference_losses"]
+    assert record["weights_equal"]
+    assert record["predicted_bytes"] == record["measured_bytes"]
+    assert record["measured_bytes"]["nvme.read"] > 0
+    assert result.in_memory_measured_bytes > record["capacity_bytes"]["gpu0"]
+    for tier, capacity in record["capacity_bytes"].items():
+        assert record["measured_peak_bytes"][tier] <= capacity
+    assert json.loads((tmp_path / "result.json").read_text())["losses"] == record["losses"]
+    assert "<html" in (tmp_path / "report.html").read_text()
+    timeline = json.loads((tmp_path / "timeline.json").read_text())
+    assert len(timeline["traceEvents"]) > 100
+    assert "equal bit for bit" in summary(result, tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())", "demo", "--out", "out"]
+    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ})
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out" / "nvme").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(4)
+    run.send_signal(signal.SIGINT)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert b"Traceback" not in error
+    assert b"interrupted" in error
+    assert not (tmp_path / "out" / "nvme").exists()
