@@ -14,6 +14,7 @@ from tests.sim.test_engine import run
 from tests.sim.test_rules import trace_or_none
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.engine import simulate
@@ -135,12 +136,39 @@ def test_sensitivities_of_a_mixed_step_are_less_than_proportional() -> None:
     choice = UnitPlan(params="host", grads="host", states="nvme", acts=("nvme", "host", "recompute", "keep"))
     schedule = lower(uniform_plan(workload, choice), workload, machine)
     found = sensitivities(schedule, machine, factor=1.1)
-    assert {s.name for s in found} == {*schedule.streams, "drive"}
+    assert {s.name for s in found if s.kind == "stream"} == set(schedule.streams)
+    assert [s.name for s in found if s.kind == "limit"] == ["drive"]
+    assert [s.name for s in found if s.kind == "part"] == ["nvme"]
     assert [s.gain_frac for s in found] == sorted((s.gain_frac for s in found), reverse=True)
     assert found[0].gain_frac > 0.01
     assert sum(s.gain_frac for s in found if s.kind == "stream") <= 0.1
     with pytest.raises(ValueError, match="factor is 0"):
         sensitivities(schedule, machine, factor=0)
+
+
+def test_a_drive_bound_step_gains_from_the_whole_drive() -> None:
+    """Two slots between reads and writes that fill the drive's limit: its streams gain nothing, the drive 10 %."""
+    drive = {"drive": {"bytes": 1e-9}}
+    machine = Machine(
+        name="m",
+        tiers=(),
+        streams=(
+            Stream(name="nvme.read", rates={"bytes": Rate.constant(1e9)}, takes=drive),
+            Stream(name="nvme.write", rates={"bytes": Rate.constant(1e9)}, takes=drive),
+        ),
+        shared_limits=(SharedLimit(name="drive", limit=1.0),),
+    )
+    ops = (
+        op("r", writes="x", stream="nvme.read", work={"bytes": 1e9}),
+        op("w", reads="x", stream="nvme.write", work={"bytes": 1e9}),
+    )
+    two_slots = (Tier(name="host", capacity_bytes=8),)
+    schedule = Schedule(name="x", tiers=two_slots, buffers=(buffer("x", size_bytes=4),), ops=ops)
+    found = {(s.kind, s.name): s for s in sensitivities(schedule, machine)}
+    assert found["part", "nvme"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
+    assert found["limit", "drive"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
+    assert found["stream", "nvme.read"].gain_frac == pytest.approx(0.0, abs=1e-6)
+    assert found["part", "nvme"].step_s == pytest.approx(2.0 / 1.1)
 
 
 def test_the_steady_window_is_one_period_long() -> None:

@@ -6,7 +6,7 @@ moments are whole nanoseconds; in a measured trace causes are matched to the nea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -223,40 +223,52 @@ def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The step time when one stream or one shared limit is faster, everything else as it is."""
+    """The step time when one stream, one shared limit or one part is faster, everything else as it is."""
 
     name: str
-    kind: Literal["stream", "limit"]
+    kind: Literal["stream", "limit", "part"]
     step_s: float
     gain_frac: float
     """Part of the step time that is saved; below 0 where a faster part makes the step slower."""
 
 
 def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) -> tuple[Sensitivity, ...]:
-    """Step times with each stream, and each shared limit, `factor` times as fast; the largest gain first.
+    """Step times with each stream, each shared limit and each part `factor` times as fast; the largest gain first.
 
-    Each is simulated anew in steady state. Latencies stay as they are.
+    A stream alone cannot exceed the limits that it shares, nor a limit alone the streams. So where all takers of a
+    limit belong to one part (`nvme.read` and `nvme.write` share what the drives do), that part is there as a whole too.
+    Each case is simulated anew in steady state. Latencies stay as they are.
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 1.1 means 10 % faster")
     used = set(schedule.streams)
+    cases: list[tuple[Literal["stream", "limit", "part"], str, set[str]]] = []
+    cases += [("stream", s.name, {s.name}) for s in machine.streams if s.name in used]
+    cases += [("limit", limit.name, {limit.name}) for limit in machine.shared_limits]
+    inside: dict[str, set[str]] = {}
+    for limit in machine.shared_limits:
+        parts = {s.name.partition(".")[0] for s in machine.streams if limit.name in s.takes}
+        if len(parts) == 1:
+            inside.setdefault(parts.pop(), set()).add(limit.name)
+    for part, limits in inside.items():
+        cases.append(("part", part, limits | {s.name for s in machine.streams if s.name.partition(".")[0] == part}))
     now_s = steady_state(schedule, machine).period_s
     found = []
-    for stream in machine.streams:
-        if stream.name in used:
-            rates = {kind: faster(rate, factor) for kind, rate in stream.rates.items()}
-            streams = tuple(replace(s, rates=rates) if s.name == stream.name else s for s in machine.streams)
-            step_s = steady_state(schedule, replace(machine, streams=streams)).period_s
-            found.append(("stream", stream.name, step_s))
-    for limit in machine.shared_limits:
-        limits = tuple(replace(x, limit=x.limit * factor) if x.name == limit.name else x for x in machine.shared_limits)
-        step_s = steady_state(schedule, replace(machine, shared_limits=limits)).period_s
-        found.append(("limit", limit.name, step_s))
-    gains = [
-        Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=1.0 - step_s / now_s if now_s else 0.0)  # type: ignore[arg-type]
-        for kind, name, step_s in found
-    ]
-    return tuple(sorted(gains, key=lambda s: -s.gain_frac))
+    for kind, name, changed in cases:
+        step_s = steady_state(schedule, with_faster(machine, changed, factor)).period_s
+        gain_frac = 1.0 - step_s / now_s if now_s else 0.0
+        found.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
+    return tuple(sorted(found, key=lambda s: -s.gain_frac))
+
+
+def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:
+    """The machine with the streams and shared limits of these names `factor` times as fast."""
+    streams = tuple(
+        replace(s, rates={kind: faster(rate, factor) for kind, rate in s.rates.items()}) if s.name in names else s
+        for s in machine.streams
+    )
+    limits = tuple(replace(x, limit=x.limit * factor) if x.name in names else x for x in machine.shared_limits)
+    return replace(machine, streams=streams, shared_limits=limits)
 
 
 def faster(rate: Rate, factor: float) -> Rate:
