@@ -40,7 +40,7 @@ def test_a_plan_is_a_schedule_file(path, planned):
 
 
 def test_another_machine_or_model_is_refused(path, planned):
-    workload, machine, _ = planned
+    _, machine, _ = planned
     with pytest.raises(PlanFileError, match="another machine"):
         load_plan(path, machine=toy_machine(device_bytes=101 * MIB))
     with pytest.raises(PlanFileError, match="another model"):

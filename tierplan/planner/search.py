@@ -8,11 +8,11 @@ the clock unless the time limit is reached."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.fluid import MODES, Problem
+from tierplan.planner.fluid import MODES, Mode, Problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp import ACTIONS
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
@@ -28,6 +28,9 @@ OPS_PER_S = 36_000
 WALL_TIMES = 5
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
+LONG_CHAIN = 8
+PATIENCE = 5
+"""Moves of one family without success after which it is left, on chains longer than `LONG_CHAIN`."""
 BETTER = 1 - 1e-4
 """A move counts as an improvement when it shortens the step by more than this."""
 
@@ -72,6 +75,13 @@ class Budget:
     @property
     def is_spent(self) -> bool:
         return self.ops_left <= 0 or self.is_late
+
+    @property
+    def spent_frac(self) -> float:
+        """The larger of what is spent of the ops and of the seconds."""
+        computed_s = time.process_time() - self.started_cpu
+        ops = self.time_limit_s * OPS_PER_S
+        return max(1 - self.ops_left / ops, computed_s / self.time_limit_s)
 
     @property
     def is_late(self) -> bool:
@@ -198,17 +208,32 @@ def _backward_s(problem: Problem, plan: Plan, u: int) -> float:
 
 
 def improve(problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s: float, good_frac: float) -> Candidate:
-    """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound."""
+    """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound.
+
+    Goes round the families of moves. On long chains, where neighbours are much alike, a family is left after a few
+    moves without success; on short ones every move is tried.
+    """
     best = start
-    moved = True
-    while moved and not evaluate.budget.is_spent:
-        moved = False
-        for neighbour in _neighbours(problem, best.plan):
-            if evaluate.budget.is_spent or _close(best, bound_s, good_frac):
-                return best
-            tried = evaluate(neighbour)
-            if tried.step_s is not None and best.step_s is not None and tried.step_s < best.step_s * BETTER:
-                best, moved = tried, True
+    patience = PATIENCE if len(problem.units) > LONG_CHAIN else 10**9
+    stale = 0
+    while stale < len(FAMILIES):
+        for family in FAMILIES:
+            failures, before = 0, best
+            for move in family(problem, best.plan):
+                if evaluate.budget.is_spent or _close(best, bound_s, good_frac):
+                    return best
+                changed = move(best.plan)
+                if changed is None or changed == best.plan:
+                    continue
+                tried = evaluate(changed)
+                if tried.step_s is not None and best.step_s is not None and tried.step_s < best.step_s * BETTER:
+                    best, failures = tried, 0
+                else:
+                    failures += 1
+                    if failures >= patience:
+                        break
+            stale = 0 if best is not before else stale + 1
+            if stale >= len(FAMILIES):
                 break
     return best
 
@@ -217,46 +242,134 @@ def _close(candidate: Candidate, bound_s: float, good_frac: float) -> bool:
     return candidate.step_s is not None and candidate.step_s <= bound_s * (1 + good_frac)
 
 
-def _neighbours(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """Plans that differ in one decision: windows, then one unit's placement or tensor, spread over the chain."""
+Move = Callable[[Plan], Plan | None]
+"""From a plan to a neighbour, or to None where the move does not apply."""
+RANK = {"device": 0, "host": 1, "nvme": 2}
+
+
+def _promotions(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One unit's states or parameters a tier up, as long as memory has room: what rounding and margins left unused."""
+
+    def up(u: int, part: str) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            choice = plan.units[u]
+            now = RANK[getattr(choice, part)]
+            other = "params" if part == "states" else "states"
+            for k in sorted(problem.modes(u), key=lambda k: -RANK[getattr(MODES[k], part)]):
+                mode = MODES[k]
+                if RANK[getattr(mode, part)] < now and RANK[getattr(mode, other)] <= RANK[getattr(choice, other)]:
+                    return _placed(plan, u, mode)
+            return None
+
+        return move
+
+    for part in ("states", "params"):
+        for u in _spread(len(plan.units)):
+            yield up(u, part)
+
+
+def _kept(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One more tensor kept, the dearest to make again first; or moved rather than made again."""
+    found = []
+    for u, unit in enumerate(problem.units):
+        for g, group in enumerate(unit.groups):
+            if group.slots and plan.units[u].action(group.slots[0]) != "keep":
+                found.append((-group.recompute_s / max(group.gb, 1e-12), u, g))
+
+    def act(u: int, g: int, action: str) -> Move:
+        return lambda plan: _acted(plan, problem, u, g, action)
+
+    for _, u, g in sorted(found):
+        yield act(u, g, "keep")
+    if problem.host_gb:
+        for _, u, g in sorted(found):
+            if problem.units[u].groups[g].movable:
+                yield act(u, g, "host")
+
+
+def _windows(problem: Problem, plan: Plan) -> Iterator[Move]:
     for windows in WINDOWS:
-        yield with_windows(plan, windows)
-    spread = _spread(len(plan.units))
-    for u in spread:
-        choice = plan.units[u]
-        if choice.states != "device" and plan.semantics == "in-backward":
-            yield _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
-    for u in spread:
-        choice = plan.units[u]
+        yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
+
+
+def _lateness(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One update late, or no longer."""
+
+    def toggle(u: int) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            choice = plan.units[u]
+            if choice.states == "device" or plan.semantics != "in-backward":
+                return None
+            return _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
+
+        return move
+
+    for u in _spread(len(plan.units)):
+        yield toggle(u)
+
+
+def _placements(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Any other placement of one unit."""
+    for u in _spread(len(plan.units)):
         for k in problem.modes(u):
-            mode = MODES[k]
-            changed = replace(choice, params=mode.params, states=mode.states, grads=mode.grads)
-            if changed != choice:
-                yield _with_unit(plan, u, changed)
-    for u in spread:
-        yield from (_with_unit(plan, u, changed) for changed in _other_actions(problem, u, plan.units[u]))
+            yield lambda plan, u=u, k=k: _placed(plan, u, MODES[k])  # type: ignore[misc]
 
 
-def _other_actions(problem: Problem, u: int, choice: UnitPlan) -> Iterator[UnitPlan]:
-    unit = problem.units[u]
-    num_slots = sum(len(g.slots) for g in unit.groups)
-    actions = [choice.action(k) for k in range(num_slots)]
-    offload = ("host", "nvme") if problem.has_nvme else ("host",) if problem.host_gb else ()
-    for group in unit.groups:
-        for name in ACTIONS:
-            allowed = (
-                name == "keep" or (name == "recompute" and group.recomputable) or (name in offload and group.movable)
-            )
-            if not allowed:
-                continue
-            if not group.slots:
-                if name != choice.input:
-                    yield replace(choice, input=name)  # type: ignore[arg-type]
-            elif actions[group.slots[0]] != name:
-                changed = list(actions)
-                for k in group.slots:
-                    changed[k] = name  # type: ignore[call-overload]
-                yield replace(choice, acts=tuple(changed) if len(set(changed)) > 1 else changed[0])
+def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Any other action on one unit's tensor, or on its input."""
+    for u in _spread(len(plan.units)):
+        for g, group in enumerate(problem.units[u].groups):
+            for action in ACTIONS:
+                if (action == "recompute" and not group.recomputable) or (action == "nvme" and not problem.has_nvme):
+                    continue
+                if action in ("host", "nvme") and not (group.movable and problem.host_gb):
+                    continue
+                yield lambda plan, u=u, g=g, action=action: _acted(plan, problem, u, g, action)  # type: ignore[misc]
+
+
+def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Two units exchange their placements: where along the chain something lives also matters."""
+    order = _spread(len(plan.units))
+    for i, u in enumerate(order):
+        for v in order[i + 1 :]:
+
+            def move(plan: Plan, u: int = u, v: int = v) -> Plan | None:
+                a, b = plan.units[u], plan.units[v]
+                if (a.params, a.states, a.grads, a.late_update) == (b.params, b.states, b.grads, b.late_update):
+                    return None
+                first = replace(a, params=b.params, states=b.states, grads=b.grads, late_update=b.late_update)
+                second = replace(b, params=a.params, states=a.states, grads=a.grads, late_update=a.late_update)
+                return _with_unit(_with_unit(plan, u, first), v, second)
+
+            yield move
+
+
+FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
+    _promotions,
+    _kept,
+    _windows,
+    _lateness,
+    _swaps,
+    _placements,
+    _actions,
+)
+
+
+def _placed(plan: Plan, u: int, mode: Mode) -> Plan:
+    choice = plan.units[u]
+    late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
+    changed = replace(choice, params=mode.params, states=mode.states, grads=mode.grads, late_update=late)
+    return _with_unit(plan, u, changed)
+
+
+def _acted(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:
+    choice, group = plan.units[u], problem.units[u].groups[g]
+    if not group.slots:
+        return _with_unit(plan, u, replace(choice, input=action)) if action != "recompute" else plan  # type: ignore[arg-type]
+    actions = [choice.action(k) for k in range(sum(len(other.slots) for other in problem.units[u].groups))]
+    for k in group.slots:
+        actions[k] = action  # type: ignore[call-overload]
+    return _with_unit(plan, u, replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0]))
 
 
 def _with_unit(plan: Plan, u: int, choice: UnitPlan) -> Plan:

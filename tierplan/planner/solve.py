@@ -41,8 +41,8 @@ TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
 TILE_PENALTY = 1.005
 """What one more tile has to be worth in the bound for it to be tried first: more tiles are more ops to search over."""
-SHARE_OF_TUNING = 0.7
-"""Of the budget, what tuning the knobs may take; local moves have the rest."""
+SHARES_OF_TUNING = (0.45, 0.6, 0.65)
+"""Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
 
 
 @dataclass
@@ -188,7 +188,7 @@ class _Loop:
             ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
             for number, (p, bound) in enumerate(ranked):
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
-                    self._plan_order(p, bound, share=1 / min(2, len(ranked) - number))
+                    self._plan_order(p, bound, share=SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)])
             if self.best is not None:
                 self._polish(problems, bounds)
         except KeyboardInterrupt:
@@ -275,9 +275,11 @@ class _Loop:
         return round_to_plan(p, fractions(model, solution)) if solution.usable else None
 
     def _plan_order(self, p: Problem, bound: Bound, *, share: float) -> None:
-        """One order: tune the knobs by simulation, then take the integral program's plan at the best knobs too."""
+        """One order: tune the knobs by simulation, then take the integral program's plan at the best knobs too.
+
+        `share` is the part of the whole budget that may be spent when this ends.
+        """
         goal_s = bound.step_s * (1 + GOOD_FRAC)
-        until = self.budget.ops_left * (1 - share * SHARE_OF_TUNING)
         solved: dict[tuple[float, ...], Plan | None] = {}
         units = _granules(p)
 
@@ -293,7 +295,7 @@ class _Loop:
             return tried
 
         def is_over() -> bool:
-            return self.budget.is_late or self.budget.ops_left < until
+            return self.budget.is_late or self.budget.spent_frac > share
 
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
