@@ -81,7 +81,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
         time.sleep(0.1)
     time.sleep(4)
     run.send_signal(signal.SIGINT)
-    out, error = run.communicate(timeout=60)
+    _, error = run.communicate(timeout=60)
     assert run.returncode == 130
     assert b"Traceback" not in error
     assert b"interrupted" in error

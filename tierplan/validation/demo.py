@@ -156,6 +156,7 @@ def run_demo(
     steps: int = NUM_STEPS,
     num_threads: int = 1,
     seed: int = 0,
+    measure_s: float = MEASURE_S,
     progress: Progress = lambda what, part: None,
 ) -> DemoResult:
     """Runs the whole job; leaves `report.html`, `timeline.json` (Perfetto), the schedule and both traces in `out`.
@@ -184,7 +185,7 @@ def run_demo(
     with _stage("measure", seconds):
         base = measure(
             nvme,
-            budget_s=MEASURE_S,
+            budget_s=measure_s,
             device="cpu",
             dtypes=("fp32",),
             save=False,
