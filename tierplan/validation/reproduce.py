@@ -4,8 +4,9 @@
     reports = reproduce(["fuyou"])        some
 
 The rows are in `published/*.toml`, each with its source and role: `calibrate` rows fixed named constants of a machine
-of the catalog, `check` rows were never fitted, `prediction` rows have no published figure. A quantity's function below
-says how a row is put to the simulator; nothing there depends on the value that was published.
+of the catalog, `check` rows were never fitted, `prediction` rows have no published figure, `variant` rows repeat a row
+under another reading of the system. A quantity's function below says how a row is put to the simulator; nothing there
+depends on the value that was published.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Report:
 
 
 def is_step_time(row: Row) -> bool:
-    return row.quantity in ("step_s", "iteration_s") or (row.quantity == "phases_s" and row.label.endswith("step"))
+    return row.quantity in ("step_s", "iteration_s") or (row.quantity == "phases_s" and ", step" in row.label)
 
 
 def systems() -> list[str]:
@@ -164,6 +165,7 @@ def label_of(settings: Settings) -> str:
             value = settings[name]
             parts.append(str(value) if name in ("policy", "model", "phase") else f"{name} {value:g}"
                          if isinstance(value, (int, float)) else f"{name}: {value}")  # fmt: skip
+    parts += [f"{name}={value}" for name, value in settings.get("options", {}).items()]
     return ", ".join(parts)
 
 
