@@ -21,7 +21,7 @@ from tierplan.sim.schedule import Schedule, unroll
 seconds_lists = st.lists(durations | st.floats(0, 3), min_size=14, max_size=14)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(schedules(roomy=True), seconds_lists)
 def test_with_room_it_is_exact(schedule: Schedule, seconds: list[float]) -> None:
     evaluation = Evaluator(schedule).evaluate(costs(schedule, seconds))
@@ -32,7 +32,7 @@ def test_with_room_it_is_exact(schedule: Schedule, seconds: list[float]) -> None
     assert list(evaluation.end_ns) == [ends[op.key] for op in schedule.ops]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(schedules(), seconds_lists)
 def test_with_little_memory_it_is_a_bound_and_says_when_it_is_exact(schedule: Schedule, seconds: list[float]) -> None:
     evaluation = Evaluator(schedule).evaluate(costs(schedule, seconds))
@@ -45,7 +45,7 @@ def test_with_little_memory_it_is_a_bound_and_says_when_it_is_exact(schedule: Sc
         assert evaluation.makespan_ns == trace.duration_ns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     schedules(),
     st.lists(st.floats(0, 3), min_size=14, max_size=14),

@@ -25,7 +25,7 @@ from tierplan.sim.steady import steady_state
 seconds_lists = st.lists(durations, min_size=14, max_size=14)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), seconds_lists)
 def test_the_critical_path_covers_the_whole_time(schedule: Schedule, seconds: list[float]) -> None:
     trace = trace_or_none(schedule, costs(schedule, seconds))
@@ -54,7 +54,7 @@ def test_it_is_as_long_as_networkx_says(schedule: Schedule, seconds: list[float]
     assert nx.dag_longest_path_length(causes, weight="duration_ns") == trace.duration_ns
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedules(), seconds_lists, st.floats(0, 1), st.floats(0, 1))
 def test_every_streams_time_is_accounted_for(
     schedule: Schedule, seconds: list[float], begin_frac: float, end_frac: float

@@ -95,7 +95,7 @@ def test_counters_say_what_each_tier_holds() -> None:
         assert (totals[-1] if totals else 0) == last
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10**13), st.integers(0, 3000)), min_size=1, max_size=20))
 def test_ops_never_overlap_however_a_reader_cuts_times(gaps: list[tuple[int, int]]) -> None:
     spans, now = [], 0

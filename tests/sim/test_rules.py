@@ -26,7 +26,7 @@ def trace_or_none(schedule: Schedule, prices: dict[str, Cost]) -> Trace | None:
         return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_completion_and_order_of_grants_do_not_depend_on_timing(schedule: Schedule, one: int, two: int) -> None:
     first, second = execute_in_random_order(schedule, one), execute_in_random_order(schedule, two)
@@ -35,7 +35,7 @@ def test_completion_and_order_of_grants_do_not_depend_on_timing(schedule: Schedu
     assert (len(first.ended) == len(schedule.ops)) == completes(schedule)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), seconds_lists)
 def test_the_engine_does_what_the_witness_does(schedule: Schedule, seconds: list[float]) -> None:
     prices = costs(schedule, seconds)
@@ -45,7 +45,7 @@ def test_the_engine_does_what_the_witness_does(schedule: Schedule, seconds: list
     assert got == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(schedules(), seconds_lists, seconds_lists)
 def test_it_completes_with_one_set_of_durations_as_with_any(
     schedule: Schedule, one: list[float], two: list[float]
@@ -54,7 +54,7 @@ def test_it_completes_with_one_set_of_durations_as_with_any(
     assert (first is None) == (second is None) == (not completes(schedule))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(schedules(), seconds_lists)
 def test_memory_is_conserved_and_within_capacity(schedule: Schedule, seconds: list[float]) -> None:
     trace = trace_or_none(schedule, costs(schedule, seconds))
@@ -73,7 +73,7 @@ def test_memory_is_conserved_and_within_capacity(schedule: Schedule, seconds: li
         assert sum(held[t.name].values()) == stays
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), seconds_lists)
 def test_the_makespan_is_at_least_every_streams_busy_time(schedule: Schedule, seconds: list[float]) -> None:
     prices = costs(schedule, seconds)
@@ -89,7 +89,7 @@ def test_the_makespan_is_at_least_every_streams_busy_time(schedule: Schedule, se
         assert min(idle_ns, span.waited_input_ns, span.waited_memory_ns) >= 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(roomy=True), seconds_lists, st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=14, max_size=14))
 def test_shorter_ops_never_slow_a_schedule_without_memory_waits(
     schedule: Schedule, seconds: list[float], factors: list[float]
@@ -154,7 +154,7 @@ def test_the_smallest_capacity_is_the_smallest(schedule: Schedule, tier: str) ->
     assert works == list(range(works[0], 60)) if works else True, "more memory never lets fewer ops end"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules())
 def test_running_out_of_memory_is_explained(schedule: Schedule) -> None:
     assume(not completes(schedule))

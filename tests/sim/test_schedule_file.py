@@ -31,7 +31,7 @@ SMALL = Schedule(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules())
 def test_round_trip_of_any_schedule(tmp_path: Path, schedule: Schedule) -> None:
     path = tmp_path / "schedule.json"

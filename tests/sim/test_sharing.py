@@ -19,7 +19,7 @@ flows = st.lists(
 limits = st.fixed_dictionaries({name: st.floats(0.05, 10) for name in LIMITS})
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(flows, limits)
 def test_the_definition(flows: list[tuple[dict[str, float], float]], limits: dict[str, float]) -> None:
     demands, shares = [d for d, _ in flows], [s for _, s in flows]

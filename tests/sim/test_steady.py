@@ -140,6 +140,29 @@ def test_what_has_no_successor_cannot_be_repeated() -> None:
         steady_state(schedule, machine("gpu"))
 
 
+def test_a_schedule_without_ops_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule 'none' has no ops"):
+        steady_state(Schedule(name="none", tiers=(TIER,), buffers=(), ops=()), machine("gpu"))
+
+
+def test_streams_that_drift_apart_are_said_not_to_repeat() -> None:
+    """Nothing couples them, so the quicker runs ahead for ever: the step time is the slower one's, found as a mean."""
+    schedule = Schedule(
+        name="drift",
+        tiers=(TIER,),
+        buffers=(),
+        ops=(
+            Op(key="slow", stream="gpu", kind="x", work={"s": 3.0}),
+            Op(key="quick", stream="cpu", kind="x", work={"s": 2.0}),
+        ),
+    )
+    steady = steady_state(schedule, machine("gpu", "cpu"))
+    assert not steady.is_periodic
+    assert steady.num_steps == 16
+    assert steady.period_s == 3.0
+    assert steady.window_s[1] <= steady.trace.duration_s
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="num_steps is 2"):
         steady_state(loop(1.0, 1.0), machine("gpu", "cpu"), num_steps=2)

@@ -24,7 +24,7 @@ TRACE = Trace(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.lists(durations, min_size=14, max_size=14))
 def test_round_trip(tmp_path: Path, schedule: Schedule, seconds: list[float]) -> None:
     trace = trace_or_none(schedule, costs(schedule, seconds))

@@ -80,6 +80,8 @@ def steady_state(
     """
     if num_steps < 3:
         raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
+    if not schedule.ops:
+        raise ValueError(f"schedule {schedule.name!r} has no ops; nothing repeats")
     while True:
         unrolled = unroll(schedule, num_steps)
         trace = simulate(unrolled, machine)
