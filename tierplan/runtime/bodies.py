@@ -89,6 +89,7 @@ class InputThing(Thing):
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.leaves = leaves
+        self._strides = [None if leaf.is_contiguous() else leaf.stride() for leaf in leaves]
 
     def memory(self) -> torch.Tensor:
         parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in self.leaves]
@@ -100,7 +101,13 @@ class InputThing(Thing):
             if parts is None:
                 leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device)
             else:
-                leaf.data = parts[k].view(leaf.dtype).view(leaf.shape)
+                flat = parts[k].view(leaf.dtype)
+                shape, stride = leaf.shape, self._strides[k]
+                leaf.data = (
+                    flat.view(shape)
+                    if stride is None
+                    else flat.new_empty_strided(shape, stride).copy_(flat.view(shape))
+                )
 
 
 @dataclass(eq=False, slots=True)

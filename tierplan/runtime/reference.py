@@ -27,9 +27,16 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
 def loss_of(
     model: nn.Module, batch: Mapping[str, Any], loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None
 ) -> torch.Tensor:
-    """The loss of one micro-batch: by `loss`, else the one that the model's output has."""
+    """The loss of one micro-batch: by `loss`, else the one that the model's output is or has."""
     output = model(**batch)
-    return loss(output, batch) if loss is not None else output.loss
+    if loss is not None:
+        return loss(output, batch)
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if found is None or found.numel() != 1:
+        raise ValueError(
+            f"the output of {type(model).__name__} has no loss; put labels into the batches, or give a `loss` function"
+        )
+    return found
 
 
 def without_cache(model: nn.Module) -> Callable[[], None]:

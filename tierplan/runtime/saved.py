@@ -62,7 +62,8 @@ class _InputRef:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset_bytes: int
+    """From the beginning of the leaf."""
 
 
 @dataclass(eq=False)
@@ -90,7 +91,9 @@ class _Saver:
             self.saves_parameters = True
             return _ParamRef(self._of_unit[address], t.shape, t.stride(), int(t.storage_offset()))
         if address in self._of_input:
-            return _InputRef(self._of_input[address], t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+            leaf = self._of_input[address]
+            inside = int(t.storage_offset()) * t.itemsize - int(leaf.storage_offset()) * leaf.itemsize
+            return _InputRef(leaf, t.dtype, t.shape, t.stride(), inside)
         if address in self.external or t.untyped_storage().nbytes() == 0:
             return t.detach()
         return None
@@ -165,7 +168,11 @@ class Recorder(_Saver):
         if isinstance(saved, _InputRef) and storage.nbytes() < saved.leaf.nbytes:
             raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
         out = torch.empty(0, dtype=saved.dtype, device=storage.device)
-        return out.set_(storage, saved.offset, saved.size, saved.stride)
+        if isinstance(saved, _SlotRef):
+            offset = saved.offset
+        else:  # the leaf may lie elsewhere by now
+            offset = (int(saved.leaf.storage_offset()) * saved.leaf.itemsize + saved.offset_bytes) // out.itemsize
+        return out.set_(storage, offset, saved.size, saved.stride)
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ from tierplan.runtime.arena import PAGE_BYTES, map_host, padded
 __all__ = ["Extent", "Store", "StoreError"]
 
 STRIPE_BYTES = 1 << 20
+STAGING_BYTES = 8 << 20
 REQUEST_BYTES = 8 << 20
 """Largest single request: throughput no longer grows above about 4 MiB with two threads."""
 FILE_NAME = "tierplan.tier"
@@ -338,35 +339,53 @@ class Store:
             raise ValueError(
                 f"{tensor.numel()} bytes of memory for an extent of {extent.size_bytes}; they must be equal"
             )
-        aligned = tensor.numel() == room and tensor.data_ptr() % PAGE_BYTES == 0
-        memory = tensor if aligned else self._staging(room)
-        if verb == "write" and not aligned:
-            memory[: tensor.numel()].copy_(tensor)
-        view = memory.numpy().data
-        pieces = self._pieces(extent.offset_bytes, room)
+        pages = _whole_pages(tensor, room)
+        if pages is not None:
+            self._transfer(verb, extent.offset_bytes, pages)
+            return
+        for at in range(0, room, STAGING_BYTES):
+            part = tensor[at : at + STAGING_BYTES]
+            staging = self._staging()[: padded(part.numel())]
+            if verb == "write":
+                staging[: part.numel()].copy_(part)
+            self._transfer(verb, extent.offset_bytes + at, staging)
+            if verb == "read":
+                part.copy_(staging[: part.numel()])
+
+    def _transfer(self, verb: str, offset: int, pages: torch.Tensor) -> None:
+        view = pages.numpy().data
+        pieces = self._pieces(offset, len(view))
         if len(pieces) == 1:
-            k, offset, at, size = pieces[0]
-            self._files[k].transfer(verb, view[at : at + size], offset)
+            k, in_file, at, size = pieces[0]
+            self._files[k].transfer(verb, view[at : at + size], in_file)
         else:
             moves: list[Future[None]] = [
-                self._files[k].threads.submit(self._files[k].transfer, verb, view[at : at + size], offset)
-                for k, offset, at, size in pieces
+                self._files[k].threads.submit(self._files[k].transfer, verb, view[at : at + size], in_file)
+                for k, in_file, at, size in pieces
             ]
             errors = [error for move in moves if (error := move.exception()) is not None]
             if errors:
                 raise errors[0]
-        if not aligned and verb == "read":
-            tensor.copy_(memory[: tensor.numel()])
         for k in {piece[0] for piece in pieces}:
             if not self._files[k].direct:
                 os.posix_fadvise(self._files[k].fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _staging(self, room: int) -> torch.Tensor:
+    def _staging(self) -> torch.Tensor:
         """Aligned memory of this thread, for callers whose own is not."""
         memory = getattr(self._bounce, "memory", None)
-        if memory is None or memory.numel() < room:
-            memory = self._bounce.memory = map_host(room)
-        return memory[:room]
+        if memory is None:
+            memory = self._bounce.memory = map_host(STAGING_BYTES)
+        return memory
+
+
+def _whole_pages(tensor: torch.Tensor, room: int) -> torch.Tensor | None:
+    """The tensor's memory up to the end of its last page, if it starts on a page and its storage goes that far."""
+    if tensor.data_ptr() % PAGE_BYTES or not tensor.is_contiguous():
+        return None
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    if storage.nbytes() < offset + room:
+        return None
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (room,), (1,))
 
 
 def stripe_pattern(weights: Sequence[float]) -> tuple[int, ...]:

@@ -163,11 +163,14 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     canonical = {id(p): name for name, p in twin.named_parameters()}
-    used: tuple[set[str], set[str]] = (set(), set())
+    used: tuple[set[str], set[str], set[str]] = (set(), set(), set())  # before, between and behind the blocks
     reached = [0]
 
     def enter_block(module: nn.Module, args: object) -> None:
         reached[0] = 1
+
+    def leave_last(module: nn.Module, args: object, out: object) -> None:
+        reached[0] = 2
 
     def enter(module: nn.Module, args: object) -> None:
         used[reached[0]].update(canonical[id(p)] for p in module._parameters.values() if p is not None)
@@ -176,6 +179,8 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
     for name, module in twin.named_modules():
         if name in blocks:
             module.register_forward_pre_hook(enter_block)
+            if name == blocks[-1]:
+                module.register_forward_hook(leave_last)
         elif not name.startswith(inside):
             module.register_forward_pre_hook(enter)
     try:
@@ -186,7 +191,13 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
         ) from error
-    return used
+    before, between, behind = used
+    if between:
+        raise ModelError(
+            f"{type(model).__name__} uses parameter {sorted(between)[0]!r} between its blocks, as encoder-decoders do; "
+            "the runtime runs models whose parameters are in blocks, in front of them, or behind them"
+        )
+    return before, behind
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
