@@ -86,12 +86,11 @@ def _us(time_ns: int) -> float:
 
 def _op(span: Span, process: int, thread: int, number: int, *, is_critical: bool) -> dict[str, object]:
     args: dict[str, object] = {
-        "stream": thread,
-        "correlation": process * 10**7 + number,
-        "device": _device(span.stream),
         "waited for input (ms)": span.waited_input_ns / 1e6,
         "waited for memory (ms)": span.waited_memory_ns / 1e6,
     }
+    if (device := _device(span.stream)) >= 0:  # Holistic Trace Analysis takes what has a stream for work of a GPU
+        args |= {"stream": thread, "device": device, "correlation": process * 10**7 + number}
     if span.alone_ns >= 0:
         args["slowed by shared limits (ms)"] = max(0, span.duration_ns - span.alone_ns) / 1e6
     if is_critical:
