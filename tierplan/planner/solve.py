@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -20,6 +20,7 @@ from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, sho
 from tierplan.planner.fluid import GB, Order, Problem, problem
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
+from tierplan.planner.packs import improve_packs
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.program import solve
@@ -37,6 +38,8 @@ GOOD_FRAC = 0.003
 MILP_GAP = 0.005
 MILP_TIME_LIMIT_S = 4.0
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
+SHARE_OF_PACKS = 0.5
+"""Of the budget, what the search over packs of several devices may take."""
 TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
 TILE_PENALTY = 1.005
@@ -79,6 +82,8 @@ class PolicyResult:
     step_s: float | None
     reason: str = ""
     """Why it has no step time, in one line."""
+    devices: int = 1
+    """Devices with micro-batches of their own: a step is that many times the work."""
     same_numbers: bool = True
     """Whether it trains the numbers that were asked for; only then it is a candidate."""
 
@@ -114,8 +119,8 @@ class PlanResult:
 
     @property
     def best_policy(self) -> str | None:
-        """The quickest policy that fits and trains the same numbers."""
-        fitting = {k: p.step_s for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
+        """The policy that fits, trains the same numbers, and takes least for the work of one device's micro-batches."""
+        fitting = {k: p.step_s / p.devices for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
 
 
@@ -164,6 +169,7 @@ class _Loop:
                 f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
                 "cannot do; ask for 'exact-clip' or set no max_grad_norm"
             )
+        self.num_devices = sum(tier.kind == "device" for tier in machine.tiers)
         self.budget = Budget(time_limit_s)
         self.evaluate = Evaluator(workload, machine, self.budget)
         self.solve_s = 0.0
@@ -171,6 +177,8 @@ class _Loop:
         self.best: Candidate | None = None
         self.plain: Candidate | None = None
         """The best that local moves can start from."""
+        self.packed: Candidate | None = None
+        """The best in packs."""
         self.notes: list[str] = []
         self.shortest = ""
 
@@ -184,6 +192,8 @@ class _Loop:
         compared: dict[str, PolicyResult] = {}
         try:
             compared = self._compare(POLICIES if policies is None else policies)
+            if self.packed is not None and self.num_devices > 1:
+                self._consider(improve_packs(self.packed, self.evaluate, spent_frac=SHARE_OF_PACKS))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
             ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
             for number, (p, bound) in enumerate(ranked):
@@ -191,6 +201,7 @@ class _Loop:
                     self._plan_order(p, bound, share=SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)])
             if self.best is not None:
                 self._polish(problems, bounds)
+                self._on_several_devices()
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -229,6 +240,10 @@ class _Loop:
         """The least bound over the shapes; compute alone where a policy's plan does what none of them does."""
         assert self.best is not None
         assert self.best.step_s is not None
+        if self.num_devices > 1:
+            # any device may do any op: all that is certain is the compute, evenly divided
+            step_s = compute_s(problems[0]) * self.best.plan.devices / self.num_devices
+            return Bound(step_s=step_s, shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
         best = min(bounds, key=lambda b: b.step_s)
         if not best.feasible or best.step_s > self.best.step_s * (1 + 1e-6):
             self.notes.append("the best plan does what the bound's program does not know; its bound is compute alone")
@@ -237,9 +252,8 @@ class _Loop:
 
     def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
         found = {}
-        several = sum(tier.kind == "device" for tier in self.machine.tiers) > 1
         for name in names:
-            if name in NEED_SEVERAL_DEVICES and not several:
+            if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
                 found[name] = PolicyResult(step_s=None, reason="needs several devices; this machine has one")
                 continue
             try:
@@ -249,7 +263,9 @@ class _Loop:
                 continue
             candidate = self.evaluate(made)
             same = made.semantics == self.semantics or "delayed-1" not in (made.semantics, self.semantics)
-            found[name] = PolicyResult(step_s=candidate.step_s, reason=candidate.reason, same_numbers=same)
+            found[name] = PolicyResult(
+                step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, devices=made.devices
+            )
             if same:
                 self._consider(candidate)
         return found
@@ -262,7 +278,9 @@ class _Loop:
         plain = plan.segment_units == 1 and plan.devices == 1 and plan.packs is None and plan.paged_devices == 0
         if plain and (self.plain is None or self.plain.step_s is None or candidate.step_s < self.plain.step_s):
             self.plain = candidate
-        if self.best is None or self.best.step_s is None or candidate.step_s < self.best.step_s:
+        if plan.packs is not None and (self.packed is None or _per_device_s(candidate) < _per_device_s(self.packed)):
+            self.packed = candidate
+        if self.best is None or _per_device_s(candidate) < _per_device_s(self.best):
             self.best = candidate
             return True
         return False
@@ -318,6 +336,11 @@ class _Loop:
         p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.tiles), (problems[0], bounds[0]))
         self._consider(improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
 
+    def _on_several_devices(self) -> None:
+        """The best plan of one device on all of them, each with its own micro-batches, the rest cut into parts."""
+        if self.num_devices > 1 and self.plain is not None:
+            self._consider(self.evaluate(replace(self.plain.plan, devices=self.num_devices)))
+
     def _infeasible(self, problems: list[Problem]) -> InfeasiblePlan:
         lacking = tuple(shortages(problems[0]))
         reason = next((c.reason for c in self.evaluate.seen.values() if c.reason), "")
@@ -346,6 +369,11 @@ class _Loop:
             seed=self.seed,
             notes=tuple(self.notes),
         )
+
+
+def _per_device_s(candidate: Candidate) -> float:
+    """Seconds per step for the work of one device's micro-batches."""
+    return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.devices
 
 
 def _granules(p: Problem) -> tuple[float, float]:
