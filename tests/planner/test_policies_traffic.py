@@ -104,13 +104,11 @@ def packed_workload(num_blocks: int, micro_batches: int) -> Workload:
     return Workload(name="packed", model_type="toy", training=training, units=tuple(units))
 
 
-def weight_swap_bytes(schedule: Schedule) -> float:
+def weight_swap_bytes(schedule: Schedule, counted: tuple[str, ...] = ("params", "grads")) -> float:
     kinds = {b.name: b.kind for b in schedule.buffers}
     links = (".h2d", ".d2h")
     return sum(
-        op.work.get("bytes", 0.0)
-        for op in schedule.ops
-        if op.stream.endswith(links) and kinds[op.reads[0]] in ("params", "grads")
+        op.work.get("bytes", 0.0) for op in schedule.ops if op.stream.endswith(links) and kinds[op.reads[0]] in counted
     )
 
 
@@ -137,7 +135,9 @@ def test_virtual_memory_swaps_weights_for_every_use(devices: int, per_device: in
     machine = load_machine("harmony-4x1080ti")
     whole = sum(u.num_parameters for u in workload.units) * 4
     schedule = lower(decide("virtual-memory", workload, machine, {"devices": devices}), workload, machine)
-    assert weight_swap_bytes(schedule) == (4 * per_device + 2) * devices * whole
+    assert weight_swap_bytes(schedule, ("params",)) == (4 * per_device + 2) * devices * whole
+    assert weight_swap_bytes(schedule, ("grads",)) == 2 * per_device * devices * whole  # out; in to add, and to update
+    assert weight_swap_bytes(schedule, ("states",)) == 2 * devices * 2 * whole  # two moments, in and out
 
 
 def test_harmonys_own_packs_need_not_be_the_same_forward_and_backward() -> None:

@@ -1,8 +1,9 @@
 """Lowering of paged devices: data parallelism in which weights are paged in and out for every single use.
 
 Each device works through its micro-batches, forward and backward, with recomputation. A unit's weights come in before
-each use and go out after it, and once more for the update on the device. Gradients and states are paged as well in
-such systems; that traffic is not modelled, so the step time is a lower estimate.
+each use and go out after it, and so do the gradients that it adds to. The update runs on the device, where weights,
+gradients and states come in and weights and states go out; gradients are all-reduced there. Nothing is prefetched: a
+page fault comes when the op before has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class _Paged:
         self.n = plan.paged_devices
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
-        self.home: dict[tuple[str, int], str] = {}
+        self.home: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
+        self.becomes: dict[str, str] = {}
         self.version: dict[str, int] = {}
         self.last: list[str] = [""] * self.n
 
@@ -40,23 +42,20 @@ class _Paged:
         t = self.workload.training
         for unit in self.workload.units:
             for r in range(self.n):
-                if unit.num_parameters:
-                    size = unit.num_parameters * t.param_bytes
-                    self.home[unit.name, r] = self.buffer(
-                        f"params/{unit.name}/gpu{r}", HOST, size, "params", initial=True
-                    )
+                for kind, per_parameter in (("params", t.param_bytes), ("states", t.state_bytes)):
+                    if size := unit.num_parameters * per_parameter:
+                        home = self.buffer(f"{kind}/{unit.name}/gpu{r}", HOST, size, kind, initial=True)
+                        self.home[kind, unit.name, r] = self.becomes[home] = home
         total = t.gradient_accumulation_steps
         for r in range(self.n):
             for m in range(r * total // self.n, (r + 1) * total // self.n):
                 self._micro_batch(r, m)
         for unit in self.workload.units:
-            for r in range(self.n):
-                self._update(unit, r)
-        becomes = {name: f"params/{unit}/gpu{r}@{HOST}#0" for (unit, r), name in self.home.items()}
+            self._update(unit)
         return Schedule(
             name=f"{self.plan.policy} {self.workload.name}",
             tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in self.machine.tiers),
-            buffers=tuple(replace(b, becomes=becomes.get(b.name)) for b in self.buffers.values()),
+            buffers=tuple(replace(b, becomes=self.becomes.get(b.name)) for b in self.buffers.values()),
             ops=tuple(self.ops),
             meta={"policy": self.plan.policy, "semantics": self.plan.semantics, "model": self.workload.name,
                   "machine": self.machine.name, "training": asdict(t), "devices": self.n},
@@ -77,67 +76,86 @@ class _Paged:
                            reads=tuple(reads), writes=tuple(writes), after=tuple(a for a in after if a)))  # fmt: skip
         return key
 
-    def _page_in(self, unit: Unit, r: int, what: str) -> str | None:
-        """Weights come in when the op before has ended: a page fault knows of no prefetching."""
-        if not unit.num_parameters:
-            return None
-        home = self.home[unit.name, r]
+    def _page_in(self, kind: str, unit: Unit, r: int, what: str) -> list[str]:
+        """The unit's bytes of this kind on the device; none where it has none."""
+        home = self.home.get((kind, unit.name, r))
+        if home is None:
+            return []
         b = self.buffers[home]
-        here = self.buffer(b.content, f"gpu{r}", b.size_bytes, "params")
-        work = {"bytes": b.size_bytes}
-        self.op(f"fetch_params/{unit.name}/{what}/gpu{r}", f"gpu{r}.h2d", "copy", work, (home,), (here,),
-                after=(self.last[r],), unit=unit.name)  # fmt: skip
-        return here
+        here = self.buffer(b.content, f"gpu{r}", b.size_bytes, kind)
+        self.op(f"fetch_{kind}/{unit.name}/{what}/gpu{r}", f"gpu{r}.h2d", "copy", {"bytes": b.size_bytes},
+                (home,), (here,), after=(self.last[r],), unit=unit.name)  # fmt: skip
+        return [here]
 
-    def _page_out(self, unit: Unit, r: int, what: str, here: str | None) -> None:
-        if here is None:
-            return
-        home = self.home[unit.name, r]
-        b = self.buffers[home]
-        self.home[unit.name, r] = self.buffer(b.content, HOST, b.size_bytes, "params", reuses=home)
-        self.op(f"offload_params/{unit.name}/{what}/gpu{r}", f"gpu{r}.d2h", "copy", {"bytes": b.size_bytes},
-                (here, home), (self.home[unit.name, r],), after=(self.last[r],), unit=unit.name)  # fmt: skip
+    def _page_out(self, kind: str, unit: Unit, r: int, what: str, pages: list[str]) -> None:
+        """Takes bytes on the device home, over what is there if anything is."""
+        for here in pages:
+            b, over = self.buffers[here], self.home.get((kind, unit.name, r))
+            new = self.buffer(b.content, HOST, b.size_bytes, kind, reuses=over)
+            if over in self.becomes:
+                self.becomes[new] = self.becomes.pop(over)
+            self.home[kind, unit.name, r] = new
+            self.op(f"offload_{kind}/{unit.name}/{what}/gpu{r}", f"gpu{r}.d2h", "copy", {"bytes": b.size_bytes},
+                    (here, *([over] if over else [])), (new,), after=(self.last[r],), unit=unit.name)  # fmt: skip
 
     def _micro_batch(self, r: int, m: int) -> None:
         units, gpu = self.workload.units, f"gpu{r}"
-        x: list[str] = []
+        x: list[str] = []  # inputs of units 1, 2, ...
         for u, unit in enumerate(units):
-            here = self._page_in(unit, r, f"fwd/mb{m}")
-            out = (
-                [self.buffer(f"x/{units[u + 1].name}/mb{m}", gpu, unit.output_bytes, "acts")]
-                if u + 1 < len(units)
-                else []
-            )
-            reads = [*([here] if here else []), *x[-1:]]
+            pages = self._page_in("params", unit, r, f"fwd/mb{m}")
+            out = [self.buffer(f"x/{v.name}/mb{m}", gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
             key = f"fwd/{unit.name}/mb{m}"
             work = self.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
-            self.last[r] = self.op(
-                key, f"{gpu}.compute", "forward", unit.forward, reads, (*out, work), unit=unit.name, m=m
-            )
-            self._page_out(unit, r, f"fwd/mb{m}", here)
+            self.last[r] = self.op(key, f"{gpu}.compute", "forward", unit.forward, (*pages, *x[-1:]), (*out, work),
+                                   unit=unit.name, m=m)  # fmt: skip
+            self._page_out("params", unit, r, f"fwd/mb{m}", pages)
             x += out
         dy: list[str] = []
         for u, unit in reversed(list(enumerate(units))):
-            here = self._page_in(unit, r, f"bwd/mb{m}")
-            reads = [*([here] if here else []), *x[u - 1 : u], *dy]
-            dx = [self.buffer(f"dx/{unit.name}/mb{m}", gpu, unit.input_bytes, "acts")] if u else []
-            key = f"bwd/{unit.name}/mb{m}"
-            size = unit.saved_bytes + unit.backward_work_bytes + unit.num_parameters * self.workload.training.grad_bytes
-            work = self.buffer(f"work/{key}", gpu, size, "work")
-            total = {k: unit.forward.get(k, 0.0) + unit.backward.get(k, 0.0) for k in {**unit.forward, **unit.backward}}
-            self.last[r] = self.op(key, f"{gpu}.compute", "backward", total, reads, (*dx, work), unit=unit.name, m=m)
-            self._page_out(unit, r, f"bwd/mb{m}", here)
-            dy = dx
+            dy = self._backward(unit, r, m, x[u - 1 : u] if u else [], dy)
 
-    def _update(self, unit: Unit, r: int) -> None:
-        here = self._page_in(unit, r, "update")
-        if here is None:
+    def _backward(self, unit: Unit, r: int, m: int, x: list[str], dy: list[str]) -> list[str]:
+        """One unit's recomputation and backward; the buffer with the gradient of its input."""
+        gpu, key, what = f"gpu{r}", f"bwd/{unit.name}/mb{m}", f"bwd/mb{m}"
+        pages, old = self._page_in("params", unit, r, what), self._page_in("grads", unit, r, what)
+        dx = [self.buffer(f"dx/{unit.name}/mb{m}", gpu, unit.input_bytes, "acts")] if x else []
+        size = unit.num_parameters * self.workload.training.grad_bytes
+        grads = []
+        if size:
+            grads = [self.buffer(f"grads/{unit.name}/{gpu}", gpu, size, "grads", reuses=old[0] if old else None)]
+        work = self.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+        total = {k: unit.forward.get(k, 0.0) + unit.backward.get(k, 0.0) for k in {**unit.forward, **unit.backward}}
+        self.last[r] = self.op(key, f"{gpu}.compute", "backward", total, (*pages, *x, *dy, *old), (*dx, *grads, work),
+                               unit=unit.name, m=m)  # fmt: skip
+        self._page_out("params", unit, r, what, pages)
+        self._page_out("grads", unit, r, what, grads)
+        return dx
+
+    def _update(self, unit: Unit) -> None:
+        """All-reduces a unit's gradients and updates it, on every device that trained."""
+        if not unit.num_parameters:
             return
-        b = self.buffers[here]
-        new = self.buffer(b.content, b.tier, b.size_bytes, "params", reuses=here)
+        ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.home]
+        own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
         t = self.workload.training
         moved = unit.num_parameters * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)
-        key, work = f"update/{unit.name}/gpu{r}", {"elementwise_bytes": moved}
-        self.last[r] = self.op(key, f"gpu{r}.compute", "update", work,
-                               (here,), (new,), unit=unit.name)  # fmt: skip
-        self._page_out(unit, r, "update", new)
+        for r in ranks:
+            reads = [own[r]]
+            if len(ranks) > 1:
+                b = self.buffers[own[r]]
+                reads = [self.buffer(b.content, b.tier, b.size_bytes, "grads")]
+                work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * b.size_bytes}
+                self.op(f"all_reduce/{unit.name}/gpu{r}", f"gpu{r}.p2p.gpu{(r + 1) % self.n}", "all_reduce", work,
+                        own.values(), reads, unit=unit.name)  # fmt: skip
+            pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
+            old = [*pages["params"], *pages["states"]]
+            new = {
+                kind: [self.buffer(self.buffers[x].content, f"gpu{r}", self.buffers[x].size_bytes, kind, reuses=x)
+                       for x in found]
+                for kind, found in pages.items()
+            }  # fmt: skip
+            self.last[r] = self.op(f"update/{unit.name}/gpu{r}", f"gpu{r}.compute", "update",
+                                   {"elementwise_bytes": moved}, (*reads, *old), (*new["params"], *new["states"]),
+                                   unit=unit.name)  # fmt: skip
+            for kind, found in new.items():
+                self._page_out(kind, unit, r, "update", found)

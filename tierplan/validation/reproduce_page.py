@@ -98,6 +98,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
     values = [row.value or 0.0 for row in rows]
@@ -117,6 +118,10 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
                 zorder=3,
             )
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("published step time (s)")
     axes.set_ylabel("predicted step time (s)")
     axes.set_title(f"{report.system}: step times, dotted lines at 20 %")

@@ -3,7 +3,7 @@
 Each GPU pretends to have memory for the whole model: every micro-batch brings each unit's weights in for forward and
 again for backward, and each time they are evicted they are written back, since virtualisation does not know that they
 are clean. The update on the GPU brings them in and out once more. Per iteration (4 m + 2) N W bytes of weights move,
-for m micro-batches on each of N GPUs.
+for m micro-batches on each of N GPUs. Gradients and states are paged the same way.
 """
 
 from __future__ import annotations
