@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 QUICK_S, THOROUGH_S = 60.0, 900.0
+NOISY = 0.125
+"""A spread from which on a number deserves a warning: 95 % of measurements lie within twice that."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +176,12 @@ def _measure(args: argparse.Namespace) -> int:
         print(remark)
     print(f"largest error of the shared limits on a pair of streams: {description.notes['worst_error_of_a_pair']}")
     print(f"median error on mixes that were not fitted: {description.notes['median_error_of_mixes_not_fitted']}")
+    noisy = [name for name, quantity in description.values.items() if (quantity.spread or 0.0) > NOISY]
+    if noisy:
+        print(f"{len(noisy)} numbers vary by more than a quarter: {', '.join(noisy)}")
+        print(
+            "other programs use this machine, or its drive and clocks change; measure when it is quiet, or --thorough"
+        )
     print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
     return 0
 

@@ -168,7 +168,7 @@ def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Qua
 def _curve(rows: dict[float, list[float]], source: str) -> Quantity:
     """One number, or a curve over the amount, with the spread of its largest amount."""
     summaries = {amount: summary(rates) for amount, rates in sorted(rows.items())}
-    spread = max(half for _, half in summaries.values())
+    spread = list(summaries.values())[-1][1]
     if len(summaries) == 1:
         return Quantity(next(iter(summaries.values()))[0], "measured", source, spread)
     return Quantity(tuple((amount, rate) for amount, (rate, _) in summaries.items()), "measured", source, spread)
