@@ -19,8 +19,9 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
-from tierplan.planner.prediction import Prediction, predict, predict_plan
+from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.models import load_workload, workload_of
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
@@ -296,9 +297,7 @@ def _one_iteration(table: Settings, settings: Settings) -> tuple[Schedule, Trace
     workload, machine, options = _profile(table, settings)
     if settings["policy"] == "virtual-memory":
         options = {"devices": settings["devices"]}
-    plan = decide(settings["policy"], workload, machine, options)
-    schedule = predict_plan(plan, workload, machine).schedule
-    assert schedule is not None, "a profile's packs fit"
+    schedule = lower(decide(settings["policy"], workload, machine, options), workload, machine)
     return schedule, simulate_on(schedule, machine)
 
 
