@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.machine import Machine, Rate
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll
 from tierplan.validation import campaign_run
-from tierplan.validation.block_times import PartTimes, calibrated, with_times
+from tierplan.validation.block_times import TIMED, PartTimes, calibrated, with_times
 from tierplan.validation.campaign import Campaign, Group, Run, load_artifacts, load_campaign
 from tierplan.validation.steps import cut_predicted
 
@@ -102,37 +102,55 @@ def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() 
     assert {r.device for _, r in runs} >= {"roomy", "middle", "tight"}
 
 
-def test_calibration_finds_the_rates_that_were_changed() -> None:
-    """The 'measured' trace is simulated with other rates; the factors found are those that were put in."""
-    machine = toy_machine(shared=True)
+def changed(machine: Machine, factors: dict[str, float], pressure: float = 1.0) -> Machine:
+    """The machine with other rates by stream; streams beside compute take `pressure` times as much of the cores."""
+    streams = []
+    for s in machine.streams:
+        factor = factors.get(s.name, 1.0)
+        rates = {
+            kind: Rate(tuple((x, y * (factor if kind in ("bytes", "parameters") else 1.0)) for x, y in rate.points))
+            for kind, rate in s.rates.items()
+        }
+        beside = pressure if s.name != "gpu0.compute" else 1.0
+        takes = {
+            limit: {k: w * (beside if limit == "cores" else 1.0) / (factor if k in ("bytes", "parameters") else 1.0)
+                    for k, w in weights.items()}
+            for limit, weights in s.takes.items()
+        }  # fmt: skip
+        streams.append(replace(s, rates=rates, takes=takes))
+    return replace(machine, streams=tuple(streams))
+
+
+def machine_with_cores() -> Machine:
+    """Computation, updates and copies share two cores, in fractions of full speed."""
+    machine = toy_machine()
+    weights = {"gpu0.compute": 0.9, "host.adam": 0.9, "gpu0.h2d": 0.3, "gpu0.d2h": 0.3}
+    streams = []
+    for s in machine.streams:
+        weight = weights.get(s.name, 0.0)
+        by_kind = {kind: weight / max(y for _, y in rate.points) for kind, rate in s.rates.items()} | {"s": weight}
+        streams.append(replace(s, takes={"cores": by_kind} if weight else {}))
+    return replace(machine, streams=tuple(streams), shared_limits=(SharedLimit(name="cores", limit=1.0),))
+
+
+@pytest.mark.parametrize("pressure", [0.7, 1.0, 1.3])
+def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressure: float) -> None:
+    machine = machine_with_cores()
     workload = toy_workload(4)
-    schedule = lower(
-        uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme", acts="host")), workload, machine
-    )
+    plan = uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme", acts="host"))
+    schedule = lower(plan, workload, machine)
+    alone_s = {op.key: machine.cost(op.stream, op.work).alone_s for op in schedule.ops if op.kind in TIMED}
     factors = {"gpu0.h2d": 0.5, "nvme.read": 0.8, "host.adam": 1.5}
-    truth = replace(
-        machine,
-        streams=tuple(
-            replace(
-                s,
-                rates={
-                    kind: Rate(tuple((x, y * factors.get(s.name, 1.0)) for x, y in rate.points))
-                    if kind in ("bytes", "parameters")
-                    else rate
-                    for kind, rate in s.rates.items()
-                },
-            )
-            for s in machine.streams
-        ),
-    )
-    measured = cut_predicted(simulate_on(unroll(schedule, 4), truth))
-    found = calibrated(machine, schedule, measured)
-    for name in ("gpu0.h2d", "host.adam"):
-        kind = "bytes" if name.startswith("gpu0") else "parameters"
+    measured = cut_predicted(simulate_on(unroll(schedule, 4), changed(machine, factors, pressure)))
+    found = calibrated(machine, schedule, measured, alone_s)
+    for name in ("gpu0.h2d", "nvme.read", "host.adam"):
+        kind = "parameters" if name == "host.adam" else "bytes"
         ratio = found.stream(name).rates[kind].at(1e6) / machine.stream(name).rates[kind].at(1e6)
-        assert ratio == pytest.approx(factors[name], rel=0.02), name
-    read = found.stream("nvme.read").rates["bytes"].at(1e6) / 2e9
-    assert read == pytest.approx(0.8, rel=0.15), "shared with writes, so known less well"
+        assert ratio == pytest.approx(factors[name], rel=0.15), name
+    again = cut_predicted(simulate_on(unroll(schedule, 4), found))
+    before = cut_predicted(simulate_on(unroll(schedule, 4), machine))
+    assert again.step_s == pytest.approx(measured.step_s, rel=0.03)
+    assert abs(before.step_s - measured.step_s) > 3 * abs(again.step_s - measured.step_s)
 
 
 def test_measured_times_replace_modelled_ones_and_keep_sizes() -> None:

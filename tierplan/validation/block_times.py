@@ -44,9 +44,12 @@ __all__ = [
 ]
 
 COMPUTE = "gpu0.compute"
-ROUNDS = 3
+ROUNDS = 6
 """Of calibration: contention changes when rates do."""
 FACTOR_LIMIT = 10.0
+MOST_PRESSURE = 1.4
+LEAST_LOSS = 0.002
+"""Of computation, for its loss to say something about contention."""
 TIMED = ("forward", "backward", "recompute")
 
 
@@ -112,7 +115,8 @@ def measure_shallow(
     parts = {part: _part_times(times) for part, times in spans.items()}
     found = machine
     for name in ("kept", "offloaded"):
-        found = calibrated(found, *runs[name])
+        schedule, cut = runs[name]
+        found = calibrated(found, schedule, cut, _alone_s(schedule, part_of, parts))
     return Shallow(
         parts=parts,
         machine=found,
@@ -170,19 +174,37 @@ def _everything_offloaded(workload: Workload) -> Plan:
     return Plan(policy="calibration", units=tuple(units))
 
 
-def calibrated(machine: Machine, schedule: Schedule, measured: Steps) -> Machine:
-    """The machine with rates at which the simulated ops take as long as the measured ones did, in sum.
+def _alone_s(schedule: Schedule, part_of: Mapping[str, str], parts: Mapping[str, PartTimes]) -> dict[str, float]:
+    """What forward, backward and recomputation take with nothing beside them, by key."""
+    found = {}
+    for op in schedule.ops:
+        if op.kind in TIMED:
+            times = parts[part_of[op.unit]]
+            found[op.key] = {
+                "forward": times.forward_s,
+                "backward": times.backward_s,
+                "recompute": times.recompute_s,
+            }[op.kind]
+    return found
 
-    One factor per stream and kind of work, without forward, backward and recomputation, which take what was measured.
-    What a stream takes of a shared limit stays the same fraction of it.
+
+def calibrated(machine: Machine, schedule: Schedule, measured: Steps, alone_s: Mapping[str, float]) -> Machine:
+    """The machine on which the simulated ops take as long as the measured ones did, in sum.
+
+    One factor per stream and kind of work; ops of `alone_s` take that long with nothing beside them. What a stream
+    takes of a shared limit stays the same fraction of it, but for one factor on what all other streams take of the
+    limits of computation: it makes the time that computation loses to them what was measured.
     """
     seconds_m = measured.median_ns()
     latency_s = machine.stream(COMPUTE).latency_s
     ops = [
-        replace(op, work={"s": max(seconds_m[op.key] / 1e9 - latency_s, 0.0)}) if op.kind in TIMED else op
+        replace(op, work={"s": max(alone_s[op.key] - latency_s, 0.0)}) if op.key in alone_s else op
         for op in schedule.ops
     ]
     schedule = replace(schedule, ops=tuple(ops))
+    alone_ns = sum(alone_s.values()) * 1e9
+    lost_m = sum(seconds_m[key] for key in alone_s) - alone_ns
+    pressure = 1.0
     for _ in range(ROUNDS):
         trace: Trace = simulate_on(unroll(schedule, 3), machine)
         seconds_p = cut_predicted(trace).median_ns()
@@ -195,7 +217,25 @@ def calibrated(machine: Machine, schedule: Schedule, measured: Steps) -> Machine
                 both[1] += seconds_m[op.key]
         factors = {key: p / m for key, (p, m) in sums.items() if p > 0 and m > 0}
         machine = replace(machine, streams=tuple(_scaled(stream, factors) for stream in machine.streams))
+        lost_p = sum(seconds_p[key] for key in alone_s) - alone_ns
+        if lost_p > LEAST_LOSS * alone_ns:
+            wanted = pressure * (max(lost_m, 0.0) / lost_p) ** 0.5
+            wanted = min(MOST_PRESSURE, max(1 / MOST_PRESSURE, wanted))
+            machine = replace(machine, streams=tuple(_pressing(s, machine, wanted / pressure) for s in machine.streams))
+            pressure = wanted
     return machine
+
+
+def _pressing(stream: Stream, machine: Machine, factor: float) -> Stream:
+    """The stream with what it takes of the limits of computation multiplied; computation itself stays as it is."""
+    if stream.name == COMPUTE:
+        return stream
+    shared = machine.stream(COMPUTE).takes
+    takes = {
+        limit: {k: w * factor for k, w in weights.items()} if limit in shared else weights
+        for limit, weights in stream.takes.items()
+    }
+    return replace(stream, takes=takes)
 
 
 def _scaled(stream: Stream, factors: Mapping[tuple[str, str], float]) -> Stream:
