@@ -187,7 +187,8 @@ def table_lines(workload: Workload) -> list[str]:
         f"{total_forward:>11.3f}{total_backward:>11.3f}",
         "",
         f"Sizes in {unit_name}, for one micro-batch; params, states: as they lie in memory; saved: what autograd keeps",
-        f"beside the unit's input; work: live at the peak beyond that. Shared by all blocks: {workload.shared_bytes:,} bytes.",
+        "beside the unit's input; work: live at the peak beyond that. "
+        f"Shared by all blocks: {workload.shared_bytes:,} bytes.",
     ]
     if not is_measured:
         per_token = (total_forward + total_backward) * flop_scale / tokens / n

@@ -183,7 +183,6 @@ def measure_unit(
         output_bytes=0 if loss_bytes else out_bytes,
         saves_input=tape.input_saved and not is_embed,
         saves_parameters=tape.parameters_saved,
-        saves_parameters=tape.parameters_saved,
         forward_work_bytes=forward_work,
         backward_work_bytes=max(0, tape.meter.peak_bytes - before - made),
     )
