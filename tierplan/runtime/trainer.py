@@ -124,6 +124,8 @@ class Trainer:
     """Commits after so many steps, and at the end of each `run`; only at the end if not given."""
     resume: bool = False
     """Goes on from the last commit in `out_dir`, or begins if there is none."""
+    divides_loss: bool = True
+    """Each micro-batch's loss is divided by their number; not so where the model does that."""
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
     """A unit's parameters, for a model that has none in memory (`tierplan.runtime.weights`)."""
 
@@ -152,7 +154,7 @@ class Trainer:
         self._store: Store | None = None
         self._bodies: Bodies | None = None
         self._executor: Executor
-        self._is_set_up = False
+        self._is_set_up = self._is_closed = False
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
         self._uncache = without_cache(self.model)
@@ -271,6 +273,11 @@ class Trainer:
             "device": self.device,
         }
 
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last step done."""
+        return sum(self._losses[self.num_steps_done - 1])
+
     def request_stop(self) -> None:
         """Lets the steps under way run to their end; `run` returns then."""
         self._executor.request_stop()
@@ -311,6 +318,11 @@ class Trainer:
                     p.data = view.clone()
 
     @property
+    def is_placed(self) -> bool:
+        """Whether the model's parameters are in the schedule's tiers now."""
+        return self._is_set_up and not self._is_closed
+
+    @property
     def units(self) -> Sequence[ModelUnit]:
         """The model's units; empty before the first `run`."""
         return tuple(self._units)
@@ -334,6 +346,7 @@ class Trainer:
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters "
         "left."""
+        self._is_closed = True
         if self._bodies is not None:
             self._bodies.close()
         if self._hooks is not None:
@@ -535,7 +548,7 @@ class Trainer:
 
         def forward() -> torch.Tensor:
             loss = loss_of(self.model, moved, self.loss)
-            return loss / self._num_micro_batches if self._num_micro_batches > 1 else loss
+            return loss / self._num_micro_batches if self.divides_loss and self._num_micro_batches > 1 else loss
 
         return Lane(
             hooks=self._hooks,

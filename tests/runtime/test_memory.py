@@ -1,0 +1,79 @@
+"""The ledger is what memory really holds: compared with PyTorch's own tracker, and over many steps."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensor_bytes(trainer: Trainer) -> int:
+    """Bytes of all tensors that Python knows, each storage once, without memory that pools keep for later."""
+    assert trainer._bodies is not None
+    trainer._bodies.host_pool.trim()
+    trainer._bodies.device_pool.trim()
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if type(x) in (torch.Tensor, torch.nn.Parameter):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("acts", ["recompute", "nvme"])
+def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
+    model = make_model("gpt2", num_blocks=2, dropout=0.1)
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    batches = make_batches(200)
+    with Trainer(schedule, model, nvme_dir=tmp_path, trace_steps=1) as trainer:
+        trainer.run(batches[:40], 40)
+        before, file_bytes = tensor_bytes(trainer), (tmp_path / "tierplan.tier").stat().st_size
+        objects, resident_kib = len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        trainer.run(batches[40:], 160)
+        assert tensor_bytes(trainer) <= before
+        assert (tmp_path / "tierplan.tier").stat().st_size == file_bytes
+        assert len(gc.get_objects()) < objects + 2000
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < resident_kib + 20_000
+        held = {tier.name: 0 for tier in schedule.tiers}
+        for instance in trainer._executor.held:
+            held[instance.buffer.tier] += instance.buffer.size_bytes
+        assert held == schedule.initial_bytes()
+    assert trainer.result().peak_bytes.keys() == held.keys()
+
+
+def test_pools_hold_what_the_ledger_says(tmp_path: Path) -> None:
+    """Memory that is lent is the ledger's, but for rounding to whole pages and what autograd holds by itself."""
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    choice = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
+        trainer.run(make_batches(3), 3)
+        bodies = trainer._bodies
+        assert bodies is not None
+        initial = schedule.initial_bytes()
+        num_buffers = len(schedule.buffers)
+        assert initial["host"] <= bodies.host_pool.lent_bytes <= initial["host"] + num_buffers * 4096
+        assert bodies.device_pool.lent_bytes == initial["gpu0"] == 0
+        assert bodies.host_pool.mapped_bytes <= trainer.result().peak_bytes["host"] + num_buffers * 4096
