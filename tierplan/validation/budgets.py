@@ -19,7 +19,7 @@ __all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with
 ROOM = 1.02
 """What a budget holds beyond what was found to do, as a factor."""
 PRECISION = 0.01
-MAX_RAISES = 20
+MAX_RAISES = 40
 AMPLE_BYTES = 1 << 50
 """A capacity that is never in the way."""
 
@@ -52,16 +52,16 @@ def fitting(plan: Plan, workload: Workload, machine: Machine) -> tuple[Machine, 
     """The plan's schedule, simulated on the machine, with capacities raised as far as it takes to complete.
 
     The order of a schedule depends on all capacities together, so one that was found to do for one tier may fall
-    short, by a little, when another tier's is set. Raises `OutOfMemory` when raising does not help.
+    short, by a little, when another tier's is set. Raises `OutOfMemory` when that does not help.
     """
     for _ in range(MAX_RAISES):
         try:
             schedule = lower(plan, workload, machine)
             return machine, schedule, steady_state(schedule, machine)
         except OutOfMemory as error:
-            if error.needed_bytes is None:
-                raise
-            machine = with_capacity(machine, {error.tier: ceil(error.needed_bytes * ROOM)})
+            # None: another tier is short as well, so this one is raised a little and the other is found next.
+            needed = error.needed_bytes or error.capacity_bytes + error.wanted_bytes
+            machine = with_capacity(machine, {error.tier: ceil(needed * ROOM)})
     schedule = lower(plan, workload, machine)
     return machine, schedule, steady_state(schedule, machine)
 
