@@ -11,9 +11,11 @@ depends on the value that was published.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
@@ -253,19 +255,28 @@ def _best_tflops(table: Settings, settings: Settings) -> float | None:
 
 def _phase(table: Settings, settings: Settings) -> float | Prediction:
     """One phase of a step that does its updates after backward. Gradients' way to their place ends backward."""
-    workload, machine = _workload(settings), _machine(settings)
-    prediction = predict(settings["policy"], workload, machine, settings.get("options"))
-    if settings["phase"] == "step" or prediction.schedule is None:
-        return prediction
+    scenario = {name: value for name, value in settings.items() if name not in ("phase", "value", "low", "high")}
+    prediction, seconds = _phases(json.dumps(scenario, sort_keys=True))
+    return prediction if settings["phase"] == "step" or not prediction.fits else seconds[settings["phase"]]
+
+
+@lru_cache(maxsize=4)
+def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
+    """The prediction for a scenario (as JSON), and the seconds of the phases of one step."""
+    settings = json.loads(scenario)
+    machine = _machine(settings)
+    prediction = predict(settings["policy"], _workload(settings), machine, settings.get("options"))
+    if prediction.schedule is None or not prediction.fits:
+        return prediction, {}
     trace = simulate_on(prediction.schedule, machine)
     forward_end_s = min(s.start_ns for s in trace.spans if s.key.startswith(("recompute/", "bwd/"))) / 1e9
     backward = ("bwd/", "offload_grads/", "write_grads/", "widen/")
     backward_end_s = max(s.end_ns for s in trace.spans if s.key.startswith(backward)) / 1e9
-    return {
+    return prediction, {
         "forward": forward_end_s,
         "backward": backward_end_s - forward_end_s,
         "update": trace.duration_s - backward_end_s,
-    }[settings["phase"]]
+    }
 
 
 def _efficiency(table: Settings, settings: Settings) -> float:
