@@ -273,6 +273,19 @@ def test_cutting_batches_leaves_all_work_and_what_grows_with_the_batch() -> None
         assert part.num_parameters == whole.num_parameters
 
 
+def test_tiles_of_operators_need_less_of_the_device_and_move_the_same_model() -> None:
+    workload = load_workload("gpt-175b", Training(dtype="fp16"))
+    machine = load_machine("fuyou-4090")
+    whole, cut = (predict("zero-infinity", workload, machine, {"operator_tiles": n}) for n in (1, 4))
+    assert whole.steady is not None
+    assert cut.steady is not None
+    assert cut.steady.trace.peak_bytes["gpu0"] < 0.6 * whole.steady.trace.peak_bytes["gpu0"]
+    assert whole.schedule is not None
+    assert cut.schedule is not None
+    for stream in ("nvme.read", "nvme.write"):
+        assert cut.schedule.bytes_moved()[stream] == whole.schedule.bytes_moved()[stream]
+
+
 # ---- several devices ----
 
 

@@ -18,7 +18,7 @@ from tierplan.planner.lowering_paged import lower_paged
 from tierplan.planner.partition import partition
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.refine import order_under_contention
-from tierplan.planner.tiling import cut_batches
+from tierplan.planner.tiling import cut_batches, cut_operators
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
@@ -61,12 +61,23 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
         return lower_paged(plan, workload, machine)
     if plan.tiles > 1:
         plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
+    if plan.operator_tiles > 1:
+        plan, workload = _with_cut_operators(plan, workload)
     schedule = _Lowering(plan, workload, machine).schedule()
     if plan.devices > 1:
         return validate(order_under_contention(partition(schedule, plan.devices), machine))
     if refine:
         schedule = order_by_readiness(schedule, price(schedule, machine))
     return validate(schedule)
+
+
+def _with_cut_operators(plan: Plan, workload: Workload) -> tuple[Plan, Workload]:
+    """The plan and workload with each block's tiles as units of their own, which share the block's choices."""
+    tiles = plan.operator_tiles
+    choices: list[UnitPlan] = []
+    for unit, choice in zip(workload.units, plan.units, strict=True):
+        choices += [choice] * (tiles if unit.kind == "block" else 1)
+    return replace(plan, units=tuple(choices), operator_tiles=1), cut_operators(workload, tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +202,7 @@ class _Lowering:
                 )
             if self._is_late(choice) and choice.grads == "nvme":
                 raise PlanError(
-                    f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory, so use 'host'"
+                    f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory: use 'host'"
                 )
             if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
                 raise PlanError(
@@ -200,7 +211,7 @@ class _Lowering:
                 )
 
     def _declare_homes(self) -> None:
-        """Buffers that exist before the step: parameters and states, and the old gradients of delayed or late updates."""
+        """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
         t = self.training
         for unit in self.units:
             n, choice = unit.num_parameters, self.choice[unit.name]
@@ -556,7 +567,7 @@ class _Lowering:
         )
 
     def _is_late(self, choice: UnitPlan) -> bool:
-        """Whether a unit's update waits for the next step: it then uses that step's forward time, before it is needed."""
+        """Whether a unit's update waits for the next step: it then uses that step's forward time, until it is needed."""
         return choice.late_update and choice.states != "device" and self.plan.semantics == "in-backward"
 
     def _late_updates(self) -> None:

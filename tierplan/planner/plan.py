@@ -102,6 +102,8 @@ class Plan:
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
     tiles: int = 1
     """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
+    operator_tiles: int = 1
+    """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
     devices: int = 1
     """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
     packs: Packs | None = None

@@ -1,4 +1,4 @@
-"""The same step in more and smaller micro-batches."""
+"""The same step in smaller pieces: micro-batches of fewer sequences, or blocks cut into tiles of their operators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tierplan.sim.workload import SavedTensor, Unit, Workload
 
-__all__ = ["cut_batches"]
+__all__ = ["cut_batches", "cut_operators"]
 
 
 def cut_batches(workload: Workload, parts: int) -> Workload:
@@ -26,6 +26,33 @@ def cut_batches(workload: Workload, parts: int) -> Workload:
         ),
         units=tuple(_cut(unit, parts) for unit in workload.units),
     )
+
+
+def cut_operators(workload: Workload, parts: int) -> Workload:
+    """`workload` with each block cut into `parts` units, each with its part of the parameters, compute and saved bytes.
+
+    Memory-centric tiling (ZeRO-Infinity): the tiles of an operator have the same input and work one after the other, so
+    only one tile's parameters and gradients need the device at a time. Every tile keeps its input here, where the
+    real ones share it: `parts - 1` inputs too many per block.
+    """
+    units: list[Unit] = []
+    for unit in workload.units:
+        if unit.kind != "block":
+            units.append(unit)
+            continue
+        for k in range(parts):
+            share = unit.num_parameters * (k + 1) // parts - unit.num_parameters * k // parts
+            tile = _cut(unit, parts)
+            units.append(
+                replace(
+                    tile,
+                    name=f"{unit.name}.{k}",
+                    num_parameters=share,
+                    input_bytes=unit.input_bytes,
+                    output_bytes=unit.output_bytes,
+                )
+            )
+    return replace(workload, units=tuple(units))
 
 
 def _cut(unit: Unit, parts: int) -> Unit:

@@ -6,6 +6,8 @@ there. The optimizer runs after backward, unit by unit: states and gradients of 
 updated and the one before that is written back; buffers for four updates bound how far that runs ahead. With everything
 on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and 18 of writes (4, 12, 2).
 
+Memory-centric tiling cuts each block's operators into `operator_tiles`, of which one at a time needs the device.
+
 On several devices parameters, gradients and states are partitioned: each device fetches its share over its own link
 and gathers the rest from its peers (`devices`).
 """
@@ -26,6 +28,7 @@ OPTIONS: Mapping[str, object] = {
     "optimizer": None,
     "checkpoints": "host",
     "prefetch": 2,
+    "operator_tiles": 1,
     "devices": None,  # default: all that the machine has
     "semantics": None,
 }
@@ -68,6 +71,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         hold_updates=True,
         update_order="backward",
         wide_grads=optimizer != "device",
+        operator_tiles=int(number(NAME, options, "operator_tiles", low=1)),
         devices=devices,
         options=options,
     )
