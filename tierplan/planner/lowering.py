@@ -567,7 +567,7 @@ class _Lowering:
         )
 
     def _is_late(self, choice: UnitPlan) -> bool:
-        """Whether a unit's update waits for the next step: it then uses that step's forward time, until it is needed."""
+        """Whether a unit's update waits for the next step: it then uses that step's forward, until it is needed."""
         return choice.late_update and choice.states != "device" and self.plan.semantics == "in-backward"
 
     def _late_updates(self) -> None:
