@@ -1,0 +1,244 @@
+"""How close the runtime comes to its busiest stream, what overlap is worth, and a model larger than memory.
+
+    python benchmarks/runtime.py --nvme-dir /mnt/nvme/scratch [--json FILE] [--only busiest overlap larger]
+
+    busiest     three plans that the drive limits: step time in steady state over the busy time of the busiest one
+    overlap     updates inside backward against the same plan with updates behind backward, steps one by one, in turn;
+                the median of the ratios of pairs
+    larger      a model in bf16 with Adam whose parameters and states (14 bytes per parameter) exceed this machine's memory,
+                under a cap on the process's own memory; its loss on one text must fall
+
+Ratios are taken within one run, since a shared machine drifts by more than the differences sought.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.trainer import Trainer
+from tierplan.runtime.weights import hollow_model, random_weights
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workload import Training
+
+GIB = 2**30
+SEQUENCE_LENGTH = 64
+
+
+def machine(device_bytes: int, host_bytes: int) -> Machine:
+    """Rates of the right order, for the order of ops; what is measured does not depend on them otherwise."""
+    kinds = ("matmul_bf16_flops", "matmul_fp32_flops", "attention_bf16_flops", "attention_fp32_flops")
+    rates = {"bytes": Rate.constant(1.2e9), "parameters": Rate.constant(3e8), "elementwise_bytes": Rate.constant(5e9)}
+    rates |= {kind: Rate.constant(5e10) for kind in kinds}
+    sizes: dict[str, tuple[Any, int]] = {
+        "gpu0": ("device", device_bytes),
+        "host": ("host", host_bytes),
+        "nvme": ("nvme", 1 << 50),
+    }
+    streams = ("gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam")
+    return Machine(
+        name="here",
+        tiers=tuple(TierSpec(name=n, kind=kind, capacity_bytes=size) for n, (kind, size) in sizes.items()),
+        streams=tuple(Stream(name=n, rates=rates) for n in streams),
+    )
+
+
+def config(width: int, num_blocks: int) -> dict[str, object]:
+    """A GPT-2 with bytes for tokens and without dropout."""
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 512,
+        "n_positions": 4 * SEQUENCE_LENGTH,
+        "n_embd": width,
+        "n_layer": num_blocks,
+        "n_head": width // 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **dict.fromkeys(names, 0.0),
+    }
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    """The same text for ever."""
+    ids = torch.randint(0, 512, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
+    return itertools.repeat({"input_ids": ids, "labels": ids})
+
+
+def make(
+    raw: dict[str, object], choice: UnitPlan, place: Machine, *, dtype: str = "bf16", semantics: str = "in-backward"
+) -> tuple[Schedule, Training, int]:
+    """The schedule, its training settings, and the number of parameters."""
+    training = Training(sequence_length=SEQUENCE_LENGTH, dtype=dtype, backend="cpu")  # type: ignore[arg-type]
+    workload = trace_config("benchmark", raw, training)
+    kept = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
+    units = tuple(choice if u.kind == "block" else kept for u in workload.units)
+    plan = Plan(policy="benchmark", units=units, semantics=semantics)  # type: ignore[arg-type]
+    return lower(plan, workload, place), training, workload.num_parameters
+
+
+def busiest(nvme_dir: Path) -> dict[str, object]:
+    """Step time over the busiest stream's time, for three plans."""
+    raw = config(1024, 8)
+    place = machine(4 * GIB, 3 * GIB)
+    plans = {
+        "states": UnitPlan(grads="host", states="nvme"),
+        "parameters and states": UnitPlan(params="nvme", grads="host", states="nvme"),
+        "parameters, states and gradients": UnitPlan(params="nvme", grads="nvme", states="nvme"),
+    }
+    found = {}
+    for name, choice in plans.items():
+        schedule, training, _ = make(raw, choice, place)
+        model = hollow_model(raw, training)
+        with Trainer(schedule, model, nvme_dir=nvme_dir, weights=random_weights(model, seed=0)) as trainer:
+            trainer.run(batches(), 3)
+            warm_ns = trainer.result().trace.duration_ns
+            trainer.run(batches(), 10)
+            result = trainer.result()
+        ends = [s for s in result.step_ends_s if s * 1e9 > warm_ns]
+        step_s = (ends[-1] - ends[2]) / (len(ends) - 3)
+        spans = [s for s in result.trace.spans if int(s.key[1:].partition("/")[0]) in range(6, 13)]
+        busy: dict[str, float] = {}
+        for span in spans:
+            busy[span.stream] = busy.get(span.stream, 0.0) + span.duration_ns / 7e9
+        stream = max(busy, key=lambda k: busy[k])
+        found[name] = {
+            "step_s": step_s,
+            "busiest_stream": stream,
+            "busy_s": busy,
+            "step_over_busiest": step_s / busy[stream],
+        }
+        print(f"{name}: {step_s:.3f} s per step, {stream} {busy[stream]:.3f} s, ratio {step_s / busy[stream]:.3f}")
+    return found
+
+
+def overlap(nvme_dir: Path) -> dict[str, object]:
+    """Seconds of a step with the update inside backward, and behind it."""
+    raw = config(1024, 8)
+    place = machine(4 * GIB, 3 * GIB)
+    trainers = {}
+    for name, semantics in (("inside", "in-backward"), ("behind", "exact-clip")):
+        schedule, training, _ = make(raw, UnitPlan(grads="host", states="nvme"), place, semantics=semantics)
+        model = hollow_model(raw, training)
+        folder = nvme_dir / name
+        trainers[name] = Trainer(schedule, model, nvme_dir=folder, weights=random_weights(model, seed=0))
+        trainers[name].run(batches(), 2)
+    ratios, seconds = [], {name: [] for name in trainers}
+    for turn in range(15):
+        for name in sorted(trainers, reverse=bool(turn % 2)):
+            begin_s = time.perf_counter()
+            trainers[name].run(batches(), 1)
+            seconds[name].append(time.perf_counter() - begin_s)
+        ratios.append(seconds["inside"][-1] / seconds["behind"][-1])
+    for trainer in trainers.values():
+        trainer.close()
+    ratio = statistics.median(ratios)
+    print(f"inside / behind backward: {ratio:.3f}, median of {len(ratios)} pairs")
+    return {"ratio": ratio, "ratios": ratios, **{f"{name}_s": statistics.median(s) for name, s in seconds.items()}}
+
+
+def larger(nvme_dir: Path, cap_bytes: int, width: int, num_blocks: int, steps: int) -> dict[str, object]:
+    """Trains a model larger than memory. To be run in a process of its own: the cap is the process's."""
+    raw = config(width, num_blocks)
+    schedule, training, num_parameters = make(
+        raw, UnitPlan(params="nvme", grads="host", states="nvme"), machine(GIB, int(2.6 * GIB))
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, cap_bytes))
+    peak = [0]
+
+    def watch() -> None:
+        while True:
+            status = Path("/proc/self/status").read_text()
+            anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+            peak[0] = max(peak[0], int(anonymous.split()[1]) * 1024)
+            time.sleep(0.2)
+
+    threading.Thread(target=watch, daemon=True).start()
+    model = hollow_model(raw, training)
+    with Trainer(
+        schedule,
+        model,
+        nvme_dir=nvme_dir,
+        weights=random_weights(model, seed=0),
+        optimizer=OptimizerSettings(lr=1e-5),
+        on_step=lambda step, loss: print(f"step {step}: loss {loss:.4f}", flush=True),
+    ) as trainer:
+        trainer.run(batches(), steps)
+        result = trainer.result()
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "num_parameters": num_parameters,
+        "parameter_and_state_bytes": 14 * num_parameters,
+        "machine_memory_bytes": memory_bytes,
+        "cap_bytes": cap_bytes,
+        "peak_anonymous_bytes": peak[0],
+        "peak_bytes": dict(result.peak_bytes),
+        "losses": result.losses,
+        "step_s": result.step_s,
+        "busy_s": {stream: s / steps for stream, s in result.trace.busy_s().items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-dir", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", default=["busiest", "overlap", "larger"])
+    parser.add_argument("--cap-gib", type=float, default=6.0)
+    parser.add_argument("--width", type=int, default=2560)
+    parser.add_argument("--blocks", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.inner:
+        found = larger(args.nvme_dir, int(args.cap_gib * GIB), args.width, args.blocks, args.steps)
+        args.json.write_text(json.dumps(found))
+        return
+    record: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__,
+        "num_threads": args.threads,
+    }
+    args.nvme_dir.mkdir(parents=True, exist_ok=True)
+    if "busiest" in args.only:
+        record["busiest"] = busiest(args.nvme_dir)
+    if "overlap" in args.only:
+        record["overlap"] = overlap(args.nvme_dir)
+    if "larger" in args.only:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, __file__, "--inner", "--json", file.name, "--nvme-dir", str(args.nvme_dir)]
+            for name in ("cap_gib", "width", "blocks", "steps", "threads"):
+                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+            subprocess.run(command, check=True)
+            record["larger"] = json.loads(Path(file.name).read_text())
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
