@@ -19,7 +19,7 @@ __all__ = ["Knobs", "tune"]
 INF = float("inf")
 SETTINGS: Mapping[str, Sequence[Any]] = {
     "stretch": (INF, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
-    "windows": ((1, 1, 1), (2, 2, 2), (3, 4, 3)),
+    "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6),
     "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
@@ -80,17 +80,27 @@ def _first_that_fits(
     trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool], first_stretch: float
 ) -> tuple[Knobs, float] | None:
     """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
-    margins = ((1.0, 2.0), (1.5, 4.0), (0.3, 0.5), (2.0, 8.0), (3.0, 8.0), (2.0, 32.0), (6.0, 32.0), (0.0, 0.0))
-    for device, host in margins:
-        for stretch in dict.fromkeys((first_stretch, INF)):
-            knobs = Knobs(device=device, host=host, stretch=stretch)
-            tried = trial(knobs)
+    for device, host in (
+        (1.0, 2.0),
+        (1.5, 4.0),
+        (0.3, 0.5),
+        (2.0, 8.0),
+        (3.0, 8.0),
+        (2.0, 32.0),
+        (6.0, 32.0),
+        (0.0, 0.0),
+    ):
+        for windows in ((2, 2, 2), (1, 1, 1), (0, 0, 1)):
+            for stretch in dict.fromkeys((first_stretch, INF)):
+                knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows)
+                tried = trial(knobs)
+                if tried is not None and tried.step_s is not None:
+                    return knobs, tried.step_s
+                if is_over():
+                    return None
             if tried is None:
                 break
-            if tried.step_s is not None:
-                return knobs, tried.step_s
-            if is_over():
-                return None
+    return None
     return None
 
 

@@ -9,6 +9,7 @@ believed: `solve` looks at the solution itself (`Program.violation`). Errors:
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -62,14 +63,19 @@ class Program:
 
     def violation(self, values: Sequence[float]) -> float:
         """Largest violation of a row, a bound or an integrality, relative to the row's scale."""
-        worst = 0.0
-        for column, (low, high) in enumerate(zip(self.low, self.high, strict=True)):
-            worst = max(worst, low - values[column], values[column] - high)
-        for columns, coefficients, low, high, _ in self.rows:
-            total = sum(a * values[c] for a, c in zip(coefficients, columns, strict=True))
-            scale = max([1.0, *(abs(a) for a in coefficients)])
-            worst = max(worst, (low - total) / scale, (total - high) / scale)
-        return max([worst, *(abs(values[c] - round(values[c])) for c in self.integer)])
+        found = np.asarray(values, dtype=float)
+        worst = [0.0, float(np.max(np.array(self.low) - found)), float(np.max(found - np.array(self.high)))]
+        if self.rows:
+            columns = np.array([c for r in self.rows for c in r[0]], dtype=int)
+            coefficients = np.array([a for r in self.rows for a in r[1]], dtype=float)
+            of_row = np.repeat(np.arange(len(self.rows)), [len(r[0]) for r in self.rows])
+            totals = np.bincount(of_row, weights=coefficients * found[columns], minlength=len(self.rows))
+            scale = np.ones(len(self.rows))
+            np.maximum.at(scale, of_row, np.abs(coefficients))
+            lows, highs = np.array([r[2] for r in self.rows]), np.array([r[3] for r in self.rows])
+            worst += [float(np.max((lows - totals) / scale)), float(np.max((totals - highs) / scale))]
+        whole = found[self.integer]
+        return float(max([*worst, *np.abs(whole - np.round(whole)).tolist()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +203,12 @@ def _solve_cbc(program: Program, integral: bool, time_limit_s: float, gap: float
             lp += terms >= low
         if high < inf:
             lp += terms <= high
-    command = pulp.PULP_CBC_CMD(
-        mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, options=[f"randomSeed {seed + 1}"]
-    )
-    lp.solve(command)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 4 will take CBC from a package of its own
+        command = pulp.PULP_CBC_CMD(
+            mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, options=[f"randomSeed {seed + 1}"]
+        )
+        lp.solve(command)
     seconds = time.perf_counter() - started
     if lp.status == pulp.LpStatusInfeasible:
         return Solution("infeasible", inf, inf, (), (), seconds, "CBC")

@@ -28,6 +28,7 @@ OPS_PER_S = 36_000
 WALL_TIMES = 5
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
+SHORT_CHAIN = 6
 LONG_CHAIN = 8
 PATIENCE = 5
 """Moves of one family without success after which it is left, on chains longer than `LONG_CHAIN`."""
@@ -344,6 +345,41 @@ def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
             yield move
 
 
+def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """On short chains: placement and action of one unit at once, then of two units at once."""
+    num = len(plan.units)
+    if num > SHORT_CHAIN:
+        return
+    choices = [
+        [(k, action) for k in problem.modes(u) for action in ("keep", "recompute", "host", "nvme")] for u in range(num)
+    ]
+
+    def both(*changes: tuple[int, int, str]) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            for u, k, action in changes:
+                plan = _placed(plan, u, MODES[k])
+                for g, group in enumerate(problem.units[u].groups):
+                    able = (action != "recompute" or group.recomputable) and (action != "nvme" or problem.has_nvme)
+                    if (
+                        group.slots
+                        and able
+                        and (action in ("keep", "recompute") or (group.movable and problem.host_gb))
+                    ):
+                        plan = _acted(plan, problem, u, g, action)
+            return plan
+
+        return move
+
+    for u in range(num):
+        for k, action in choices[u]:
+            yield both((u, k, action))
+    for u in range(num):
+        for v in range(u + 1, num):
+            for k, action in choices[u]:
+                for j, other in choices[v]:
+                    yield both((u, k, action), (v, j, other))
+
+
 FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
     _promotions,
     _kept,
@@ -352,6 +388,7 @@ FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
     _swaps,
     _placements,
     _actions,
+    _joint,
 )
 
 

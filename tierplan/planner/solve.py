@@ -44,6 +44,8 @@ TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
 TILE_PENALTY = 1.005
 """What one more tile has to be worth in the bound for it to be tried first: more tiles are more ops to search over."""
+MANY_UNITS, TILES_OF_MANY = 48, (4,)
+"""Long chains, whose programs take about a second each, try fewer."""
 SHARES_OF_TUNING = (0.45, 0.6, 0.65)
 """Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
 
@@ -196,9 +198,11 @@ class _Loop:
                 self._consider(improve_packs(self.packed, self.evaluate, spent_frac=SHARE_OF_PACKS))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
             ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
+            begun = self.budget.spent_frac  # bounds and policies come first, however long they take
             for number, (p, bound) in enumerate(ranked):
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
-                    self._plan_order(p, bound, share=SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)])
+                    share = SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)]
+                    self._plan_order(p, bound, share=begun + (1 - begun) * share)
             if self.best is not None:
                 self._polish(problems, bounds)
                 self._on_several_devices()
@@ -233,7 +237,8 @@ class _Loop:
             if training.gradient_accumulation_steps > 1:
                 shapes.append(("vertical", 1))
             batch = training.per_device_train_batch_size
-            shapes += [("vertical", tiles) for tiles in TILES if batch % tiles == 0]
+            some = TILES if len(self.workload.units) <= MANY_UNITS else TILES_OF_MANY
+            shapes += [("vertical", tiles) for tiles in some if batch % tiles == 0]
         return shapes
 
     def _bound_of_all(self, problems: list[Problem], bounds: list[Bound]) -> Bound:
@@ -313,7 +318,8 @@ class _Loop:
             return tried
 
         def is_over() -> bool:
-            return self.budget.is_late or self.budget.spent_frac > share
+            has_plan = self.best is not None and self.best.plan.policy == "planner"
+            return self.budget.is_late or (has_plan and self.budget.spent_frac > share)
 
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
