@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
@@ -15,7 +16,8 @@ from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.sim.completion import OutOfMemory
-from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.explain import critical_path, time_on_path
+from tierplan.sim.schedule import Schedule, ScheduleError, unroll
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
 
@@ -71,10 +73,19 @@ class Prediction:
     def step_s(self) -> float | None:
         return None if self.steady is None else self.steady.period_s
 
+    @cached_property
+    def critical_path_s(self) -> Mapping[str, float]:
+        """Seconds of one step's critical path by stream, the longest first: what the step time is made of."""
+        if self.steady is None or self.schedule is None:
+            return {}
+        steps = self.steady.num_steps
+        path = critical_path(unroll(self.schedule, steps), self.steady.trace)
+        return {stream: seconds / steps for stream, seconds in time_on_path(path).items()}
+
     @property
     def bound_by(self) -> str:
-        """The stream or shared limit that is busiest; empty where it does not fit."""
-        return max(self.utilization, key=lambda name: self.utilization[name]) if self.utilization else ""
+        """The stream with the longest part of the critical path; empty where it does not fit."""
+        return next(iter(self.critical_path_s), "")
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -100,6 +111,7 @@ class Prediction:
             "peak_bytes": {} if self.steady is None else dict(self.steady.trace.peak_bytes),
             "bytes": moved,
             "bound_by": self.bound_by or None,
+            "critical_path_s": dict(self.critical_path_s),
             "utilization": dict(self.utilization),
             "drive_lifetime_s": self.lifetime_s,
             "num_parameters": self.num_parameters,

@@ -50,8 +50,8 @@ class Row:
     predicted: float | None
     """None where there is no answer; `why_not` says why."""
     why_not: str = ""
-    busy: str = ""
-    """Seconds of work by stream, where the row is a step time: what a difference may come from."""
+    path: str = ""
+    """Seconds of the critical path by stream, where the row is a step time: what a difference may come from."""
     note: str = ""
 
     @property
@@ -179,14 +179,14 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
     note = settings.get("note", "")
     found = QUANTITIES[settings["quantity"]](table, settings)
     if isinstance(found, Prediction):
-        return Row(*base, found.step_s, found.why_not, _busy(found), note)
+        return Row(*base, found.step_s, found.why_not, _path(found), note)
     return Row(*base, found, note=note)
 
 
-def _busy(prediction: Prediction) -> str:
-    step_s = prediction.step_s or 0.0
-    shares = ((name, share) for name, share in prediction.utilization.items() if "p2p" not in name)
-    return ", ".join(f"{name} {share * step_s:.1f}" for name, share in shares if share >= 0.02)
+def _path(prediction: Prediction) -> str:
+    parts = prediction.critical_path_s
+    shortest = 0.01 * sum(parts.values())
+    return ", ".join(f"{stream} {seconds:.1f}" for stream, seconds in parts.items() if seconds >= shortest)
 
 
 def _constants(table: Settings) -> Iterator[str]:

@@ -61,11 +61,11 @@ def markdown(reports: Sequence[Report]) -> str:
         if any(is_step_time(row) and row.value for row in report.rows):
             lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
         lines += [
-            "| role | quantity | row | published | predicted | error | work by stream (s) |",
+            "| role | quantity | row | published | predicted | error | critical path by stream (s) |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in report.rows:
-            why = f"no answer: {row.why_not}" if row.why_not else row.busy
+            why = f"no answer: {row.why_not}" if row.why_not else row.path
             cells = (row.role, row.quantity, row.label, _published(row), _number(row.predicted), _error(row), why)
             lines.append("| " + " | ".join(cells) + " |")
         notes = dict.fromkeys(f"{row.quantity}: {row.note}" for row in report.rows if row.note)
