@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
 GB = 1e9
+OWN_SEMANTICS = ("harmony", "virtual-memory")
+"""Policies that update in backward and in no other way."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     options = {"semantics": args.semantics} if args.semantics else {}
     predictions = [
-        predict(name, found.workload, found.machine, {} if name.startswith("harmony") else options) for name in bar
+        predict(name, found.workload, found.machine, {} if name.startswith(OWN_SEMANTICS) else options) for name in bar
     ]
     if args.plot:
         from tierplan.validation.policy_plot import plot_policies
