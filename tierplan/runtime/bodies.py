@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
-from tierplan.runtime.arena import Block, Pool
+from tierplan.runtime.arena import Block, Pool, map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
 from tierplan.runtime.lanes import Lane
@@ -225,6 +225,17 @@ class Bodies:
         elif held.place is not None:
             self._unbind(held.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(held.place)
+
+    def read(self, instance: Instance) -> torch.Tensor:
+        """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
+        place, size_bytes = held_of(instance).place, instance.buffer.size_bytes
+        if isinstance(place, Extent):
+            assert self.store is not None
+            out = map_host(size_bytes)[:size_bytes]
+            self.store.read(place, out)
+            return out
+        assert isinstance(place, Block)
+        return place.data.cpu().clone()
 
     def commit(self, extents: set[Extent]) -> None:
         """From now on these are the extents of the last commit."""

@@ -11,22 +11,20 @@ parameters back into the model. The numbers are those of `tierplan.runtime.refer
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierplan.runtime.adam import OptimizerSettings, state_regions
-from tierplan.runtime.arena import PAGE_BYTES, Block, map_host
-from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies, Held, held_of
-from tierplan.runtime.commits import Commit, CommitError, CommitLog, Stored, check_settings
+from tierplan.runtime.arena import PAGE_BYTES, map_host
+from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies, Held
 from tierplan.runtime.device import Device
+from tierplan.runtime.durability import Durability
 from tierplan.runtime.executor import Executor, Instance
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
@@ -158,21 +156,10 @@ class Trainer:
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
         self._uncache = without_cache(self.model)
-        self._run_id = os.urandom(8).hex()
-        self._last: Commit | None = None
-        self._seal: Extent | None = None
-        self._log = CommitLog(self.out_dir) if self.out_dir is not None else None
-        if self._log is not None:
-            self._last = self._log.last()
-            if self._last is not None and not self.resume:
-                raise CommitError(
-                    f"{self.out_dir} holds a run that was committed after {self._last.num_steps} steps; resume it, or "
-                    "give another folder"
-                )
-            if self._last is not None:
-                check_settings(self._last, self._settings())
-                self._run_id = self._last.run_id
-        self._resumed = self._last
+        self._durability: Durability | None = None
+        if self.out_dir is not None:
+            self._durability = Durability(self.out_dir, self._settings(), resume=self.resume)
+        self._resumed = self._durability.last if self._durability is not None else None
 
     # ---- life ----
 
@@ -211,7 +198,7 @@ class Trainer:
                 part = min(wanted - self.num_steps_done, self.checkpoint_every or steps)
                 expected = self.num_steps_done + part
                 self._executor.run(part)
-                if self._log is not None:
+                if self._durability is not None:
                     self.commit()
                 if self.num_steps_done < expected:
                     break  # a stop was requested
@@ -220,46 +207,12 @@ class Trainer:
 
     def commit(self) -> None:
         """Makes the steps so far survive whatever happens next."""
-        assert self._log is not None
+        assert self._durability is not None
         assert self._bodies is not None
-        num_steps = self.num_steps_done
-        contents, resident, extents = {}, {}, set()
-        for name, instance in self._executor.carried.items():
-            held, content = held_of(instance), instance.buffer.content
-            if isinstance(held.place, Extent):
-                extents.add(held.place)
-                contents[content] = Stored(
-                    size_bytes=held.place.size_bytes, offset_bytes=held.place.offset_bytes, in_store=True
-                )
-            elif held.is_absent:
-                contents[content] = Stored(
-                    size_bytes=instance.buffer.size_bytes, offset_bytes=0, in_store=False, is_absent=True
-                )
-            else:
-                resident[content] = functools.partial(self.bytes_of, name)
-        seal = self._write_seal(num_steps) if self._store is not None else None
-        contents.update(self._log.write_resident(num_steps, resident))
-        self._last = Commit(
-            num_steps=num_steps,
-            run_id=self._run_id,
-            contents=contents,
-            settings=self._settings(),
-            losses=self.result().losses,
-            seal=seal,
-            rng=tuple(s.numpy().tobytes().hex() for s in self._device.rng_state()) if self.seed is None else (),
+        rng = self._device.rng_state() if self.seed is None else ()
+        self._durability.commit(
+            self.num_steps_done, self._executor.carried, self._bodies, losses=self.result().losses, rng=rng
         )
-        self._log.write(self._last)
-        if self._store is not None:
-            assert self._seal is not None
-            self._bodies.commit({*extents, self._seal})
-
-    def _write_seal(self, num_steps: int) -> Stored:
-        """Everything in the store is on the drives when this returns, with a page that says of which run and step."""
-        assert self._store is not None
-        self._seal = self._store.allocate(PAGE_BYTES)
-        self._store.write(self._seal, _seal_page(self._run_id, num_steps))
-        self._store.sync()
-        return Stored(size_bytes=PAGE_BYTES, offset_bytes=self._seal.offset_bytes, in_store=True)
 
     def _settings(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
@@ -334,14 +287,8 @@ class Trainer:
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
         instance = self._executor.carried[name]
-        place = held_of(instance).place
-        if isinstance(place, Extent):
-            assert self._store is not None
-            out = map_host(instance.buffer.size_bytes)
-            self._store.read(place, out)
-            return out[: instance.buffer.size_bytes]
-        assert isinstance(place, Block)
-        return place.data.cpu().clone()
+        assert self._bodies is not None
+        return self._bodies.read(instance)
 
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters "
@@ -352,7 +299,7 @@ class Trainer:
         if self._hooks is not None:
             self._hooks.remove()
         if self._store is not None:
-            self._store.close(remove=self._log is None)
+            self._store.close(remove=self._durability is None)
             self._store = None
         self._uncache()
         torch.set_num_threads(self._threads_before)
@@ -399,7 +346,7 @@ class Trainer:
         if self._resumed is None:
             self._place_initial()
         else:
-            self._place_committed(self._resumed)
+            self._place_committed()
 
     def _check_units(self) -> None:
         planned: Any = self.schedule.meta["units"]
@@ -440,11 +387,12 @@ class Trainer:
         if self.nvme_dir is None:
             raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
         folders = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else list(self.nvme_dir)
-        self._store = Store(folders, run_id=self._run_id)
+        durability = self._durability
+        self._store = Store(folders, run_id=durability.run_id if durability is not None else "")
         needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
-        if self._log is not None:  # a second region for what is committed
+        if durability is not None:  # a second region for what is committed
             needed += sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
-            self._store.claim(self._run_id, str(Path(self._log.folder).resolve()))
+            self._store.claim(durability.run_id, str(durability.folder.resolve()))
         self._store.reserve(needed)
 
     def _place_initial(self) -> None:
@@ -470,55 +418,15 @@ class Trainer:
                 assert self._bodies is not None
                 grads.value = Held(self._bodies.allocate(grads), is_absent=True)
 
-    def _place_committed(self, commit: Commit) -> None:
-        """Puts the bytes of a commit into their tiers, or finds them there."""
+    def _place_committed(self) -> None:
+        """Puts the bytes of the last commit into their tiers, or finds them there."""
+        assert self._durability is not None
         assert self._bodies is not None
-        assert self._log is not None
         for unit in self._units:
             unit.unbind()
-        self._check_seal(commit)
-        taken: dict[str, Extent] = {}
-        for content, where in commit.contents.items():
-            if where.in_store:
-                if self._store is None:
-                    raise CommitError(f"{content!r} was committed on the NVMe tier, which this schedule does not use")
-                taken[content] = Extent(where.offset_bytes, where.size_bytes)
-                self._store.allocate_at(taken[content])
-        for instance in self._executor.carried.values():
-            content = instance.buffer.content
-            found = commit.contents.get(content)
-            if found is None or found.size_bytes != instance.buffer.size_bytes:
-                raise CommitError(
-                    f"the last commit has no {content!r} of {instance.buffer.size_bytes:,} bytes; plan again"
-                )
-            if found.is_absent:
-                instance.value = Held(self._bodies.allocate(instance), is_absent=True)
-            elif found.in_store and instance.buffer.tier == NVME:
-                instance.value = Held(taken[content])
-            elif found.in_store:
-                assert self._store is not None
-                memory = map_host(found.size_bytes)
-                self._store.read(taken[content], memory)
-                self._fill(instance, memory[: found.size_bytes])
-            else:
-                self._fill(instance, self._log.read_resident(commit, content))
-        self._bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
-        if commit.rng:
-            states = (torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
-            self._device.set_rng_state(tuple(states))
-
-    def _check_seal(self, commit: Commit) -> None:
-        if commit.seal is None or self._store is None:
-            return
-        self._seal = Extent(commit.seal.offset_bytes, commit.seal.size_bytes)
-        self._store.allocate_at(self._seal)
-        page = map_host(PAGE_BYTES)
-        self._store.read(self._seal, page)
-        if not torch.equal(page, _seal_page(commit.run_id, commit.num_steps)):
-            raise CommitError(
-                f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps) in "
-                f"{self.out_dir}; give the folder that the run was made with"
-            )
+        rng = self._durability.place(self._executor.carried, self._bodies, self._fill)
+        if rng:
+            self._device.set_rng_state(rng)
 
     def _fill(self, instance: Instance, memory: torch.Tensor) -> None:
         assert self._bodies is not None
@@ -570,10 +478,3 @@ class Trainer:
     def _on_step_end(self, step: int, time_ns: int) -> None:
         self._ends_s.append(time_ns / 1e9)
         self.on_step(step, sum(self._losses[step]))
-
-
-def _seal_page(run_id: str, num_steps: int) -> torch.Tensor:
-    text = f"tierplan run {run_id} after {num_steps} steps".encode()
-    page = map_host(PAGE_BYTES)
-    page[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return page
