@@ -1,15 +1,10 @@
 """What the ops of a training step do: the bodies that `executor.Executor` calls, by kind of op.
 
-A buffer's value is a `Held`: memory (a block of a pool), a place on a drive (an extent), or nothing but a `Thing` that
-lives on the device by itself, such as a tensor that autograd saved. The thing travels with the content through the
-tiers and is told when its bytes arrive on the device or leave it.
-
-    SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
+SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,115 +14,19 @@ from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, sta
 from tierplan.runtime.arena import Block, Pool, map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
+from tierplan.runtime.held import Held, InputThing, SavedThing, held_of
 from tierplan.runtime.lanes import Lane
-from tierplan.runtime.saved import Slot, memory_of
 from tierplan.runtime.store import Extent, Store
 from tierplan.runtime.threads import threads_here
-from tierplan.runtime.units import ModelError, ModelUnit, placeholder
+from tierplan.runtime.units import ModelError, ModelUnit
 
-__all__ = ["Bodies", "Held", "SizeError"]
+__all__ = ["Bodies", "SizeError"]
 
 DEVICE, HOST, NVME = "gpu0", "host", "nvme"
 
 
 class SizeError(ValueError):
     """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
-
-
-class Thing:
-    """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
-
-    They may come back while the first copy is still in use; then they take its place when that one leaves.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_here = True
-        self._next: torch.Tensor | None = None
-
-    def arrive(self, memory: torch.Tensor) -> None:
-        """The bytes are in this device memory."""
-        with self._lock:
-            if self._is_here:
-                self._next = memory
-            else:
-                self._is_here = True
-                self._use(memory)
-
-    def leave(self) -> None:
-        """The device memory that was in use is given back."""
-        with self._lock:
-            self._use(self._next)
-            self._is_here, self._next = self._next is not None, None
-
-    def memory(self) -> torch.Tensor:
-        """The bytes, as a uint8 tensor."""
-        raise NotImplementedError
-
-    def _use(self, memory: torch.Tensor | None) -> None:
-        raise NotImplementedError
-
-
-class SavedThing(Thing):
-    """A saved tensor that goes its own way."""
-
-    def __init__(self, slot: Slot) -> None:
-        super().__init__()
-        self.slot = slot
-
-    def memory(self) -> torch.Tensor:
-        assert self.slot.storage is not None
-        return memory_of(self.slot.storage)
-
-    def _use(self, memory: torch.Tensor | None) -> None:
-        self.slot.storage = None if memory is None else memory.untyped_storage()
-
-
-class InputThing(Thing):
-    """A unit's input: the leaves that the unit before it made."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.leaves = leaves
-        self._strides = [None if leaf.is_contiguous() else leaf.stride() for leaf in leaves]
-
-    def memory(self) -> torch.Tensor:
-        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in self.leaves]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _use(self, memory: torch.Tensor | None) -> None:
-        parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
-        for k, leaf in enumerate(self.leaves):
-            if parts is None:
-                leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device)
-            else:
-                flat = parts[k].view(leaf.dtype)
-                shape, stride = leaf.shape, self._strides[k]
-                leaf.data = (
-                    flat.view(shape)
-                    if stride is None
-                    else flat.new_empty_strided(shape, stride).copy_(flat.view(shape))
-                )
-
-
-@dataclass(eq=False, slots=True)
-class Held:
-    """A buffer's value."""
-
-    place: Block | Extent | None = None
-    thing: Thing | None = None
-    filled: set[int] | None = None
-    """Of a gradient: the positions, in the unit, of the parameters that have one; None for all."""
-    is_absent: bool = False
-    """Of a gradient: there is none yet (the first delayed update)."""
-    norms: Sequence[tuple[int, torch.Tensor]] = ()
-    """Of `norm/U`: the position in the model and the norm of each parameter's gradient."""
-    clip: torch.Tensor | None = None
-
-    @property
-    def block(self) -> Block:
-        assert isinstance(self.place, Block)
-        return self.place
 
 
 @dataclass(eq=False)
@@ -491,11 +390,6 @@ def expect(instance: Instance, found_bytes: int) -> None:
         raise SizeError(
             f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
         )
-
-
-def held_of(instance: Instance) -> Held:
-    assert isinstance(instance.value, Held), f"buffer {instance.buffer.name!r} has no value"
-    return instance.value
 
 
 def _sink(view: torch.Tensor, held: Held, k: int) -> Callable[[torch.Tensor], None]:

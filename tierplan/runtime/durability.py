@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from tierplan.runtime.arena import PAGE_BYTES, map_host
-from tierplan.runtime.bodies import NVME, Bodies, Held, held_of
+from tierplan.runtime.bodies import NVME, Bodies
 from tierplan.runtime.commits import Commit, CommitError, CommitLog, Stored, check_settings
 from tierplan.runtime.executor import Instance
+from tierplan.runtime.held import Held, held_of
 from tierplan.runtime.store import Extent
 
 __all__ = ["Durability"]

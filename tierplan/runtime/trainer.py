@@ -22,10 +22,11 @@ from torch import nn
 
 from tierplan.runtime.adam import OptimizerSettings, state_regions
 from tierplan.runtime.arena import PAGE_BYTES, map_host
-from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies, Held
+from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies
 from tierplan.runtime.device import Device
 from tierplan.runtime.durability import Durability
 from tierplan.runtime.executor import Executor, Instance
+from tierplan.runtime.held import Held
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.store import Extent, Store
