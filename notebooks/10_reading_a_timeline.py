@@ -64,5 +64,6 @@ gain = {g.name: g.gain_frac for g in gains}
 compute = times["gpu0.compute"]
 assert compute.busy_s < 0.5 * p.step_s
 assert compute.input_s + compute.memory_s > 0.5 * p.step_s
-assert gain["nvme"] > 0.05, "the drive, shared by reads and writes"
+assert gains[0].name.startswith("nvme"), "what helps most is the drive, be it one direction or both"
+assert gains[0].gain_frac > 0.03
 assert gain["gpu0.compute"] < 0.02
