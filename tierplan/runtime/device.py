@@ -7,11 +7,12 @@ both kinds of device that its results exist. Transfers use pinned memory and blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from tierplan.runtime.arena import Pool, map_host
 
@@ -58,6 +59,26 @@ class Device:
             done = torch.cuda.Event(blocking=True)
             done.record()
             done.synchronize()
+
+    def settle(self) -> None:
+        """Returns when all work on the device is done, on whatever stream."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def take_buffers(self, model: nn.Module) -> Callable[[], None]:
+        """Brings the model's buffers (rotary tables, masks) to the device; returns what brings them back."""
+        moved = []
+        for module in model.modules() if self.is_cuda else ():
+            for name, b in module._buffers.items():
+                if b is not None:
+                    moved.append((module, name, b))
+                    module._buffers[name] = b.to(self.torch_device)
+
+        def restore() -> None:
+            for module, name, b in moved:
+                module._buffers[name] = b
+
+        return restore
 
     def rng_state(self) -> tuple[torch.Tensor, ...]:
         """The state of the random numbers that a forward draws."""

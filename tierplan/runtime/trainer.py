@@ -157,6 +157,7 @@ class Trainer:
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
         self._uncache = without_cache(self.model)
+        self._give_buffers_back: Callable[[], None] = lambda: None
         self._durability: Durability | None = None
         if self.out_dir is not None:
             self._durability = Durability(self.out_dir, self._settings(), resume=self.resume)
@@ -302,6 +303,7 @@ class Trainer:
         if self._store is not None:
             self._store.close(remove=self._durability is None)
             self._store = None
+        self._give_buffers_back()
         self._uncache()
         torch.set_num_threads(self._threads_before)
 
@@ -314,6 +316,7 @@ class Trainer:
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
         self._hooks = ModelHooks(self._units)
+        self._give_buffers_back = self._device.take_buffers(self.model)
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
         late = int(self.schedule.meta.get("semantics") == "delayed-1")
@@ -348,6 +351,7 @@ class Trainer:
             self._place_initial()
         else:
             self._place_committed()
+        self._device.settle()
 
     def _check_units(self) -> None:
         planned: Any = self.schedule.meta["units"]
