@@ -51,13 +51,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{campaign.num_runs} runs of {campaign.steps} steps")
         return 0
 
-    import torch
-
+    from tierplan.runtime.environment import default_device
     from tierplan.validation.campaign_run import run_campaign
 
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device() if args.device == "auto" else args.device
     artifacts = run_campaign(
         campaign,
         args.out,

@@ -113,7 +113,8 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
         return [params[name] for name in (unit.name, unit.shares) if name in params]
 
     for i, unit in enumerate(units):
-        reads, writes = uses(unit), []
+        reads = uses(unit)
+        writes: list[str] = []
         if i > 0:
             reads.append(inputs[i])
         if shared:

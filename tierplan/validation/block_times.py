@@ -9,20 +9,17 @@ machine was measured (`calibrated`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median, stdev
-from typing import Any
-
-import torch
 
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import decide
+from tierplan.runtime.environment import random_batches, seeded_model
 from tierplan.runtime.tracing import trace_config
-from tierplan.runtime.tracing_models import build_model
 from tierplan.runtime.trainer import train
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
@@ -36,7 +33,6 @@ __all__ = [
     "Shallow",
     "calibrated",
     "measure_shallow",
-    "random_batches",
     "scaled",
     "step_now_s",
     "with_room",
@@ -135,9 +131,8 @@ def _run(
     warmup_steps: int,
     device: str,
 ) -> Steps:
-    torch.manual_seed(0)
     batches = random_batches(config, training, steps * training.gradient_accumulation_steps)
-    result = train(schedule, build_model(config, training), batches, steps=steps, nvme_dir=nvme_dir, device=device)
+    result = train(schedule, seeded_model(config, training), batches, steps=steps, nvme_dir=nvme_dir, device=device)
     return cut_steps(result.trace, warmup_steps)
 
 
@@ -327,15 +322,3 @@ def _with_times(unit: Unit, times: PartTimes, machine: Machine) -> Unit:
         saved=tuple(saved),
         spread=times.spread,
     )
-
-
-def random_batches(
-    config: Mapping[str, object], training: Training, count: int, seed: int = 0
-) -> Iterator[dict[str, Any]]:
-    """`count` micro-batches of random tokens, each its own label."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = int(str(config["vocab_size"]))
-    shape = (training.per_device_train_batch_size, training.sequence_length)
-    for _ in range(count):
-        tokens = torch.randint(vocabulary, shape, generator=generator)
-        yield {"input_ids": tokens, "labels": tokens}

@@ -18,18 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from tierplan import __version__
 from tierplan.hwmodels.build import build
 from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan as solve
+from tierplan.runtime.environment import device_name, random_batches, seeded_model, versions
 from tierplan.runtime.measure import measure_description
 from tierplan.runtime.tracing import trace_config
-from tierplan.runtime.tracing_models import build_model
 from tierplan.runtime.trainer import RunResult, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState
@@ -39,7 +36,6 @@ from tierplan.sim.workload import Training, Workload
 from tierplan.validation.block_times import (
     Shallow,
     measure_shallow,
-    random_batches,
     scaled,
     step_now_s,
     with_times,
@@ -184,10 +180,9 @@ def _one(
         parts = scaled(measured.shallow.parts, drift)
         predicted = predict(run, with_times(workload, parts, machine), machine)
         predicted = replace(predicted, interval_s=_interval_s(predicted, measured.shallow))
-        torch.manual_seed(0)
         result = train(
             predicted.schedule,
-            build_model(config, training),
+            seeded_model(config, training),
             random_batches(config, training, campaign.steps * run.accumulation),
             steps=campaign.steps,
             nvme_dir=scratch,
@@ -282,8 +277,7 @@ def _training(group: Group, run: Run, device: str) -> Training:
 def _versions() -> dict[str, str]:
     return {
         "tierplan": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "Python": platform.python_version(),
     }
 
@@ -291,5 +285,4 @@ def _versions() -> dict[str, str]:
 def _machine_name(device: str) -> str:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
-    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else "no GPU"
-    return f"{cores} cores, {gib:.0f} GiB, {gpu}"
+    return f"{cores} cores, {gib:.0f} GiB, {device_name(device)}"
