@@ -181,8 +181,9 @@ class _Loop:
         """The best that local moves can start from."""
         self.packed: Candidate | None = None
         """The best in packs."""
+        self.has_planned = False
+        """Whether a plan of the program itself has fitted."""
         self.notes: list[str] = []
-        self.shortest = ""
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
         problems = [
@@ -315,11 +316,11 @@ class _Loop:
                 return None
             tried = self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows))
             self._consider(tried)
+            self.has_planned = self.has_planned or tried.step_s is not None
             return tried
 
         def is_over() -> bool:
-            has_plan = self.best is not None and self.best.plan.policy == "planner"
-            return self.budget.is_late or (has_plan and self.budget.spent_frac > share)
+            return self.budget.is_late or (self.has_planned and self.budget.spent_frac > share)
 
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5

@@ -1,0 +1,55 @@
+"""`tierplan plan`: text, JSON, the file, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.commands.plan import EXIT_INFEASIBLE
+from tierplan.planner.export import load_plan
+
+CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_json_has_what_scripts_need(model, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    arguments = ["plan", "--model", model, "--machine", "laptop", "--seq", "512", "--batch", "4", "--json"]
+    assert main([*arguments, "--time-limit", "1", "-o", str(output)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {"step_s", "lower_bound_s", "gap", "solve_s", "total_s", "policies", "bound_by", "status"}
+    assert wanted <= found.keys()
+    assert found["fits"] is True
+    assert found["lower_bound_s"] <= found["step_s"]
+    assert all({"step_s", "reason"} <= policy.keys() for policy in found["policies"].values())
+    assert load_plan(output).prediction["step_s"] == found["step_s"]
+
+
+def test_text_names_the_gap_and_the_policies(model, capsys):
+    assert main(["plan", "--model", model, "--machine", "laptop", "--seq", "512", "--time-limit", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "no schedule is quicker than" in out
+    assert "zero-offload" in out
+
+
+def test_nothing_fits_is_an_answer(model, capsys):
+    arguments = ["plan", "--model", model, "--machine", "laptop", "--seq", "512", "--batch", "64", "--time-limit", "1"]
+    assert main([*arguments, "--set", "gpu.reserve=7.9 GiB", "--json"]) == EXIT_INFEASIBLE
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    short = found["shortages"][0]
+    assert short["tier"] == "device"
+    assert short["short_bytes"] == short["needed_bytes"] - short["capacity_bytes"] > 0
+
+
+def test_a_time_limit_must_be_positive(model, capsys):
+    assert main(["plan", "--model", model, "--machine", "laptop", "--time-limit", "0"]) == 1
+    assert "above 0 seconds" in capsys.readouterr().err
