@@ -60,9 +60,12 @@ def run(args: argparse.Namespace) -> int:
     found = scenario.read_scenario(args)
     prediction = predict(args.policy, found.workload, found.machine, options)
     if args.output and prediction.schedule is not None and prediction.fits:
+        from dataclasses import replace
+
         from tierplan.sim.schedule_file import save_schedule
 
-        save_schedule(prediction.schedule, args.output)
+        meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
+        save_schedule(replace(prediction.schedule, meta=meta), args.output)
     if args.json:
         print(json.dumps({**prediction.record(), "nameplate": list(found.machine.nameplate)}, indent=2))
     else:
