@@ -23,7 +23,7 @@ from tierplan.planner.solve import InfeasiblePlan, plan
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_never_slower_than_a_policy(device_mib, accumulation):
     workload = toy_workload(4, gradient_accumulation_steps=accumulation)
-    result = plan(workload, toy_machine(device_bytes=device_mib * MIB), time_limit_s=2)
+    result = plan(workload, toy_machine(device_bytes=device_mib * MIB), time_limit_s=1)
     fitting = [p.step_s for p in result.policies.values() if p.step_s is not None and p.same_numbers]
     assert fitting
     assert result.step_s <= min(fitting)
@@ -33,12 +33,12 @@ def test_never_slower_than_a_policy(device_mib, accumulation):
 
 
 def test_plans_are_the_same_twice():
-    workload = toy_workload(4)
-    machine = toy_machine(device_bytes=100 * MIB)
-    first, second = (plan(workload, machine, time_limit_s=60, policies=["zero-offload"]) for _ in range(2))
+    rng = random.Random(3)
+    workload = random_chain(rng, 2, slots=1)
+    machine = random_machine(rng, workload)
+    first, second = (plan(workload, machine, time_limit_s=4, policies=["zero-offload"]) for _ in range(2))
     assert first.plan == second.plan
     assert first.step_s == second.step_s
-    assert first.num_simulated == second.num_simulated
 
 
 def test_what_is_short_is_said_in_bytes():

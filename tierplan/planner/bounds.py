@@ -93,6 +93,8 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
 def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
     """Seconds per GB that the memory rows' duals put on one more GB of each tier."""
     worth: dict[str, float] = {}
+    if not solution.duals:
+        return worth
     for (_, _, _, _, family), dual in zip(model.program.rows, solution.duals, strict=True):
         if tier := MEMORY_FAMILIES.get(family):
             worth[tier] = worth.get(tier, 0.0) - dual

@@ -175,6 +175,8 @@ def _solve_highs(program: Program, integral: bool, time_limit_s: float, gap: flo
         return Solution("none", inf, -inf, (), (), seconds, "HiGHS")
     bound = info.mip_dual_bound if has_integers else info.objective_function_value
     duals = () if has_integers else tuple(float(v) for v in model.getSolution().row_dual)
+    if len(duals) != len(program.rows):
+        duals = ()  # interior points without a crossover may leave none
     kind: Literal["optimal", "feasible"] = "optimal" if status == kinds.kOptimal else "feasible"
     if kind == "feasible" and not has_integers:
         bound = -inf
