@@ -112,7 +112,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
         name=training.optimizer, lr=job.lr, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
-    predicted: Any = schedule.meta.get("predicted_step_s")
+    predicted = predicted_step_s(schedule)
     with _Metrics(job, training, rate, predicted, show_progress) as metrics:
         trainer = Trainer(
             schedule,
@@ -146,6 +146,13 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
                 was_stopped=was_stopped() and trainer.num_steps_done < job.num_steps,
                 out_dir=job.out_dir,
             )
+
+
+def predicted_step_s(schedule: Schedule) -> float | None:
+    """The step time that the file's writer expected: `tierplan plan` and `tierplan simulate` note it."""
+    planned: Any = schedule.meta.get("tierplan-plan", {})
+    found: Any = schedule.meta.get("predicted_step_s", planned.get("prediction", {}).get("step_s"))
+    return None if found is None else float(found)
 
 
 def _training(schedule: Schedule, path: Path) -> Training:
