@@ -172,6 +172,22 @@ def test_delayed_updates(tmp_path: Path) -> None:
     check(model, CPU, plan, tmp_path, workload=workload)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_updates_that_wait_for_the_next_step(dtype: str, place: str, accumulation: int, tmp_path: Path) -> None:
+    """Half of the units are updated late; the numbers are those of plain training all the same, to the last step."""
+    model = make_model("gpt2", dtype=dtype)
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    workload = observed_workload(model, make_batches(1)[0], training)
+    plan = uniform_plan(workload, UnitPlan(params=place, grads="host", states=place))  # type: ignore[arg-type]
+    units = tuple(replace(choice, late_update=i % 2 == 0) for i, choice in enumerate(plan.units))
+    schedule = check(
+        model, training, replace(plan, units=units), tmp_path, workload=workload, learning_rate=lambda k: 0.01 / (k + 1)
+    )
+    assert sum(u["late_update"] for u in schedule.meta["units"]) > 1  # type: ignore[attr-defined]
+
+
 def test_sgd_and_a_learning_rate_schedule(tmp_path: Path) -> None:
     training = replace(CPU, optimizer="sgd")
     choice = UnitPlan(params="host", grads="host", states="host")

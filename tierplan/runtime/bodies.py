@@ -49,7 +49,8 @@ class Bodies:
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
     """In the model's order, which is that of the global norm."""
-    num_updates: Callable[[int], int] = lambda step: step
+    behind: frozenset[str] = frozenset()
+    """Units whose update in a step is that of the step before, with its gradients."""
     """Updates made before this step: one fewer where they are delayed."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     moved_bytes: dict[str, int] = field(default_factory=dict)
@@ -364,13 +365,14 @@ class Bodies:
             return
         is_wide = call.reads[0].buffer.content.endswith("/wide")
         gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype).to(self.dtype)  # exact either way
+        num_updates = call.step - (unit.name in self.behind)
         update_flat(
             flat,
             gradient,
             regions,
             self.optimizer,
-            step=self.num_updates(call.step) + 1,
-            lr=self.learning_rate(self.num_updates(call.step)),
+            step=num_updates + 1,
+            lr=self.learning_rate(num_updates),
             clip=clip,
             odd_lengths=unit.odd_lengths,
             label=unit.name,

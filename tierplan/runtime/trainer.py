@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings, state_regions
+from tierplan.runtime.adam import OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.arena import PAGE_BYTES, map_host
 from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies
 from tierplan.runtime.device import Device
 from tierplan.runtime.durability import Durability
 from tierplan.runtime.executor import Executor, Instance
-from tierplan.runtime.held import Held
+from tierplan.runtime.held import Held, held_of
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.store import Extent, Store
@@ -140,6 +140,9 @@ class Trainer:
         self._num_micro_batches = int(training["gradient_accumulation_steps"])
         self._dtype = TORCH_DTYPES[training["dtype"]]
         self._has_master = bool(training["master_weights"]) and training["dtype"] != "fp32"
+        units: Any = meta["units"]
+        self._pending = frozenset(u["name"] for u in units if u.get("late_update"))
+        """Units whose last update is still to come when a step has ended (`UnitPlan.late_update`)."""
         if self.optimizer.name != training["optimizer"]:
             raise TrainingError(
                 f"the schedule was made for optimizer {training['optimizer']!r}, not {self.optimizer.name!r}; plan "
@@ -222,6 +225,7 @@ class Trainer:
             "training": {k: v for k, v in self._training.items() if k != "backend"},
             "semantics": self.schedule.meta.get("semantics"),
             "units": [[u["name"], u["num_parameters"]] for u in self.schedule.meta["units"]],  # type: ignore[attr-defined]
+            "late_updates": sorted(self._pending),
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
             "num_threads": self._threads,
@@ -262,12 +266,12 @@ class Trainer:
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
-        for name, instance in self._executor.carried.items():
+        for instance in self._executor.carried.values():
             kind, _, unit_name = instance.buffer.content.partition("/")
             if kind == "params":
                 unit = next(u for u in self._units if u.name == unit_name)
                 flat = torch.empty(unit.num_parameters, dtype=self._dtype)
-                flat.view(torch.uint8).copy_(self.bytes_of(name))
+                flat.view(torch.uint8).copy_(self.content(instance.buffer.content))
                 unit.unbind()
                 for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
                     p.data = view.clone()
@@ -283,8 +287,41 @@ class Trainer:
         return tuple(self._units)
 
     def content(self, content: str) -> torch.Tensor:
-        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8."""
+        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8.
+
+        A unit whose last update is still to come is given as it is after that.
+        """
+        kind, _, name = content.partition("/")
+        if name in self._pending and kind in ("params", "states"):
+            return self._after_pending(name)[kind]
+        return self._as_it_is(content)
+
+    def _as_it_is(self, content: str) -> torch.Tensor:
         return self.bytes_of(next(n for n, x in self._executor.carried.items() if x.buffer.content == content))
+
+    def _after_pending(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of a unit's parameters and states with the update that the next step would begin with."""
+        assert self._bodies is not None
+        carried = {x.buffer.content: x for x in self._executor.carried.values()}
+        found = {k: self._as_it_is(f"{k}/{name}") for k in ("params", "states") if f"{k}/{name}" in carried}
+        grads = carried[f"grads/{name}/mb0"]
+        if not held_of(grads).is_absent:
+            done, lr = self.num_steps_done, self.learning_rate or (lambda step: self.optimizer.lr)
+            states, regions = found.get("states"), {}
+            if states is not None:
+                regions = state_regions(states, optimizer=self.optimizer.name, has_master=self._has_master)
+            update_flat(
+                found["params"].view(self._dtype),
+                self._as_it_is(f"grads/{name}/mb0").view(self._dtype),
+                regions,
+                self.optimizer,
+                step=done,
+                lr=lr(done - 1),
+                clip=None,
+                odd_lengths=next(u for u in self._units if u.name == name).odd_lengths,
+                label=name,
+            )
+        return found
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
@@ -319,7 +356,7 @@ class Trainer:
         self._give_buffers_back = self._device.take_buffers(self.model)
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
-        late = int(self.schedule.meta.get("semantics") == "delayed-1")
+        is_delayed = self.schedule.meta.get("semantics") == "delayed-1"
         self._bodies = Bodies(
             units=self._units,
             device=self._device,
@@ -334,7 +371,7 @@ class Trainer:
             new_lane=self._new_lane,
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
-            num_updates=lambda step: step - late,
+            behind=frozenset(u.name for u in self._units) if is_delayed else self._pending,
             on_loss=self._on_loss,
         )
         self._executor = Executor(
