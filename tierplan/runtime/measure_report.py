@@ -206,7 +206,7 @@ def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[
         values["nvme.capacity"] = Quantity(
             float(free // 10 * 9),
             "measured",
-            f"{source}: nine tenths of what is free in {', '.join(map(str, folders))}",
+            f"{source}: nine tenths of what is free where the NVMe tier is",
         )
     return values
 
