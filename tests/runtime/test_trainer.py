@@ -188,6 +188,26 @@ def test_updates_that_wait_for_the_next_step(dtype: str, place: str, accumulatio
     assert sum(u["late_update"] for u in schedule.meta["units"]) > 1  # type: ignore[attr-defined]
 
 
+def test_a_resumed_run_makes_the_updates_that_still_waited(tmp_path: Path) -> None:
+    model, batches = make_model("gpt2"), make_batches(6)
+    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    workload = observed_workload(model, batches[0], CPU)
+    plan = uniform_plan(workload, UnitPlan(params="nvme", grads="host", states="nvme"))
+    units = tuple(replace(choice, late_update=i % 2 == 0) for i, choice in enumerate(plan.units))
+    schedule = lower(replace(plan, units=units), workload, machine())
+    optimizer = OptimizerSettings(lr=1e-2)
+    losses = train_plainly(plain, batches, steps=6, optimizer=optimizer)
+    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
+    with Trainer(schedule, model, **places) as first:
+        first.run(batches, 3)
+    with Trainer(schedule, resumed, resume=True, **places) as second:
+        second.run(batches, 3)
+        second.restore_model()
+        assert second.result().losses == tuple(losses)
+    for trained, expected in zip(resumed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(trained, expected)
+
+
 def test_sgd_and_a_learning_rate_schedule(tmp_path: Path) -> None:
     training = replace(CPU, optimizer="sgd")
     choice = UnitPlan(params="host", grads="host", states="host")

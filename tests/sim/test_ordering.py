@@ -62,9 +62,7 @@ def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: li
     if not completes_one_by_one(schedule):
         assert ordered == schedule
         return
-    trace = simulate(ordered, costs)  # does not raise
-    starts = [next(s.start_ns for s in trace.spans if s.key == op.key) for op in ordered.ops]
-    assert len(starts) == len(schedule.ops)
+    assert {s.key for s in simulate(ordered, costs).spans} == {op.key for op in schedule.ops}  # and does not raise
 
 
 @settings(max_examples=150, deadline=None)
