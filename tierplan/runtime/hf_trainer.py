@@ -4,7 +4,7 @@
     ScheduleTrainer(schedule=schedule, nvme_dir="/mnt/nvme", model=model, args=arguments, train_dataset=data).train()
 
 Logging, callbacks, the data loader and the learning-rate scheduler are the Trainer's. Forward, backward, clipping and
-the the update are the schedule's: micro-batches are collected, and each optimizer step is executed when its last one is
+the update are the schedule's: micro-batches are collected, and each optimizer step is executed when its last one is
 there. Weights are the schedule's while training, and the model's again at its end and for saving.
 
 The Trainer needs the package `accelerate`.
