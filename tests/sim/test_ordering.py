@@ -105,6 +105,19 @@ def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
     assert simulate(order_by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
 
 
+def test_what_ran_early_and_is_freed_no_longer_counts() -> None:
+    """While `a` is busy, `b` runs ahead of what is listed before; each of its ops takes most of the tier in turn."""
+    buffers = tuple(Buffer(name=f"b{i}", tier="fast", size_bytes=3, content=f"b{i}", kind="x") for i in range(3))
+    ops = (
+        *(Op(key=f"a{i}", stream="a", kind="x") for i in range(2)),
+        *(Op(key=f"b{i}", stream="b", kind="x", writes=(f"b{i}",)) for i in range(3)),
+    )
+    schedule = validate(Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=4),), buffers=buffers, ops=ops))
+    costs = {op.key: Cost(0.0, 10.0 if op.stream == "a" else 2.0) for op in ops}
+    spans = simulate(order_by_readiness(schedule, costs), costs).by_key()
+    assert [spans[f"b{i}"].start_ns / 1e9 for i in range(3)] == [0, 2, 4]
+
+
 def test_too_small_a_tier_is_left_for_the_simulator_to_report() -> None:
     buffers = (Buffer(name="big", tier="fast", size_bytes=3, content="big", kind="x"),)
     ops = (Op(key="make", stream="a", kind="x", writes=("big",)),)

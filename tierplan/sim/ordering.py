@@ -73,6 +73,10 @@ class _Ordering:
             self.missing[i] = len(inputs)
             for j in inputs:
                 self.followers[j].append(i)
+        self.last_use = [-1] * len(buffers)  # list position of the last op that reads a buffer, or else writes it
+        for i, op in enumerate(ops):
+            for name in (*op.reads, *op.writes):
+                self.last_use[index[name]] = i
         self.used = [0] * len(self.capacity)
         for i, b in enumerate(buffers):
             if b.initial and (self.readers_left[i] or not freed[i]):
@@ -88,18 +92,18 @@ class _Ordering:
                 used[t] += need
             for t, cap in enumerate(self.capacity):
                 slack[t][i] = cap - used[t]
-            for t, size in self._end(i, left):
-                used[t] -= size
+            for b in self._end(i, left):
+                used[self.tier[b]] -= self.size[b]
         return slack
 
-    def _end(self, i: int, readers_left: list[int]) -> list[tuple[int, int]]:
-        """What op i frees when it ends, with `readers_left` brought up to date."""
+    def _end(self, i: int, readers_left: list[int]) -> list[int]:
+        """The buffers that op i frees when it ends, with `readers_left` brought up to date."""
         freed = []
         for b in self.reads[i]:
             readers_left[b] -= 1
             if readers_left[b] == 0:
-                freed.append((self.tier[b], self.size[b]))
-        freed += [(self.tier[b], self.size[b]) for b in self.dead[i] if readers_left[b] == 0]
+                freed.append(b)
+        freed += [b for b in self.dead[i] if readers_left[b] == 0]
         return freed
 
     @property
@@ -141,8 +145,9 @@ class _Ordering:
             assert running or len(order) == self.n, "the safe sequence was lost"
             now, i, stream = heapq.heappop(running)
             idle.add(stream)
-            for t, size in self._end(i, self.readers_left):
-                self.used[t] -= size
+            for b in self._end(i, self.readers_left):
+                self.used[self.tier[b]] -= self.size[b]
+                self.slack[self.tier[b]][frontier : self.last_use[b] + 1] += self.size[b]
             for j in self.followers[i]:
                 self.missing[j] -= 1
         return order
