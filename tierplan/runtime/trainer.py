@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings, state_regions, update_flat
-from tierplan.runtime.arena import PAGE_BYTES, map_host
+from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.arena import PAGE_BYTES
 from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies
 from tierplan.runtime.device import Device
 from tierplan.runtime.durability import Durability
-from tierplan.runtime.executor import Executor, Instance
-from tierplan.runtime.held import Held, held_of
+from tierplan.runtime.executor import Executor
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.placement import Placement, TrainingError
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
-from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.store import Store, measure_weights
 from tierplan.runtime.threads import limit_this_thread
 from tierplan.runtime.units import ModelUnit, split_model
 from tierplan.sim.schedule import Schedule
@@ -39,10 +39,6 @@ __all__ = ["RunResult", "Trainer", "TrainingError", "train"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Batch = Mapping[str, Any]
-
-
-class TrainingError(ValueError):
-    """Schedule, model and settings do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +96,8 @@ class Trainer:
     schedule: Schedule
     model: nn.Module
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    nvme_weights: Sequence[float] = ()
+    """Relative speeds of several folders, which get stripes in proportion; measured before the run if not given."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     learning_rate: Callable[[int], float] | None = None
     """By step, from 0; the optimizer's `lr` if not given."""
@@ -156,6 +154,7 @@ class Trainer:
         self._store: Store | None = None
         self._bodies: Bodies | None = None
         self._executor: Executor
+        self._placement: Placement
         self._is_set_up = self._is_closed = False
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
@@ -266,15 +265,7 @@ class Trainer:
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
-        for instance in self._executor.carried.values():
-            kind, _, unit_name = instance.buffer.content.partition("/")
-            if kind == "params":
-                unit = next(u for u in self._units if u.name == unit_name)
-                flat = torch.empty(unit.num_parameters, dtype=self._dtype)
-                flat.view(torch.uint8).copy_(self.content(instance.buffer.content))
-                unit.unbind()
-                for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
-                    p.data = view.clone()
+        self._placement.restore_model()
 
     @property
     def is_placed(self) -> bool:
@@ -291,37 +282,7 @@ class Trainer:
 
         A unit whose last update is still to come is given as it is after that.
         """
-        kind, _, name = content.partition("/")
-        if name in self._pending and kind in ("params", "states"):
-            return self._after_pending(name)[kind]
-        return self._as_it_is(content)
-
-    def _as_it_is(self, content: str) -> torch.Tensor:
-        return self.bytes_of(next(n for n, x in self._executor.carried.items() if x.buffer.content == content))
-
-    def _after_pending(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of a unit's parameters and states with the update that the next step would begin with."""
-        assert self._bodies is not None
-        carried = {x.buffer.content: x for x in self._executor.carried.values()}
-        found = {k: self._as_it_is(f"{k}/{name}") for k in ("params", "states") if f"{k}/{name}" in carried}
-        grads = carried[f"grads/{name}/mb0"]
-        if not held_of(grads).is_absent:
-            done, lr = self.num_steps_done, self.learning_rate or (lambda step: self.optimizer.lr)
-            states, regions = found.get("states"), {}
-            if states is not None:
-                regions = state_regions(states, optimizer=self.optimizer.name, has_master=self._has_master)
-            update_flat(
-                found["params"].view(self._dtype),
-                self._as_it_is(f"grads/{name}/mb0").view(self._dtype),
-                regions,
-                self.optimizer,
-                step=done,
-                lr=lr(done - 1),
-                clip=None,
-                odd_lengths=next(u for u in self._units if u.name == name).odd_lengths,
-                label=name,
-            )
-        return found
+        return self._placement.content(content)
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
@@ -383,9 +344,10 @@ class Trainer:
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
+        self._placement = Placement(self._executor, self._bodies, self._pending)
         self._is_set_up = True
         if self._resumed is None:
-            self._place_initial()
+            self._placement.begin(self.weights)
         else:
             self._place_committed()
         self._device.settle()
@@ -430,35 +392,15 @@ class Trainer:
             raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
         folders = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else list(self.nvme_dir)
         durability = self._durability
-        self._store = Store(folders, run_id=durability.run_id if durability is not None else "")
+        pattern = self._resumed.stripes if self._resumed is not None else ()
+        weights = self.nvme_weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
+        run_id = durability.run_id if durability is not None else ""
+        self._store = Store(folders, weights=weights, pattern=pattern, run_id=run_id)
         needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
         if durability is not None:  # a second region for what is committed
             needed += sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
             self._store.claim(durability.run_id, str(durability.folder.resolve()))
         self._store.reserve(needed)
-
-    def _place_initial(self) -> None:
-        """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit."""
-        by_content: dict[str, Instance] = {x.buffer.content: x for x in self._executor.carried.values()}
-        for unit in self._units:
-            if unit.num_parameters == 0:
-                continue
-            parts = self.weights(unit) if self.weights is not None else [p.detach() for _, p in unit.parameters]
-            flat = torch.cat([part.reshape(-1).to("cpu", self._dtype) for part in parts])
-            del parts
-            unit.unbind()
-            self._fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
-            states = by_content.get(f"states/{unit.name}")
-            if states is not None:
-                start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
-                regions = state_regions(start, optimizer=self.optimizer.name, has_master=self._has_master)
-                if "master" in regions:
-                    regions["master"].copy_(flat)
-                self._fill(states, start)
-            grads = by_content.get(f"grads/{unit.name}/mb0")
-            if grads is not None:
-                assert self._bodies is not None
-                grads.value = Held(self._bodies.allocate(grads), is_absent=True)
 
     def _place_committed(self) -> None:
         """Puts the bytes of the last commit into their tiers, or finds them there."""
@@ -466,24 +408,9 @@ class Trainer:
         assert self._bodies is not None
         for unit in self._units:
             unit.unbind()
-        rng = self._durability.place(self._executor.carried, self._bodies, self._fill)
+        rng = self._durability.place(self._executor.carried, self._bodies, self._placement.fill)
         if rng:
             self._device.set_rng_state(rng)
-
-    def _fill(self, instance: Instance, memory: torch.Tensor) -> None:
-        assert self._bodies is not None
-        if memory.numel() != instance.buffer.size_bytes:
-            raise TrainingError(
-                f"buffer {instance.buffer.name!r} is declared with {instance.buffer.size_bytes:,} bytes, but the model "
-                f"needs {memory.numel():,} there; make the schedule from this model"
-            )
-        place = self._bodies.allocate(instance)
-        instance.value = Held(place)
-        if isinstance(place, Extent):
-            assert self._store is not None
-            self._store.write(place, memory)
-        else:
-            place.data.copy_(memory)
 
     # ---- during the run ----
 
