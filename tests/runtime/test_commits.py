@@ -24,6 +24,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.arena import PAGE_BYTES
 from tierplan.runtime.commits import CommitError, CommitLog
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.store import Store, StoreError
@@ -66,10 +67,10 @@ def train_on(
 ) -> list[torch.Tensor]:
     """Trains up to `steps`, committing each step."""
     model = new_model()
-    settings = {"checkpoint_every": 1, "optimizer": OptimizerSettings(lr=1e-2), **settings}
-    with Trainer(
-        schedule, model, nvme_dir=folder / "nvme", out_dir=folder / "out", resume=resume, **settings
-    ) as trainer:
+    settings = {
+        "checkpoint_every": 1, "optimizer": OptimizerSettings(lr=1e-2), "nvme_dir": folder / "nvme", **settings
+    }  # fmt: skip
+    with Trainer(schedule, model, out_dir=folder / "out", resume=resume, **settings) as trainer:
         trainer.run(make_batches(STEPS), steps - trainer.num_steps_done)
         trainer.restore_model()
     return [p.detach() for p in model.parameters()]
@@ -85,6 +86,19 @@ def test_resumed_training_is_uninterrupted_training(choice: str, first: int, tmp
     schedule = schedule_for(choice)
     train_on(tmp_path, schedule, first)
     assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+def test_a_resumed_run_finds_its_stripes(tmp_path: Path) -> None:
+    """Weights may be measured or given anew; what is on the drives counts."""
+    schedule = schedule_for("nvme")
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with mock.patch("tierplan.runtime.striping.STRIPE_BYTES", PAGE_BYTES):  # the model is small
+        train_on(tmp_path, schedule, 3, nvme_dir=drives, nvme_weights=(3.0, 1.0))
+        with pytest.raises(StoreError, match="the same folders in the same order"):
+            train_on(tmp_path, schedule, nvme_dir=drives[:1])
+        with pytest.raises(CommitError, match="the files in the NVMe folder are not those of the last commit"):
+            train_on(tmp_path, schedule, nvme_dir=drives[::-1])
+        assert same(train_on(tmp_path, schedule, nvme_dir=drives, nvme_weights=(1.0, 2.0)), plain_weights())
 
 
 def test_losses_of_the_whole_run_are_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.arena import PAGE_BYTES
 from tierplan.runtime.tracing import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
@@ -80,6 +82,27 @@ def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[k], parts[k]) for k in whole)
     assert [m["loss"] for m in metrics(files, "whole")] == [m["loss"] for m in metrics(files, "parts")]
+
+
+def test_faster_drives_get_more(files: Path) -> None:
+    drives = [str(files / name) for name in ("fast", "slow")]
+    options = ["--nvme", drives[0], "--nvme", drives[1], "--nvme-weights", "3", "1"]
+    with mock.patch("tierplan.runtime.striping.STRIPE_BYTES", PAGE_BYTES):  # the model is small
+        assert main(arguments(files, 2, "striped", *options)) == 0
+    fast, slow = ((Path(drive) / "tierplan.tier").stat().st_size for drive in drives)
+    assert fast / slow == pytest.approx(3.0, rel=0.05)
+    assert main(arguments(files, 2, "single")) == 0
+    striped, single = weights_in(files / "striped" / "model"), weights_in(files / "single" / "model")
+    assert all(torch.equal(striped[k], single[k]) for k in single)
+
+
+def test_speeds_of_several_drives_are_measured(files: Path) -> None:
+    options = ["--nvme", str(files / "a"), "--nvme", str(files / "b"), "--no-export"]
+    with mock.patch("tierplan.runtime.trainer.measure_weights", return_value=[1.0, 2.0]) as measure:
+        assert main(arguments(files, 2, "measured", *options)) == 0
+        assert main(arguments(files, 3, "measured", *options, "--resume")) == 0
+    assert len(measure.mock_calls) == 1
+    assert json.loads((files / "measured" / "commit.json").read_text())["stripes"].count(1) == 2
 
 
 def test_a_trained_model_is_a_start(files: Path) -> None:

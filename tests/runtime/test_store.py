@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tierplan.runtime.arena import PAGE_BYTES, Pool, map_host
-from tierplan.runtime.store import Store, StoreError, stripe_pattern
+from tierplan.runtime.store import Store, StoreError, measure_weights
 
 
 def noise(size: int, seed: int) -> torch.Tensor:
@@ -124,15 +125,25 @@ def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
     store.close()
 
 
-def test_short_transfers_are_completed(tmp_path: Path) -> None:
-    store = Store([tmp_path])
-    extent = store.allocate(100_000)
+@pytest.mark.parametrize("num_folders", [1, 2])
+@pytest.mark.parametrize("most_bytes", [PAGE_BYTES, 3 * PAGE_BYTES + 512])
+def test_short_transfers_are_completed(tmp_path: Path, num_folders: int, most_bytes: int) -> None:
+    """Those that end inside a page, and those that end in a later piece of memory, too."""
+    store = Store([tmp_path / str(k) for k in range(num_folders)])
+    extent = store.allocate(5_000_000)
     real = os.pwritev
-    with mock.patch("tierplan.runtime.store.os.pwritev", lambda fd, views, at: real(fd, [views[0][:PAGE_BYTES]], at)):
-        store.write(extent, noise(100_000, 1))
-    found = torch.empty(100_000, dtype=torch.uint8)
+
+    def short(fd: int, views: list[memoryview], at: int) -> int:
+        data = b"".join(view[:most_bytes] for view in views[:2])[:most_bytes]
+        memory = map_host(len(data))[: len(data)]
+        memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return real(fd, [memory.numpy().data], at)
+
+    with mock.patch("tierplan.runtime.store.os.pwritev", short):
+        store.write(extent, noise(5_000_000, 1))
+    found = torch.empty(5_000_000, dtype=torch.uint8)
     store.read(extent, found)
-    assert torch.equal(found, noise(100_000, 1))
+    assert torch.equal(found, noise(5_000_000, 1))
     store.close()
 
 
@@ -145,10 +156,55 @@ def test_a_failing_drive_is_named(tmp_path: Path) -> None:
     store.close()
 
 
-def test_stripe_pattern_follows_the_weights() -> None:
-    assert stripe_pattern([1, 1, 1]) == (0, 1, 2)
-    pattern = stripe_pattern([3.0, 1.0])
-    assert (pattern.count(0), pattern.count(1)) == (3, 1)
+def test_faster_drives_hold_more(tmp_path: Path) -> None:
+    store = Store([tmp_path / "fast", tmp_path / "slow"], weights=(3.0, 1.0))
+    store.reserve(64 << 20)
+    fast, slow = ((tmp_path / name / "tierplan.tier").stat().st_size for name in ("fast", "slow"))
+    assert (fast, slow) == (48 << 20, 16 << 20)
+    store.close()
+
+
+def test_weights_are_speeds(tmp_path: Path) -> None:
+    """On a clock that only transfers move, one drive twice as fast as the other."""
+    clock = [0.0]
+    real = os.preadv, os.pwritev
+    slow_files = set()
+
+    def timed(call: Callable[..., int]) -> Callable[..., int]:
+        def move(fd: int, views: list[memoryview], at: int) -> int:
+            is_slow = Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(tmp_path / "slow")
+            slow_files.add(is_slow)
+            clock[0] += sum(map(len, views)) * (2e-9 if is_slow else 1e-9)
+            return call(fd, views, at)
+
+        return move
+
+    with (
+        mock.patch("tierplan.runtime.store.os.preadv", timed(real[0])),
+        mock.patch("tierplan.runtime.store.os.pwritev", timed(real[1])),
+        mock.patch("tierplan.runtime.store.time.perf_counter", side_effect=lambda: clock[0]),
+    ):
+        found = measure_weights([tmp_path / "fast", tmp_path / "slow"], probe_bytes=1 << 20)
+    assert found == pytest.approx([1e9, 0.5e9])
+    assert slow_files == {True, False}
+    assert not any((tmp_path / "fast").iterdir())
+
+
+def test_data_is_found_by_the_round_that_it_was_written_with(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = Store(folders, weights=(2.0, 1.0))
+    extent = store.allocate(7 << 20)
+    store.write(extent, noise(7 << 20, 1))
+    pattern = store.pattern
+    store.close()
+    again = Store(folders, weights=(1.0, 1.0), pattern=pattern)
+    again.allocate_at(extent)
+    found = torch.empty(7 << 20, dtype=torch.uint8)
+    again.read(extent, found)
+    assert torch.equal(found, noise(7 << 20, 1))
+    again.close()
+    with pytest.raises(StoreError, match="the same folders in the same order"):
+        Store(folders[:1], pattern=pattern)
 
 
 def test_pool_reuses_by_size_and_stays_under_its_capacity() -> None:

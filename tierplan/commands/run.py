@@ -39,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the NVMe tier (default: DIR/nvme in the run's folder); repeat it to stripe over several drives",
     )
     parser.add_argument(
+        "--nvme-weights",
+        type=float,
+        nargs="+",
+        default=(),
+        metavar="W",
+        help="relative speeds of those folders, one each (default: measured before the run, in about a second)",
+    )
+    parser.add_argument(
         "--checkpoint-every", type=int, metavar="K", help="commit every K steps (default: at the end, and on Ctrl-C)"
     )
     parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
@@ -66,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         out_dir=args.out,
         resume=args.resume,
         nvme_dirs=tuple(args.nvme or ()),
+        nvme_weights=tuple(args.nvme_weights),
         checkpoint_every=args.checkpoint_every,
         export=not args.no_export,
         lr=args.lr,

@@ -61,6 +61,8 @@ class Commit:
     losses: tuple[float, ...] = ()
     seal: Stored | None = None
     """A page in the store that names the run and the step."""
+    stripes: tuple[int, ...] = ()
+    """How the store's data is dealt out to its folders; empty if nothing is in the store."""
     rng: tuple[str, ...] = ()
     """States of PyTorch's generators, in hexadecimal, where the run draws from them."""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +94,8 @@ class CommitLog:
         del record["format"], record["version"]
         record["contents"] = {name: Stored(**where) for name, where in record["contents"].items()}
         record["seal"] = Stored(**record["seal"]) if record["seal"] else None
-        record["losses"], record["rng"] = tuple(record["losses"]), tuple(record["rng"])
+        for name in ("losses", "rng", "stripes"):
+            record[name] = tuple(record.get(name, ()))
         return Commit(**record)
 
     def resident_path(self, num_steps: int) -> Path:

@@ -78,6 +78,7 @@ class Durability:
             settings=self._settings,
             losses=losses,
             seal=seal,
+            stripes=bodies.store.pattern if bodies.store is not None else (),
             rng=tuple(s.numpy().tobytes().hex() for s in rng),
         )
         self._log.write(self.last)

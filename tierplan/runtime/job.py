@@ -46,6 +46,7 @@ class Job:
     out_dir: Path
     resume: bool = False
     nvme_dirs: tuple[Path, ...] = ()
+    nvme_weights: tuple[float, ...] = ()
     checkpoint_every: int | None = None
     export: bool = True
     lr: float = 1e-3
@@ -118,6 +119,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             schedule,
             model,
             nvme_dir=list(job.nvme_dirs) or [job.out_dir / "nvme"],
+            nvme_weights=job.nvme_weights,
             optimizer=optimizer,
             learning_rate=rate,
             seed=job.seed,

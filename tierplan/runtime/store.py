@@ -1,8 +1,8 @@
 """The NVMe tier: extents of preallocated files in folders that the user names, read and written past the page cache.
 
-One file per folder. Data is striped over the folders in units of 1 MiB, weighted by the speed of each drive; a run of
-units that are consecutive in one file is one request. Each folder has its own threads, so a slow drive does not block
-the others. Where a folder does not take O_DIRECT, its file is used through the page cache and `notes` says so.
+One file per folder. Data is striped over the folders (`striping`), in proportion to the speed of each drive where that
+is known (`measure_weights`). Each folder has its own threads, so a slow drive does not block the others. Where a folder
+does not take O_DIRECT, its file is used through the page cache and `notes` says so.
 
     StoreError(OSError)      a folder that cannot be used: missing, not writable, full, in use, failing
 """
@@ -13,7 +13,9 @@ import errno
 import fcntl
 import json
 import os
+import statistics
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,14 +24,14 @@ from pathlib import Path
 import torch
 
 from tierplan.runtime.arena import PAGE_BYTES, map_host, padded
+from tierplan.runtime.striping import REQUEST_BYTES, Striping, stripe_pattern
 
-__all__ = ["Extent", "Store", "StoreError"]
+__all__ = ["Extent", "Store", "StoreError", "measure_weights"]
 
-STRIPE_BYTES = 1 << 20
 STAGING_BYTES = 8 << 20
-REQUEST_BYTES = 8 << 20
-"""Largest single request: throughput no longer grows above about 4 MiB with two threads."""
 FILE_NAME = "tierplan.tier"
+PROBE_NAME = "tierplan.probe"
+PROBE_BYTES = 64 << 20
 OWNER_NAME = "tierplan.owner.json"
 RECORD_NAME = "commit.json"
 """In the folder of the run that owns a file: without it, or with another run's, the claim is void."""
@@ -51,9 +53,9 @@ class Extent:
 class _File:
     """The preallocated file in one folder, with its threads."""
 
-    def __init__(self, folder: Path, num_threads: int, run_id: str) -> None:
+    def __init__(self, folder: Path, num_threads: int, run_id: str, name: str = FILE_NAME) -> None:
         self.folder = folder
-        self.path = folder / FILE_NAME
+        self.path = folder / name
         self.owner_path = folder / OWNER_NAME
         self.size_bytes = 0
         try:
@@ -71,7 +73,8 @@ class _File:
                 error.errno, f"{self.path} is in use by another run; wait for it, or give another folder"
             ) from error
         try:
-            self._check_owner(run_id)
+            if name == FILE_NAME:
+                self._check_owner(run_id)
         except StoreError:
             os.close(lock_fd)
             raise
@@ -144,25 +147,29 @@ class _File:
                 ) from error
         self.size_bytes = size_bytes
 
-    def transfer(self, verb: str, view: memoryview, offset: int) -> None:
-        """Reads into or writes from the view at a file offset; goes on after short transfers."""
+    def transfer(self, verb: str, views: Sequence[memoryview], offset: int) -> None:
+        """Reads into or writes from the views, one after the other, from a file offset on; goes on after short ones."""
         call: Callable[..., int] = os.preadv if verb == "read" else os.pwritev
-        done = 0
-        while done < len(view):
+        size, done, left = sum(map(len, views)), 0, list(views)
+        while done < size:
             try:
-                moved = call(self.fd, [view[done:]], offset + done)
+                moved = call(self.fd, left, offset + done)
             except OSError as error:
                 raise StoreError(
                     error.errno,
-                    f"could not {verb} {len(view):,} bytes at {offset + done:,} of {self.path}: {error.strerror}",
+                    f"could not {verb} {size:,} bytes at {offset + done:,} of {self.path}: {error.strerror}",
                 ) from error
             if moved == 0:
                 raise StoreError(
                     errno.EIO, f"{self.path} ended at {offset + done:,}, before the data that it should hold"
                 )
+            if self.direct and moved % PAGE_BYTES and done + moved < size:
+                moved -= moved % PAGE_BYTES  # a short transfer may stop inside a page; O_DIRECT needs whole ones
             done += moved
-            if self.direct and done % PAGE_BYTES and done < len(view):
-                done -= done % PAGE_BYTES  # a short transfer may stop inside a page; O_DIRECT needs whole ones
+            while left and moved >= len(left[0]):
+                moved -= len(left.pop(0))
+            if moved:
+                left[0] = left[0][moved:]
 
     def close(self) -> None:
         self.threads.shutdown(wait=True, cancel_futures=True)
@@ -178,19 +185,27 @@ class Store:
         folders: Sequence[str | os.PathLike[str]],
         *,
         weights: Sequence[float] = (),
+        pattern: Sequence[int] = (),
         num_threads: int = 2,
         run_id: str = "",
     ) -> None:
         """Opens the folders; `weights` are their relative speeds (equal if not given).
 
-        `num_threads` requests are in flight per folder. A folder that holds committed data is opened for the run of
-        that `run_id` only. Raises `StoreError`.
+        `pattern` is the round of stripes that the data in the files was written with, if there is any: it counts, and
+        not the weights. `num_threads` requests are in flight per folder. A folder that holds committed data is opened
+        for the run of that `run_id` only. Raises `StoreError`.
         """
         if not folders:
             raise StoreError(errno.EINVAL, "the NVMe tier needs at least one folder")
         if weights and len(weights) != len(folders):
             raise StoreError(errno.EINVAL, f"{len(weights)} weights for {len(folders)} folders; give one each")
-        self._pattern = stripe_pattern(weights or [1.0] * len(folders))
+        if pattern and set(pattern) != set(range(len(folders))):
+            raise StoreError(
+                errno.EINVAL,
+                f"the data lies on {max(pattern) + 1} folders, but {len(folders)} were given; give the same folders in "
+                "the same order",
+            )
+        self._striping = Striping(tuple(pattern) or stripe_pattern(weights or [1.0] * len(folders)))
         self._files: list[_File] = []
         try:
             for folder in folders:
@@ -207,6 +222,11 @@ class Store:
     def notes(self) -> tuple[str, ...]:
         """What a user should know: folders without O_DIRECT."""
         return tuple(f.note for f in self._files if f.note)
+
+    @property
+    def pattern(self) -> tuple[int, ...]:
+        """One round of stripes, as indices of folders."""
+        return self._striping.pattern
 
     @property
     def direct(self) -> bool:
@@ -226,7 +246,7 @@ class Store:
 
     def reserve(self, size_bytes: int) -> None:
         """Makes room for so many bytes on the drives now, so that a full disk is an error before the run."""
-        for file, share in zip(self._files, self._shares(padded(size_bytes)), strict=True):
+        for file, share in zip(self._files, self._striping.shares(padded(size_bytes)), strict=True):
             file.grow(share)
 
     def allocate(self, size_bytes: int) -> Extent:
@@ -243,7 +263,7 @@ class Store:
             offset = self._end_bytes
             if self._free and sum(self._free[-1]) == offset:
                 offset = self._free.pop()[0]
-            for file, share in zip(self._files, self._shares(offset + room), strict=True):
+            for file, share in zip(self._files, self._striping.shares(offset + room), strict=True):
                 file.grow(share)
             self._end_bytes = offset + room
             return Extent(offset, size_bytes)
@@ -302,36 +322,7 @@ class Store:
                 file.owner_path.unlink(missing_ok=True)
         self._files = []
 
-    # ---- striping ----
-
-    def _shares(self, size_bytes: int) -> list[int]:
-        """Bytes that each file must hold when the address space ends at `size_bytes`."""
-        stripes = -(-size_bytes // STRIPE_BYTES)
-        whole, rest = divmod(stripes, len(self._pattern))
-        if len(self._files) == 1:
-            return [size_bytes]
-        return [
-            (whole * self._pattern.count(k) + self._pattern[:rest].count(k)) * STRIPE_BYTES
-            for k in range(len(self._files))
-        ]
-
-    def _pieces(self, offset: int, length: int) -> list[tuple[int, int, int, int]]:
-        """The requests of a range: (file, offset in the file, offset in the range, bytes)."""
-        if len(self._files) == 1:
-            return [(0, offset + at, at, min(REQUEST_BYTES, length - at)) for at in range(0, length, REQUEST_BYTES)]
-        pattern = self._pattern
-        per_round = [pattern.count(k) for k in range(len(self._files))]
-        pieces = []
-        at = 0
-        while at < length:
-            stripe, inside = divmod(offset + at, STRIPE_BYTES)
-            turn, place = divmod(stripe, len(pattern))
-            k = pattern[place]
-            in_file = (turn * per_round[k] + pattern[:place].count(k)) * STRIPE_BYTES + inside
-            size = min(STRIPE_BYTES - inside, length - at)
-            pieces.append((k, in_file, at, size))
-            at += size
-        return pieces
+    # ---- transfers ----
 
     def _move(self, verb: str, extent: Extent, tensor: torch.Tensor) -> None:
         room = padded(extent.size_bytes)
@@ -354,19 +345,21 @@ class Store:
 
     def _transfer(self, verb: str, offset: int, pages: torch.Tensor) -> None:
         view = pages.numpy().data
-        pieces = self._pieces(offset, len(view))
-        if len(pieces) == 1:
-            k, in_file, at, size = pieces[0]
-            self._files[k].transfer(verb, view[at : at + size], in_file)
+        requests = self._striping.requests(offset, len(view))
+        work = [
+            (self._files[k], [view[at : at + size] for at, size in parts], in_file) for k, in_file, parts in requests
+        ]
+        if len(work) == 1:
+            file, views, in_file = work[0]
+            file.transfer(verb, views, in_file)
         else:
             moves: list[Future[None]] = [
-                self._files[k].threads.submit(self._files[k].transfer, verb, view[at : at + size], in_file)
-                for k, in_file, at, size in pieces
+                file.threads.submit(file.transfer, verb, views, in_file) for file, views, in_file in work
             ]
             errors = [error for move in moves if (error := move.exception()) is not None]
             if errors:
                 raise errors[0]
-        for k in {piece[0] for piece in pieces}:
+        for k in {request.file for request in requests}:
             if not self._files[k].direct:
                 os.posix_fadvise(self._files[k].fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -388,19 +381,31 @@ def _whole_pages(tensor: torch.Tensor, room: int) -> torch.Tensor | None:
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (room,), (1,))
 
 
-def stripe_pattern(weights: Sequence[float]) -> tuple[int, ...]:
-    """One round of stripes, as file indices, in proportion to the weights and spread evenly: (2, 1) -> (0, 1, 0)."""
-    if any(not w > 0 for w in weights):
-        raise StoreError(errno.EINVAL, f"drive weights {list(weights)} must all be above 0")
-    if len(set(weights)) == 1:
-        return tuple(range(len(weights)))
-    total = sum(weights)
-    length = min(32, max(len(weights), round(total / min(weights))))
-    given = [0] * len(weights)
-    pattern = []
-    for turn in range(1, length + 1):
-        k = max(range(len(weights)), key=lambda j: (turn * weights[j] / total - given[j], -j))
-        given[k] += 1
-        pattern.append(k)
-    missing = [k for k, n in enumerate(given) if n == 0]
-    return tuple(pattern + missing)
+def measure_weights(folders: Sequence[str | os.PathLike[str]], *, probe_bytes: int = PROBE_BYTES) -> list[float]:
+    """Bytes per second of each folder's drive, written and read in equal parts; the median of three turns.
+
+    A file of its own in each folder is written, read and removed.
+    """
+    memory = map_host(probe_bytes)
+    memory.random_(0, 256)
+    view = memory.numpy().data
+    seconds: list[list[float]] = [[] for _ in folders]
+    files: list[_File] = []
+    try:
+        for folder in folders:
+            files.append(_File(Path(folder), 1, "", PROBE_NAME))
+            files[-1].grow(probe_bytes)
+        for turn in range(4):
+            for file, times in zip(files, seconds, strict=True):
+                began = time.perf_counter()
+                for verb in ("write", "read"):
+                    for at in range(0, probe_bytes, REQUEST_BYTES):
+                        file.transfer(verb, [view[at : at + REQUEST_BYTES]], at)
+                    os.fdatasync(file.fd)
+                if turn:  # the first write into fresh blocks is slower
+                    times.append(time.perf_counter() - began)
+    finally:
+        for file in files:
+            file.close()
+            file.path.unlink(missing_ok=True)
+    return [2 * probe_bytes / statistics.median(times) for times in seconds]
