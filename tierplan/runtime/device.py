@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tierplan.runtime.arena import Pool, map_host
+from tierplan.runtime.freed_memory import keep_freed_memory
 
 __all__ = ["Device"]
 
@@ -25,6 +26,10 @@ class Device:
 
     torch_device: torch.device
     _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.is_cuda:
+            keep_freed_memory()
 
     @property
     def is_cuda(self) -> bool:
