@@ -15,12 +15,29 @@ from tierplan.planner.plan import Semantics
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.workload import Unit, Workload
 
-__all__ = ["GB", "MODES", "Amounts", "Block", "Mode", "Problem", "SlotGroup", "UnitAmounts", "Window", "problem"]
+__all__ = [
+    "GB",
+    "MODES",
+    "Amounts",
+    "Block",
+    "Mode",
+    "Problem",
+    "SlotGroup",
+    "UnitAmounts",
+    "Window",
+    "problem",
+    "runs_of",
+]
 
 GB = 1e9
 COMPUTE, UP, DOWN, READ, WRITE, CORES = "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam"
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
+
+NUM_ALONE = 3
+"""Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
+MAX_RUNS = 96
+"""Windows between them, at most, per pass over the units: beyond, programs take longer than in proportion to them."""
 
 Order = Literal["horizontal", "vertical"]
 
@@ -90,11 +107,21 @@ class UnitAmounts:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time from the end of one compute op to the end of the next (of all micro-batches of a turn)."""
+    """The time from the end of one compute op to the end of the next (of all micro-batches of a turn, and of a run)."""
 
     block: int
     phase: Literal["fwd", "bwd"]
-    unit: int
+    units: tuple[int, ...]
+    """In order of execution; mostly one."""
+
+    @property
+    def first(self) -> int:
+        """The unit whose op is the first in the window."""
+        return self.units[0]
+
+    @property
+    def last(self) -> int:
+        return self.units[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +158,8 @@ class Problem:
     order: Order
     tiles: int
     units: tuple[UnitAmounts, ...]
+    runs: tuple[range, ...]
+    """Units that share a window, in order of the chain."""
     blocks: tuple[Block, ...]
     turn: int
     """Micro-batches in one window: all of them in vertical order, else 1."""
@@ -147,12 +176,13 @@ class Problem:
 
     @property
     def windows(self) -> list[Window]:
-        n = len(self.units)
+        forward: list[tuple[int, ...]] = [tuple(run) for run in self.runs]
+        backward = [units[::-1] for units in reversed(forward)]
         return [
-            Window(b, phase, u)  # type: ignore[arg-type]
+            Window(b, phase, units)  # type: ignore[arg-type]
             for b in range(len(self.blocks))
-            for phase, us in (("fwd", range(n)), ("bwd", reversed(range(n))))
-            for u in us
+            for phase, found in (("fwd", forward), ("bwd", backward))
+            for units in found
         ]
 
     def modes(self, unit: int) -> list[int]:
@@ -179,9 +209,18 @@ class Problem:
 
 
 def problem(
-    workload: Workload, machine: Machine, *, semantics: Semantics, order: Order = "horizontal", tiles: int = 1
+    workload: Workload,
+    machine: Machine,
+    *,
+    semantics: Semantics,
+    order: Order = "horizontal",
+    tiles: int = 1,
+    runs: Iterable[range] | None = None,
 ) -> Problem:
-    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`."""
+    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`.
+
+    `runs` are the units that share a window; by default those of `runs_of`. The first and the last unit are alone.
+    """
     if tiles > 1:
         workload = cut_batches(workload, tiles)
     batches = workload.training.gradient_accumulation_steps
@@ -203,6 +242,7 @@ def problem(
         order="vertical" if vertical else "horizontal",
         tiles=tiles,
         units=tuple(_unit(u, workload, machine, names) for u in workload.units),
+        runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
         blocks=blocks,
         turn=batches if vertical else 1,
         device_gb=tiers["device"],
@@ -215,6 +255,17 @@ def problem(
         has_master=workload.training.has_master,
         clips=workload.training.max_grad_norm is not None,
     )
+
+
+def runs_of(num_units: int) -> tuple[range, ...]:
+    """Units by window: one each, but in long chains several between the ends, so that the program hardly grows."""
+    between = max(0, num_units - 2 * NUM_ALONE)
+    size = max(1, -(-between // MAX_RUNS))
+    first = range(min(NUM_ALONE, num_units))
+    last = range(max(NUM_ALONE, num_units - NUM_ALONE), num_units)
+    end = NUM_ALONE + between
+    middle = [range(u, min(u + size, end)) for u in range(NUM_ALONE, end, size)]
+    return (*(range(u, u + 1) for u in first), *middle, *(range(u, u + 1) for u in last))
 
 
 def _seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
