@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequences",
         type=int,
         metavar="N",
-        help="sequences per optimizer step: micro-batch size and accumulation are searched too (--batch and "
-        "--accumulation do not apply then)",
+        help="sequences per optimizer step, of all devices: micro-batch size and accumulation are searched too "
+        "(--batch and --accumulation do not apply then)",
     )
     parser.add_argument(
         "--explain", action="store_true", help="also say what more memory, drives or link would be worth (plans again)"
@@ -137,7 +137,8 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
         "step_s": result.step_s,
-        "tokens_per_s": training.tokens_per_step / result.step_s,
+        "devices": result.plan.packs.devices if result.plan.packs else result.plan.devices,
+        "tokens_per_s": _tokens_per_s(result, workload),
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
         "status": result.status,
@@ -164,13 +165,14 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
     lines = [
         f"{workload.name}, {training.per_device_train_batch_size} sequences of {training.sequence_length} tokens"
         + (f" x {training.gradient_accumulation_steps}" if training.gradient_accumulation_steps > 1 else ""),
-        f"  step time      {result.step_s:10.3f} s        {training.tokens_per_step / result.step_s:.1f} tokens/s",
+        f"  step time      {result.step_s:10.3f} s        {_tokens_per_s(result, workload):.1f} tokens/s",
         f"  no schedule is quicker than {result.lower_bound_s:.3f} s: gap {100 * result.gap:.1f} %",
         f"  bound by       {_shares(result.bound_by)}",
         f"  decided by     {plan.policy}, {plan.order} order"
         + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
         + f", {plan.semantics}",
         *_placements(result),
+        *_on_devices(result),
         f"  searched       {result.num_simulated} plans in {result.total_s:.1f} s, {result.solve_s:.1f} s of it in the "
         f"solver ({result.status})",
     ]
@@ -189,6 +191,27 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
         lines.append("  what a change would save per step (planned again):")
         lines += [f"    {w.change:34s}{w.saves_s:9.3f} s   {100 * w.saves_s / result.step_s:5.1f} %" for w in worths]
     return "\n".join(lines)
+
+
+def _tokens_per_s(result: PlanResult, workload: Workload) -> float:
+    """Of all devices: those that train on micro-batches of their own do as many times the work."""
+    return workload.training.tokens_per_step * result.plan.devices / result.step_s
+
+
+def _on_devices(result: PlanResult) -> list[str]:
+    """How several devices divide the work."""
+    plan, packs = result.plan, result.plan.packs
+    if packs is not None and packs.devices > 1:
+        how = "go round" if packs.form == "pipeline" else "visit each of"
+        sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
+        return [
+            f"  devices        packs of units {how} {packs.devices} devices, which share the micro-batches",
+            f"    forward      {sizes[0] or 'in the first backward pack'}",
+            f"    backward     {sizes[1]}",
+        ]
+    if plan.devices > 1:
+        return [f"  devices        {plan.devices}, each with micro-batches of its own and a part of the states"]
+    return []
 
 
 def _shares(shares: Mapping[str, float]) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import log
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.bounds import lower_bound
+from tierplan.planner.bounds import compute_s, lower_bound
 from tierplan.planner.fluid import Order, problem
 from tierplan.planner.plan import Semantics
-from tierplan.planner.solve import InfeasiblePlan, PlanResult, plan
+from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
 from tierplan.sim.workload import Workload
 
 __all__ = ["Choice", "largest_batch", "plan_sequences"]
@@ -45,6 +46,7 @@ def plan_sequences(
 ) -> Choice:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
+    On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included.
     """
     workloads: dict[int, Workload] = {}
@@ -52,18 +54,31 @@ def plan_sequences(
     for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
         workloads[batch] = make(batch, sequences // batch)
         bounds[batch] = _bound_s(workloads[batch], machine, semantics)
+    num = _num_devices(machine)
+
+    def rank(batch: int) -> tuple[float, float]:
+        """Best bound first, larger micro-batches first; on several devices, two micro-batches for each first."""
+        return (bounds[batch], -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
+
     best: tuple[int, PlanResult] | None = None
     planned: dict[int, float] = {}
-    for batch in sorted(bounds, key=lambda b: (bounds[b], -b)):
+    for batch in sorted(bounds, key=rank):
         if len(planned) >= MAX_PLANNED or (best is not None and bounds[batch] >= best[1].step_s):
             break
-        try:
-            result = plan(workloads[batch], machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed)
-        except InfeasiblePlan:
-            continue
-        planned[batch] = result.step_s
-        if best is None or result.step_s < best[1].step_s:
-            best = batch, result
+        accumulation = sequences // batch
+        kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
+        if num > 1 and accumulation % num == 0:
+            kinds.append((make(batch, accumulation // num), "each"))
+        for workload, batches in kinds:
+            try:
+                result = plan(
+                    workload, machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed, batches=batches
+                )
+            except InfeasiblePlan:
+                continue
+            planned[batch] = min(result.step_s, planned.get(batch, result.step_s))
+            if best is None or result.step_s < best[1].step_s:
+                best, workloads[batch] = (batch, result), workload
     if best is None:
         plan(workloads[1], machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed)  # says what is missing
         raise AssertionError("single sequences fit, but no division did")
@@ -71,13 +86,19 @@ def plan_sequences(
 
 
 def _bound_s(workload: Workload, machine: Machine, semantics: Semantics | None) -> float:
-    """The least bound over both orders, each micro-batch whole."""
+    """The least bound over both orders, each micro-batch whole; of several devices, compute evenly shared."""
     clips = workload.training.max_grad_norm is not None
     chosen: Semantics = semantics or ("exact-clip" if clips else "in-backward")
     orders: tuple[Order, ...] = ("horizontal", "vertical")
     if workload.training.gradient_accumulation_steps == 1:
         orders = ("horizontal",)
+    if (num := _num_devices(machine)) > 1:
+        return compute_s(problem(workload, machine, semantics=chosen)) / num
     return min(lower_bound(problem(workload, machine, semantics=chosen, order=o)).step_s for o in orders)
+
+
+def _num_devices(machine: Machine) -> int:
+    return sum(tier.kind == "device" for tier in machine.tiers)
 
 
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:

@@ -67,6 +67,11 @@ class Budget:
     ops_left: float = 0.0
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is spent."""
+        self.started, self.started_cpu = time.perf_counter(), time.process_time()
         self.ops_left = self.time_limit_s * OPS_PER_S
 
     @property

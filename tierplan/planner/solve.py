@@ -32,13 +32,14 @@ from tierplan.sim.workload import Workload, WorkloadError
 
 __all__ = ["InfeasiblePlan", "PlanResult", "PolicyResult", "plan"]
 
+Batches = Literal["each", "shared"]
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 MILP_GAP = 0.005
 MILP_TIME_LIMIT_S = 4.0
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
-SHARE_OF_PACKS = 0.5
+SHARE_OF_PACKS = 0.6
 """Of the budget, what the search over packs of several devices may take."""
 TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
@@ -135,6 +136,7 @@ def plan(
     seed: int = 0,
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
+    batches: Batches | None = None,
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
@@ -144,24 +146,34 @@ def plan(
         When updates happen. By default what gives the numbers of plain training: `exact-clip` where gradients are
         clipped, else `in-backward`.
     time_limit_s
-        Of the whole call. The search has a budget of simulated ops that this usually buys, so the answer is the same
-        wherever the clock does not cut it short; `status` says if it did.
+        Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
+        simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
+        `status` says if it did.
     policies
         Names of the policies to compare with; all by default.
     orders
         Orders of micro-batches to try; both by default where there are several.
+    batches
+        On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
+        either, whichever takes least time for the same work.
 
     Raises
     ------
     InfeasiblePlan
         When nothing fits; with what is missing.
     """
-    return _Loop(workload, machine, semantics, time_limit_s, seed).run(policies, orders)
+    return _Loop(workload, machine, semantics, time_limit_s, seed, batches).run(policies, orders)
 
 
 class _Loop:
     def __init__(
-        self, workload: Workload, machine: Machine, semantics: Semantics | None, time_limit_s: float, seed: int
+        self,
+        workload: Workload,
+        machine: Machine,
+        semantics: Semantics | None,
+        time_limit_s: float,
+        seed: int,
+        batches: Batches | None = None,
     ) -> None:
         clips = workload.training.max_grad_norm is not None
         self.workload, self.machine, self.seed = workload, machine, seed
@@ -172,6 +184,8 @@ class _Loop:
                 "cannot do; ask for 'exact-clip' or set no max_grad_norm"
             )
         self.num_devices = sum(tier.kind == "device" for tier in machine.tiers)
+        self.batches = batches if self.num_devices > 1 else None
+        self.started = time.perf_counter()
         self.budget = Budget(time_limit_s)
         self.evaluate = Evaluator(workload, machine, self.budget)
         self.solve_s = 0.0
@@ -195,8 +209,11 @@ class _Loop:
         compared: dict[str, PolicyResult] = {}
         try:
             compared = self._compare(POLICIES if policies is None else policies)
-            if self.packed is not None and self.num_devices > 1:
-                self._consider(improve_packs(self.packed, self.evaluate, spent_frac=SHARE_OF_PACKS))
+            if self.num_devices > 1:
+                self.budget.restart()  # their schedules are several times longer than the budget was measured for
+                if self.packed is not None and self.batches != "each":
+                    share = 0.95 if self.batches == "shared" else SHARE_OF_PACKS
+                    self._consider(improve_packs(self.packed, self.evaluate, spent_frac=share, seed=self.seed))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
             ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
             begun = self.budget.spent_frac  # bounds and policies come first, however long they take
@@ -204,7 +221,7 @@ class _Loop:
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
                     share = SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)]
                     self._plan_order(p, bound, share=begun + (1 - begun) * share)
-            if self.best is not None:
+            if self.plain is not None or self.best is not None:
                 self._polish(problems, bounds)
                 self._on_several_devices()
         except KeyboardInterrupt:
@@ -281,12 +298,13 @@ class _Loop:
         if candidate.step_s is None:
             return False
         plan = candidate.plan
+        allowed = self.batches is None or (plan.devices == 1) == (self.batches == "shared")
         plain = plan.segment_units == 1 and plan.devices == 1 and plan.packs is None and plan.paged_devices == 0
         if plain and (self.plain is None or self.plain.step_s is None or candidate.step_s < self.plain.step_s):
             self.plain = candidate
         if plan.packs is not None and (self.packed is None or _per_device_s(candidate) < _per_device_s(self.packed)):
             self.packed = candidate
-        if self.best is None or _per_device_s(candidate) < _per_device_s(self.best):
+        if allowed and (self.best is None or _per_device_s(candidate) < _per_device_s(self.best)):
             self.best = candidate
             return True
         return False
@@ -366,7 +384,7 @@ class _Loop:
             step_s=best.step_s,
             lower_bound_s=min(bound.step_s, best.step_s),
             solve_s=self.solve_s,
-            total_s=self.budget.seconds,
+            total_s=time.perf_counter() - self.started,
             status=status,
             policies=compared,
             bound_by=bound.shares,
