@@ -72,6 +72,18 @@ def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.
             attention_probs_dropout_prob=dropout,
         )
         model = hf.BertForMaskedLM(config)
+    elif family == "t5":
+        config = hf.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=num_blocks,
+            num_heads=2,
+            dropout_rate=dropout,
+            decoder_start_token_id=0,
+        )
+        model = hf.T5ForConditionalGeneration(config)
     else:
         raise AssertionError(family)
     model.train()
@@ -105,14 +117,21 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         if unit.num_parameters:
             unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
     runs = [lane.run_forward(i) for i in range(len(units))]
-    handed = [sum(leaf.nbytes for leaf in run.leaves) for run in runs]
+    handed, shared_bytes = [], 0
+    for i, run in enumerate(runs):
+        later = {id(leaf) for other in runs[i + 1 :] for leaf in other.read}
+        shared = [leaf for leaf in run.leaves[1:] if id(leaf) in later]
+        if shared:  # then the schedule calls the first one the unit's input, and the others shared
+            shared = run.leaves[1:]
+        handed.append(sum(leaf.nbytes for leaf in run.leaves) - sum(leaf.nbytes for leaf in shared))
+        shared_bytes += 2 * sum(leaf.nbytes for leaf in shared)
     described = []
     for i, (unit, run) in enumerate(zip(units, runs, strict=True)):
         assert run.recorder is not None
         described.append(
             Unit(
                 name=unit.name,
-                kind="block" if unit.block is not None else "embed" if i == 0 else "head",
+                kind="embed" if i == 0 else "head" if i + 1 == len(units) else "block",
                 num_parameters=unit.num_parameters,
                 shares=unit.shares,
                 forward={"matmul_fp32_flops": 1e6},
@@ -136,4 +155,6 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     for unit in units:
         for _, p in unit.parameters:
             p.data = p.data.clone()
-    return Workload(name="observed", model_type="test", training=training, units=tuple(described))
+    return Workload(
+        name="observed", model_type="test", training=training, units=tuple(described), shared_bytes=shared_bytes
+    )

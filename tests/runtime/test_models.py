@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
+from tests.runtime.test_trainer import check as train_both
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.planner.policies import decide
 from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import train
 from tierplan.runtime.units import ModelError, split_model
 
@@ -108,19 +112,65 @@ def test_units_of_a_model() -> None:
     assert own[1].odd_lengths == [7, 12]
 
 
+def test_units_of_an_encoder_decoder() -> None:
+    units = split_model(make_model("t5", num_blocks=2), make_batches(1)[0])
+    assert [u.name for u in units] == ["embed", "L0", "L1", "between2", "L2", "L3", "head"]
+    assert [(u.name, u.shares) for u in units if u.shares] == [("between2", "embed"), ("head", "embed")]
+    assert [n for n, _ in units[3].parameters] == ["encoder.final_layer_norm.weight"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
+@pytest.mark.parametrize("acts", ["keep", "recompute", "host"])
+def test_t5(acts: str, accumulation: int, clip: float | None, dtype: str, tmp_path: Path) -> None:
+    """Encoder states, position biases and their gradients go to many blocks; the table has three users."""
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
+    train_both(make_model("t5", dropout=0.1, dtype=dtype), training, choice, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("in-memory", {}),
+        ("full-recompute", {}),
+        ("full-recompute", {"every": 2}),
+        ("zero-offload", {}),
+        ("zero-infinity", {}),
+        ("fuyou", {}),
+        ("vertical", {}),
+    ],
+)
+def test_t5_by_policies_on_its_traced_workload(policy: str, options: dict[str, object], tmp_path: Path) -> None:
+    model: Any = make_model("t5", num_blocks=2, dropout=0.1)
+    training = replace(CPU, gradient_accumulation_steps=2)
+    workload = trace_config("t5", json.loads(model.config.to_json_string(use_diff=False)), training)
+    train_both(model, training, decide(policy, workload, machine(), options), tmp_path, workload=workload)
+
+
+class Late(nn.Module):
+    """Uses a table of its own in front of the second block, and again behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(VOCABULARY, 12), nn.Embedding(VOCABULARY, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](self.table(input_ids)) + self.other(input_ids))
+        return (x * self.other(labels)).sum()
+
+
 def test_models_that_cannot_be_cut_say_why() -> None:
     batch = make_batches(1)[0]
     with pytest.raises(ModelError, match=r"has no nn\.ModuleList"):
         split_model(nn.Linear(2, 2), batch)
-    config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    with pytest.raises(ModelError, match="between its blocks, as encoder-decoders do"):
-        split_model(hf.T5ForConditionalGeneration(config), batch)
     frozen = make_model("gpt2")
     next(frozen.parameters()).requires_grad_(False)
     with pytest.raises(ModelError, match="is frozen"):
         split_model(frozen, batch)
+    with pytest.raises(ModelError, match=r"other.weight' is used both in front of block 1 and behind it"):
+        split_model(Late(), batch)
     shared = Own()
     shared.layers[1].inner = shared.layers[0].inner  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="must not share parameters"):

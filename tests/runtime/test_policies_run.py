@@ -25,6 +25,15 @@ RUN = (
 )
 
 
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Path) -> None:
+    training = replace(CPU, gradient_accumulation_steps=2)
+    model = make_model("gpt2", num_blocks=5, dropout=0.1)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    plan = decide("full-recompute", workload, machine(), {"every": every})
+    check(model, training, plan, tmp_path, workload=workload)
+
+
 @pytest.mark.parametrize("policy", RUN)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -335,7 +335,9 @@ class _Lowering:
             batch = "all" if self.plan.order == "vertical" else f"mb{stage.micro_batch}"
             pass_over = (owner, unit.name, turn, batch)
             if pass_over not in self.fetched_params:
-                what = f"params/{owner}/{turn}" if owner == unit.name else f"params/{owner}/{unit.name}"
+                what = f"params/{owner}/{turn}"
+                if owner != unit.name:
+                    what = f"params/{owner}/{unit.name}" + ("" if unit.kind == "head" else f"/{turn}")
                 what = what if batch == "all" else f"{what}/{batch}"
                 ahead = self.plan.prefetch_params_units * self.turns_per_unit
                 self.fetched_params[pass_over] = self.to_device(
@@ -476,8 +478,13 @@ class _Lowering:
         unit, m = self.units[stage.unit], stage.micro_batch
         if unit.shares:
             owner = self.by_name[unit.shares]
-            size = owner.num_parameters * self.training.grad_bytes
-            self.tied[owner.name, m] = self.buffer(f"tied/{owner.name}/mb{m}", DEVICE, size, "grads")
+            earlier = self.tied.get((owner.name, m))  # of another unit that shares them
+            if earlier:
+                reads.append(earlier)
+                self.tied[owner.name, m] = self.next_version(earlier)
+            else:
+                size = owner.num_parameters * self.training.grad_bytes
+                self.tied[owner.name, m] = self.buffer(f"tied/{owner.name}/mb{m}", DEVICE, size, "grads")
             writes.append(self.tied[owner.name, m])
         if unit.num_parameters == 0:
             return None

@@ -203,7 +203,7 @@ class Bodies:
         for instance in call.writes:
             kind, *rest = instance.buffer.content.split("/")
             if kind == "x":
-                leaves = lane.runs[index + 1].leaves
+                leaves = lane.hand_over(index + 1, instance.buffer.size_bytes)
                 expect(instance, sum(leaf.nbytes for leaf in leaves))
                 instance.value = Held(thing=InputThing(leaves))
             elif kind == "acts" and rest[-1] == "keep":
@@ -223,11 +223,17 @@ class Bodies:
             self.on_loss(call.step, call.op.micro_batch, lane.loss)
 
     def _recompute(self, call: Call) -> None:
+        index, lane = self._index[call.op.unit], self._lanes[call.step, call.op.micro_batch]
         self._bind(call)
-        made = self._lanes[call.step, call.op.micro_batch].run_again(self._index[call.op.unit])
+        outputs = [x for x in call.writes if x.buffer.content.startswith("x/")]
+        made = lane.run_again(index, makes_output=bool(outputs))
         for instance in call.writes:
             if instance.buffer.content.endswith("/re"):
                 expect(instance, made)
+        for instance in outputs:
+            leaves = lane.runs[index + 1].leaves
+            expect(instance, sum(leaf.nbytes for leaf in leaves))
+            instance.value = Held(thing=InputThing(leaves))
 
     def _backward(self, call: Call) -> None:
         index = self._index[call.op.unit]
@@ -252,7 +258,6 @@ class Bodies:
         micro-batches before, as in plain training.
         """
         self._sinks.clear()
-        tied = next((x for x in call.reads if x.buffer.content.startswith("tied/")), None)
         for instance in call.writes:
             kind, *rest = instance.buffer.content.split("/")
             if kind not in ("grads", "tied"):
@@ -263,6 +268,7 @@ class Bodies:
             if over is None:
                 held.filled = set()
             self._aim(unit, held)
+            tied = next((x for x in call.reads if x.buffer.content.startswith(f"tied/{rest[0]}/")), None)
             if tied is not None and kind == "grads" and over is not tied:
                 self._aim(unit, held_of(tied), only=held_of(tied).filled)
 
@@ -289,7 +295,7 @@ class Bodies:
             views = unit.views(held.block.data.view(self.dtype))
             for other in call.reads:
                 tied = other.value
-                if other.buffer.content.startswith("tied/") and isinstance(tied, Held) and tied is not held:
+                if other.buffer.content.startswith(f"tied/{rest[0]}/") and isinstance(tied, Held) and tied is not held:
                     shares = unit.views(tied.block.data.view(self.dtype))
                     for k in sorted(tied.filled or ()):
                         _sink(views[k], held, k)(shares[k])

@@ -6,12 +6,15 @@ thread that executes the schedule's compute stream. Only the holder of the baton
 stream's ops is the order of execution, horizontal or vertical.
 
 Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
-backward of the unit. For a chain of blocks that changes no bit. What a unit saves goes through `saved.Recorder`.
+backward of the unit. A leaf that several units read (an encoder's states) takes their gradients one by one, in the
+order in which autograd would have added them up without the cut; so the cut changes no bit. What a unit saves goes
+through `saved.Recorder`.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,11 +51,17 @@ class UnitRun:
     recorder: Recorder | None = None
     leaves: list[torch.Tensor] = field(default_factory=list)
     """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """Those that it hands over for later units too; they and their gradients are part of `shared`."""
+    read: list[torch.Tensor] = field(default_factory=list)
+    """All leaves that a block reads, whoever made them."""
     roots: list[Root] = field(default_factory=list)
     glue: list[Root] = field(default_factory=list)
     """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
     call: tuple[Callable[..., Any], tuple, dict] | None = None
-    """To run it again."""
+    """To run a block again."""
+    result: tuple[list[object], Any] | None = None
+    """What a block returned, flat and its structure; held only where a unit between blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
 
 
@@ -77,14 +86,14 @@ class ModelHooks:
         original = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            lane: Lane | None = getattr(self._local, "lane", None)
+            lane: Lane | _Echo | None = getattr(self._local, "lane", None)
             return original(*args, **kwargs) if lane is None else lane.block(index, original, args, kwargs)
 
         block.forward = forward
         self._blocks.append(block)
 
     @contextmanager
-    def of(self, lane: Lane) -> Iterator[None]:
+    def of(self, lane: Lane | _Echo) -> Iterator[None]:
         """Calls of blocks in this thread belong to this lane."""
         self._local.lane = lane
         try:
@@ -116,6 +125,8 @@ class Lane:
     loss: float = float("nan")
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
+    _leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """By identity of a tensor that the model may pass to several blocks, the leaf that stands for it."""
     _rng: tuple[torch.Tensor, ...] = ()
     _recording: Any = None
     _error: BaseException | None = None
@@ -123,6 +134,10 @@ class Lane:
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
+        outside = [
+            plan.dropped for plan, unit in zip(self.plans[1:], self.units[1:], strict=True) if unit.block is None
+        ]
+        self._holds_results = any(outside)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._main, name="tierplan lane", daemon=True)
 
@@ -150,6 +165,11 @@ class Lane:
         """Backward through one unit: gradients of its inputs are in the leaves then, those of parameters with hooks."""
         run = self.runs[index]
         edges, gradients = [], []
+        for leaf in run.read:  # later units have read it too: their sum comes first, as without the cut
+            if leaf.grad is not None:
+                edges.append(get_gradient_edge(leaf))
+                gradients.append(leaf.grad)
+                leaf.grad = None
         for edge, leaf in run.roots:
             gradient = leaf.grad if index + 1 < len(self.units) else torch.ones_like(leaf)
             if gradient is not None:
@@ -157,32 +177,47 @@ class Lane:
                 gradients.append(gradient)
                 leaf.grad = None
         run.roots = []
-        torch.autograd.backward(edges, gradients)
+        if edges:
+            torch.autograd.backward(edges, gradients)
         del gradients
-        for edge, leaf in run.glue:
-            if leaf.grad is not None:
-                torch.autograd.backward([edge], [leaf.grad])
+        glue = [(edge, leaf.grad) for edge, leaf in run.glue if leaf.grad is not None]
+        if glue:
+            torch.autograd.backward([edge for edge, _ in glue], [gradient for _, gradient in glue])
         self.runs[index] = UnitRun(leaves=run.leaves)  # drops the graph; `dx` is in the leaves
 
-    def run_again(self, index: int) -> int:
-        """Makes the dropped slots of a block again, for the graph to hold; their bytes."""
+    def hand_over(self, index: int, size_bytes: int) -> list[torch.Tensor]:
+        """The leaves that are `x/U` of this unit, by the bytes that the schedule declares for it.
+
+        That is all that the unit before hands over, or the first of them, where the others are shared by later units.
+        """
+        run = self.runs[index]
+        if len(run.leaves) > 1 and run.leaves[0].nbytes == size_bytes:
+            run.leaves, run.shared = run.leaves[:1], run.leaves[1:]
+        return run.leaves
+
+    def run_again(self, index: int, *, makes_output: bool = False) -> int:
+        """Makes the dropped slots of a unit again, for the graph to hold; their bytes.
+
+        With `makes_output` also what it hands over, which is the next unit's input.
+        """
         run = self.runs[index]
         assert run.recorder is not None
         plan = self.plans[index]
         wanted = {k: run.recorder.missing.pop(k) for k in sorted(plan.dropped) if k in run.recorder.missing}
         made_bytes = sum(slot.size_bytes for slot in wanted.values())
-        if not wanted:
+        if not wanted and not makes_output:
             return 0
         if run.call is None:
-            raise ModelError(
-                f"unit {self.units[index].name!r} is not a block, so it cannot be run again; keep or move what it saves"
-            )
+            self._rerun_outside(index, wanted, makes_output)
+            return made_bytes
         _, args, kwargs = run.call
         flat = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         recipes = self.hooks.recipes
         key = (index, tuple((t.shape, t.dtype) for t in flat))
-        if key not in recipes:
+        if makes_output:
+            self._rerun(index, wanted, inputs, flat, makes_output=True)
+        elif key not in recipes:
             recipes[key] = self._rerun(index, wanted, inputs, flat, is_noted=True)
         elif (recipe := recipes[key]) is not None:
             self._replay(index, recipe, wanted, inputs, flat)
@@ -230,8 +265,10 @@ class Lane:
         flat: Sequence[torch.Tensor],
         *,
         is_noted: bool = False,
+        makes_output: bool = False,
     ) -> Recipe | None:
-        """Runs the block again as far as the last wanted slot; the recipe for next time, if it is to be noted."""
+        """Runs the block again as far as the last wanted slot, or to its end for its output; the recipe for next time,
+        if it is to be noted."""
         run, params = self.runs[index], self._params_of(index)
         assert run.call is not None
         assert run.recorder is not None
@@ -250,24 +287,61 @@ class Lane:
             self.external | _addresses((args, kwargs)),
             wanted=wanted,
             on_slot=tape.slot if tape else lambda k, t: None,
+            runs_to_end=makes_output,
         )
         now = self.device.rng_state()
         self.device.set_rng_state(run.rng or now)
         try:
             with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), tape or nullcontext():
-                call(*args, **kwargs)
+                out = call(*args, **kwargs)
+            if makes_output:
+                self._refill(index, tree_flatten(out)[0])
         except AllMade:
             pass
         finally:
             self.device.set_rng_state(now)
             recreator.close()
+        self._check_made(index, recreator)
+        available = [k for k in run.recorder.slots if k not in targets]
+        return tape.recipe(targets, available) if tape else None
+
+    def _rerun_outside(self, index: int, wanted: dict[int, Slot], makes_output: bool) -> None:
+        """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
+        run = self.runs[index]
+        inputs = [*run.leaves, *run.shared]
+        recreator = Recreator(
+            self._params_of(index), inputs, self.external, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
+        )
+        now = self.device.rng_state()
+        self.device.set_rng_state(run.rng or now)
+        try:
+            with (
+                torch.enable_grad(),
+                saved_tensors_hooks(recreator.pack, recreator.unpack),
+                self.hooks.of(_Echo(self, index, recreator)),
+            ):
+                self.forward()
+        except AllMade:
+            pass
+        finally:
+            self.device.set_rng_state(now)
+            recreator.close()
+        self._check_made(index, recreator)
+
+    def _check_made(self, index: int, recreator: Recreator) -> None:
         if recreator.wanted:
             raise ModelError(
                 f"a rerun of {self.units[index].name!r} saved {recreator.num_slots} tensors and not number "
-                f"{min(recreator.wanted)}, unlike its forward; blocks must do the same each time"
+                f"{min(recreator.wanted)}, unlike its forward; it must do the same each time"
             )
-        available = [k for k in run.recorder.slots if k not in targets]
-        return tape.recipe(targets, available) if tape else None
+
+    def _refill(self, index: int, flat: Sequence[object]) -> None:
+        """Gives the unit's outputs, which it has made again, to the next unit."""
+        made = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        handed = {id(leaf) for leaf in self.runs[index + 1].leaves}
+        for t, (_, leaf) in zip(made.values(), self.runs[index].roots, strict=True):
+            if id(leaf) in handed:
+                leaf.data = t.detach()
 
     def cancel(self) -> None:
         """Ends the lane's thread, wherever it is."""
@@ -333,26 +407,28 @@ class Lane:
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
-        if index != self._at + (index == 1):
+        is_behind_block = self.units[index - 1].block is not None
+        if index != self._at + (not is_behind_block):
             raise ModelError(
                 f"the model's forward called {self.units[index].name!r} out of order; the runtime runs each block "
                 "once, in the order of the model's list"
             )
         run = self.runs[index]
         flat, spec = tree_flatten((args, kwargs))
-        if index == 1:
-            self._close()
-            flat = self._cut(flat, self.runs[0].roots)
-            run.leaves = [leaf for _, leaf in self.runs[0].roots]
-            self._yield()
+        if is_behind_block:
+            flat = self._cut(flat, run.glue, is_passed_on=True)
         else:
-            flat = self._cut(flat, run.glue)
+            self._close()
+            roots = self.runs[index - 1].roots
+            flat = self._cut(flat, roots, is_passed_on=True)
+            run.leaves = [leaf for _, leaf in roots]
+            self._yield()
         args, kwargs = tree_unflatten(flat, spec)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
         if self.plans[index].dropped:
             run.call = (original, args, kwargs)
-        inputs = {id(t): t for t in (*leaves, *run.leaves)}
-        self._open(index, list(inputs.values()), self.external | _addresses(flat))
+        run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
+        self._open(index, run.read, self.external | _addresses(flat))
         out = original(*args, **kwargs)
         self._close()
         flat, spec = tree_flatten(out)
@@ -360,24 +436,56 @@ class Lane:
         flat = self._cut(flat, run.roots)
         following = self.runs[index + 1]
         following.leaves = [leaf for _, leaf in run.roots]
+        if self._holds_results:
+            run.result = (flat, spec)
         self._yield()
-        if index + 2 == len(self.units):
-            self._open(index + 1, following.leaves)
+        if self.units[index + 1].block is None:
+            following.read = [*following.leaves, *following.shared]
+            self._open(index + 1, following.read)
         return tree_unflatten(flat, spec)
 
-    def _cut(self, flat: Sequence[object], roots: list[Root]) -> list[object]:
-        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from."""
+    def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
+        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
+
+        What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
+        """
         cut: dict[int, torch.Tensor] = {}
         out: list[object] = []
         for t in flat:
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                if id(t) not in cut:
-                    cut[id(t)] = t.detach().requires_grad_()
-                    roots.append((get_gradient_edge(t), cut[id(t)]))
-                out.append(cut[id(t)])
-            else:
+            if not isinstance(t, torch.Tensor) or t.grad_fn is None:
                 out.append(t)
+                continue
+            known = self._leaf_of.get(id(t))
+            if known is not None and known[0]() is t:
+                cut[id(t)] = known[1]
+            elif id(t) not in cut:
+                cut[id(t)] = t.detach().requires_grad_()
+                roots.append((get_gradient_edge(t), cut[id(t)]))
+                if is_passed_on:
+                    self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
+            out.append(cut[id(t)])
         return out
+
+
+@dataclass(eq=False)
+class _Echo:
+    """Stands for the lane while a unit outside of blocks is run again: blocks before it only give what they gave."""
+
+    lane: Lane
+    index: int
+    recreator: Recreator
+
+    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if index > self.index:
+            if self.recreator.runs_to_end:
+                self.lane._refill(self.index, tree_flatten((args, kwargs))[0])
+            raise AllMade
+        run = self.lane.runs[index]
+        assert run.result is not None
+        if index + 1 == self.index:
+            self.lane.device.set_rng_state(self.lane.runs[self.index].rng or self.lane.device.rng_state())
+            self.recreator.is_on = True
+        return tree_unflatten(*run.result)
 
 
 def _addresses(values: object) -> set[int]:

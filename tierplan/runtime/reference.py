@@ -41,13 +41,14 @@ def loss_of(
 
 def without_cache(model: nn.Module) -> Callable[[], None]:
     """Switches off the cache of keys and values, which training has no use for; returns what switches it back."""
-    config = getattr(model, "config", None)
-    if config is None or not getattr(config, "use_cache", False):
-        return lambda: None
-    config.use_cache = False
+    every = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}  # a decoder has its own
+    changed: list[Any] = [config for config in every.values() if getattr(config, "use_cache", False)]
+    for config in changed:
+        config.use_cache = False
 
     def restore() -> None:
-        config.use_cache = True
+        for config in changed:
+            config.use_cache = True
 
     return restore
 

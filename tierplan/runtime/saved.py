@@ -182,16 +182,20 @@ class Recreator(_Saver):
     wanted: dict[int, Slot] = field(default_factory=dict)
     on_slot: Callable[[int, torch.Tensor], None] = lambda index, t: None
     """Called with each slot's index and tensor as the rerun saves it."""
+    runs_to_end: bool = False
+    """The rerun goes on behind the last wanted slot, for the unit's output."""
+    is_on: bool = True
+    """Off before the part that is to be made again."""
 
     def pack(self, t: torch.Tensor) -> object:
-        if self.reference(t) is None and self.seen(t) is None:
+        if self.is_on and self.reference(t) is None and self.seen(t) is None:
             self.know(t, True)
             self.on_slot(self.num_slots, t)
             slot = self.wanted.pop(self.num_slots, None)
             self.num_slots += 1
             if slot is not None:
                 slot.storage = t.untyped_storage()
-                if not self.wanted:
+                if not self.wanted and not self.runs_to_end:
                     raise AllMade
         return None
 

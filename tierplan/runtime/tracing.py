@@ -246,13 +246,11 @@ class _Tracer:
         for parameter in recorder.parameters_used:
             self.owner.setdefault(parameter, name)
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
-        # Only a head shares parameters in a schedule. A decoder's embedding has a copy, and a gradient, of its own.
-        copied = sum(self.sizes[p] for p in borrowed) if kind == "block" else 0
         unit = Unit(
             name=name,
             kind=kind,  # type: ignore[arg-type]
             num_parameters=sum(self.sizes[p] for p in recorder.parameters_used if self.owner[p] == name),
-            shares=self.owner[borrowed[0]] if borrowed and not copied else None,
+            shares=self.owner[borrowed[0]] if borrowed else None,
             forward=total([o.work for o in recorder.operations]),
             backward=total(recorder.backward_work),
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
@@ -260,10 +258,8 @@ class _Tracer:
             output_bytes=out_bytes,
             saves_input=recorder.saves_input,
             saves_parameters=recorder.saves_parameters,
-            forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes)
-            + copied * self.training.param_bytes,
-            backward_work_bytes=max(0, backward_peak - before - out_bytes - shared_grad_bytes - grad_bytes)
-            + copied * self.training.grad_bytes,
+            forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes),
+            backward_work_bytes=max(0, backward_peak - before - out_bytes - shared_grad_bytes - grad_bytes),
         )
         self.units.append(unit)
         return unit

@@ -1,9 +1,10 @@
 """The units of a model: embed, blocks and head, with their parameters in flat buffers.
 
 Blocks are the elements of the model's outermost lists of equal modules. What lies outside of them belongs to `embed` if
-it is used before the first block, else to `head`; which of both is found by running a copy of the model on fake tensors
-and watching which modules are called when. A parameter that is used in both belongs to `embed`
-and the head shares it.
+it is used before the first block, to `between3` if it is used in front of block 3 (the end of an encoder, and the
+decoder's embedding), else to `head`; which of these is found by running a copy of the model on fake tensors and
+watching which modules are called when. A parameter of `embed` that is used again later stays there, and those that use
+it share it.
 
 A unit's parameters lie in one flat buffer, in the model's order, except that those whose size is not a multiple of 16
 elements come last: so nearly all of them start on a boundary of 64 bytes with no padding between.
@@ -36,7 +37,7 @@ class ModelUnit:
 
     name: str
     block: nn.Module | None
-    """None for embed and head."""
+    """None for what lies outside of blocks: embed, head, and what is between them."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """Those it owns, by name in the model, in flat order."""
     shares: str | None = None
@@ -117,27 +118,33 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit]:
     """The units of the model, in the order in which a forward on such a batch runs them."""
     blocks = find_blocks(model)
-    names = {name for name, _ in blocks}
     in_block = {id(p): name for name, block in blocks for p in block.parameters()}
-    before, after = _used_outside(model, [name for name, _ in blocks], batch)
+    used = _used_outside(model, [name for name, _ in blocks], batch)
     parameters = dict(model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if frozen:
         raise ModelError(
             f"parameter {frozen[0]!r} is frozen (requires_grad is False); the runtime trains all parameters"
         )
-    embed, head, shared = [], [], False
+    last = len(blocks)
+    outside: dict[int, list[tuple[str, nn.Parameter]]] = {0: [], **{at: [] for at in sorted(used)}, last: []}
+    sharing: set[int] = set()
     for name, p in parameters.items():
         if id(p) in in_block:
             continue
-        if name in before:
-            embed.append((name, p))
-            shared = shared or name in after
-        else:
-            head.append((name, p))
-    units = [_unit("embed", None, embed)]
+        places = [at for at in outside if name in used.get(at, ())] or [last]
+        outside[places[0]].append((name, p))
+        if places[0] and places[1:]:
+            raise ModelError(
+                f"parameter {name!r} is used both in front of block {places[0]} and behind it; only those of the "
+                "embedding may be used again"
+            )
+        sharing.update(places[1:])
+    units = [_unit("embed", None, outside[0])]
     claimed: dict[int, str] = {}
     for i, (name, block) in enumerate(blocks):
+        if i in outside and i:
+            units.append(_unit(f"between{i}", None, outside[i], shares="embed" if i in sharing else None))
         own = [(f"{name}.{key}", p) for key, p in block.named_parameters()]
         for key, p in own:
             if id(p) in claimed:
@@ -146,8 +153,7 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
                 )
             claimed[id(p)] = name
         units.append(_unit(f"L{i}", block, own))
-    assert names
-    units.append(_unit("head", None, head, shares="embed" if shared else None))
+    units.append(_unit("head", None, outside[last], shares="embed" if last in sharing else None))
     return units
 
 
@@ -158,29 +164,26 @@ def _unit(
     return ModelUnit(name, block, tuple(ordered), shares)
 
 
-def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> tuple[set[str], set[str]]:
-    """Names of the parameters that modules outside of blocks use: before the first block, and after it."""
+def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
+    """Names of the parameters that modules outside of blocks use, by how many blocks have run before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     canonical = {id(p): name for name, p in twin.named_parameters()}
-    used: tuple[set[str], set[str], set[str]] = (set(), set(), set())  # before, between and behind the blocks
-    reached = [0]
+    used: dict[int, set[str]] = {}
+    num_run = [0]
 
-    def enter_block(module: nn.Module, args: object) -> None:
-        reached[0] = 1
-
-    def leave_last(module: nn.Module, args: object, out: object) -> None:
-        reached[0] = 2
+    def leave_block(module: nn.Module, args: object, out: object) -> None:
+        num_run[0] += 1
 
     def enter(module: nn.Module, args: object) -> None:
-        used[reached[0]].update(canonical[id(p)] for p in module._parameters.values() if p is not None)
+        names = [canonical[id(p)] for p in module._parameters.values() if p is not None]
+        if names:
+            used.setdefault(num_run[0], set()).update(names)
 
     inside = tuple(f"{name}." for name in blocks)
     for name, module in twin.named_modules():
         if name in blocks:
-            module.register_forward_pre_hook(enter_block)
-            if name == blocks[-1]:
-                module.register_forward_hook(leave_last)
+            module.register_forward_hook(leave_block)
         elif not name.startswith(inside):
             module.register_forward_pre_hook(enter)
     try:
@@ -191,13 +194,7 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
         ) from error
-    before, between, behind = used
-    if between:
-        raise ModelError(
-            f"{type(model).__name__} uses parameter {sorted(between)[0]!r} between its blocks, as encoder-decoders do; "
-            "the runtime runs models whose parameters are in blocks, in front of them, or behind them"
-        )
-    return before, behind
+    return used
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

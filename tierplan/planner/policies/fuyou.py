@@ -13,7 +13,7 @@ swapped bytes, falls. A block works on the batch in `tiles` where the whole batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
@@ -51,7 +51,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         if unit.kind != "block":
             units.append(UnitPlan(params="nvme", grads="device", states="nvme"))
             continue
-        room -= unit.input_bytes + sum(unit.saved[k].size_bytes for k in swapped)
+        room -= unit.input_bytes + _bytes_of(unit, swapped)
         lower: Action = "host" if room > 0 else "nvme"
         large = set(_large(unit))
         acts = tuple(
@@ -90,6 +90,11 @@ def _large(block: Unit) -> list[int]:
     return [t.index for t in block.saved if t.size_bytes >= SMALL_FRAC * block.saved_bytes]
 
 
+def _bytes_of(unit: Unit, slots: Collection[int]) -> int:
+    """Bytes of these slots of a block; one that is unlike the first (a decoder's) may have fewer."""
+    return sum(t.size_bytes for t in unit.saved if t.index in slots)
+
+
 def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> float:
     """Fuyou's model of the iteration: in each phase the busiest of compute, link down, link up, drive and CPU Adam."""
     t, batches = workload.training, workload.training.gradient_accumulation_steps
@@ -99,9 +104,7 @@ def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> flo
 
     n = workload.num_parameters
     params = {"bytes": float(n * t.param_bytes)}
-    acts = sum(
-        unit.input_bytes + sum(unit.saved[k].size_bytes for k in swapped) for unit in workload.blocks
-    )  # per micro-batch
+    acts = sum(unit.input_bytes + _bytes_of(unit, swapped) for unit in workload.blocks)  # per micro-batch
     forward = batches * sum(seconds("gpu0.compute", u.forward) for u in workload.units)
     backward = batches * sum(seconds("gpu0.compute", u.backward) for u in workload.units)
     for unit in workload.blocks:
