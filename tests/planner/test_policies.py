@@ -15,6 +15,7 @@ from tierplan.planner.largest import family, largest_model
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import POLICIES, OptionError, decide
+from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.models import load_workload
@@ -133,7 +134,7 @@ def test_zero_updates_after_backward(policy: str) -> None:
 
 
 def test_zero_infinity_reads_states_while_it_updates_and_bounds_what_is_in_flight() -> None:
-    _, _, trace = run("zero-infinity", toy_workload(6), toy_machine())
+    _, _, trace = run("zero-infinity", toy_workload(6), toy_machine(), pipeline="on")
     spans = trace.by_key()
     order = [key.removeprefix("update/") for key in sorted(starts(trace, "update/"), key=lambda k: spans[k].start_ns)]
     assert order[-1] == "embed", "updates go from the last unit to the first"
@@ -141,6 +142,46 @@ def test_zero_infinity_reads_states_while_it_updates_and_bounds_what_is_in_fligh
         assert spans[f"read_states/{after}"].start_ns >= spans[f"update/{before}"].end_ns
     for before, after in zip(order, order[4:], strict=False):
         assert spans[f"read_states/{after}"].start_ns >= spans[f"write_params/{before}/update"].end_ns
+
+
+def test_zero_infinity_reads_updates_and_writes_one_unit_after_the_other_unless_it_is_told_to_overlap() -> None:
+    workload, machine = toy_workload(6), toy_machine()
+    _, _, trace = run("zero-infinity", workload, machine)
+    spans = trace.by_key()
+    order = [key.removeprefix("update/") for key in sorted(starts(trace, "update/"), key=lambda k: spans[k].start_ns)]
+    assert len(order) == 8
+    for before, after in zip(order, order[1:], strict=False):
+        read, write = spans[f"read_states/{after}"], spans[f"write_params/{before}/update"]
+        assert read.start_ns >= write.end_ns
+        assert spans[f"read_grads/{after}"].start_ns >= write.end_ns
+    assert trace.duration_s > run("zero-infinity", workload, machine, pipeline="on")[2].duration_s
+
+
+def test_zero_infinity_needs_host_memory_for_all_gradients_twice_while_it_starts() -> None:
+    """By hand, for 22 Mi + 1024 parameters: 44 MiB of zeros and a pinned copy of 64 MiB; four pinned buffers of 128 MiB
+    (22 Mi in fp32, rounded up); five parameter buffers in one pinned piece of 256 MiB; a pinned 64 MiB of parameters."""
+    workload = toy_workload(4)
+    need = 2 * workload.num_parameters + (64 + 4 * 128 + 256 + 64) * MIB
+    assert startup_bytes(workload, params="nvme", optimizer="nvme", devices=1) == need
+    assert predict("zero-infinity", workload, toy_machine(host_bytes=need)).fits
+    short = predict("zero-infinity", workload, toy_machine(host_bytes=need - 1))
+    assert not short.fits
+    assert f"needs {need:,} bytes of host memory while it starts" in short.why_not
+    assert predict("zero-infinity", workload, toy_machine(host_bytes=need - 1), {"host_buffers": "none"}).fits
+    assert startup_bytes(workload, params="device", optimizer="device", devices=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("host_gb", "largest"), [(128, "gpt-13b"), (256, "gpt-30b"), (512, "gpt-100b"), (768, "gpt-135b")]
+)
+def test_host_memory_bounds_the_models_of_zero_infinity(host_gb: int, largest: str) -> None:
+    """175B fails on the 4090 with 768 GB, as published; with less host memory the bound falls."""
+    found = largest_model(
+        "zero-infinity", load_machine("fuyou-4090", [f"host.capacity={host_gb} GB"]), Training(dtype="fp16")
+    )
+    assert found.fits is not None
+    assert found.fits.model == largest
+    assert "host memory while it starts" in found.next_why_not
 
 
 def test_zero_infinity_widens_gradients_before_they_go_to_nvme() -> None:
@@ -275,7 +316,7 @@ def test_cutting_batches_leaves_all_work_and_what_grows_with_the_batch() -> None
 
 def test_tiles_of_operators_need_less_of_the_device_and_move_the_same_model() -> None:
     workload = load_workload("gpt-175b", Training(dtype="fp16"))
-    machine = load_machine("fuyou-4090")
+    machine = load_machine("fuyou-4090", ["host.capacity=2 TB"])
     whole, cut = (predict("zero-infinity", workload, machine, {"operator_tiles": n}) for n in (1, 4))
     assert whole.steady is not None
     assert cut.steady is not None

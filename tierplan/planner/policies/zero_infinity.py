@@ -2,9 +2,15 @@
 
 Parameters come through three overlapping stages: NVMe to host, host to device, and compute, each some units ahead of
 the next. Gradients go to host memory in backward, are widened to fp32 and, where the optimizer is on NVMe, written
-there. The optimizer runs after backward, unit by unit: states and gradients of one are read while the one before is
-updated and the one before that is written back; buffers for four updates bound how far that runs ahead. With everything
-on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and 18 of writes (4, 12, 2).
+there. The optimizer runs after backward, unit by unit. DeepSpeed's default (`pipeline=off`: `pipeline_read` and
+`pipeline_write` are false, and the documented four buffers hold the states and the gradient of one update) reads one
+unit's states and gradient, updates, writes them home, and only then reads the next. With `pipeline=on` one is read while
+the one before is updated and the one before that is written back; buffers for four updates bound how far that runs
+ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and 18 of
+writes (4, 12, 2).
+
+DeepSpeed also takes host memory that no step shows (`host_buffers=deepspeed`, see `startup_bytes`); a machine with less
+is refused, as it fails there before the first step.
 
 Memory-centric tiling cuts each block's operators into `operator_tiles`, of which one at a time needs the device.
 
@@ -17,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, Plan, UnitPlan
+from tierplan.planner.plan import Place, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, has_nvme, need_nvme, number, read_options
 from tierplan.sim.workload import Workload
 
@@ -28,10 +34,19 @@ OPTIONS: Mapping[str, object] = {
     "optimizer": None,
     "checkpoints": "host",
     "prefetch": 2,
+    "pipeline": "off",  # or on: reads and writes of the optimizer beside its updates
+    "host_buffers": "deepspeed",  # or none
     "operator_tiles": 1,
     "devices": None,  # default: all that the machine has
     "semantics": None,
 }
+SUB_GROUP_PARAMETERS = 1_000_000_000
+"""DeepSpeed's `sub_group_size`: parameters in one swap of the optimizer."""
+OPTIMIZER_BUFFERS, PARAMETER_BUFFERS = 4, 5
+"""DeepSpeed's `buffer_count` of `offload_optimizer` and `offload_param`."""
+PARAMETER_BUFFER_SIZE, PARAMETERS_IN_HOST = 100_000_000, 1_000_000_000
+"""Its `buffer_size` and `max_in_cpu` of `offload_param`, in parameters."""
+FP32_BYTES = 4
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
@@ -49,6 +64,9 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)
     ahead = int(number(NAME, options, "prefetch", low=0))
+    pipelined = choice(NAME, options, "pipeline", ("off", "on")) == "on"
+    if choice(NAME, options, "host_buffers", ("deepspeed", "none")) == "deepspeed":
+        _check_startup(workload, machine, params, optimizer, devices)
     units = tuple(
         UnitPlan(
             params=params,
@@ -65,9 +83,9 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
-        prefetch_states_units=1,
+        prefetch_states_units=1 if pipelined else 0,
         strict_windows=True,
-        updates_in_flight=4,
+        updates_in_flight=4 if pipelined else 1,
         hold_updates=True,
         update_order="backward",
         wide_grads=optimizer != "device",
@@ -75,6 +93,41 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         devices=devices,
         options=options,
     )
+
+
+def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, devices: int) -> int:
+    """Host memory that DeepSpeed's buffers take while it starts, over all devices.
+
+    An optimizer off the device has one buffer for the 16-bit gradients of all parameters of a rank: zeros, of which a
+    pinned copy is then made, so both exist at once (`grad_partitions_flat_buffer` in `runtime/zero/stage3.py`).
+    PyTorch's allocator of pinned memory rounds up to a power of two. The pinned buffers that swapping uses stand beside
+    it (`runtime/swap_tensor`): of fp32 for the optimizer, of 16 bits for parameters, with their documented sizes.
+    """
+    t, own = workload.training, -(-workload.num_parameters // devices)
+    total = 0
+    if optimizer != "device":
+        total += own * t.grad_bytes + _pinned(own * t.grad_bytes)
+    if optimizer == "nvme":
+        total += OPTIMIZER_BUFFERS * _pinned(min(own, SUB_GROUP_PARAMETERS) * FP32_BYTES)
+    if params == "nvme":
+        total += _pinned(PARAMETER_BUFFERS * min(own, PARAMETER_BUFFER_SIZE) * t.param_bytes)
+        total += _pinned(min(own, PARAMETERS_IN_HOST) * t.param_bytes)
+    return total * devices
+
+
+def _pinned(size_bytes: int) -> int:
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
+def _check_startup(workload: Workload, machine: Machine, params: Place, optimizer: Place, devices: int) -> None:
+    need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices)
+    have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
+    if need > have:
+        raise PlanError(
+            f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers and the "
+            f"gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too few; take more "
+            "host memory or a smaller model, or option host_buffers=none for the step's own bytes alone"
+        )
 
 
 def _place(options: Mapping[str, object], name: str) -> Place:
