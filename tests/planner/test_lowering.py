@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.planner.lowering import lower, walk
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.walk import walk
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
 

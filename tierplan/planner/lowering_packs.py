@@ -10,26 +10,25 @@ peer to peer between devices. Which moment each transfer may begin is given by `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.building import CORES, HOST, Builder
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.planner.refine import order_under_contention
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workload import Unit, Workload
 
 __all__ = ["lower_packs"]
-
-HOST, CORES = "host", "host.adam"
 
 
 def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
     _check(packs, workload, machine)
-    schedule = _PackLowering(plan, packs, workload, machine).schedule()
+    schedule = _PackLowering(plan, packs, workload).schedule(machine)
     if packs.devices == 1:
         return validate(order_by_readiness(schedule, price(schedule, machine)))
     return validate(order_under_contention(schedule, machine))
@@ -72,13 +71,10 @@ class _Task:
 
 
 class _PackLowering:
-    def __init__(self, plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> None:
-        self.plan, self.packs, self.workload, self.machine = plan, packs, workload, machine
+    def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
+        self.plan, self.packs, self.workload = plan, packs, workload
         self.units, self.training = workload.units, workload.training
-        self.buffers: dict[str, Buffer] = {}
-        self.ops: list[Op] = []
-        self.versions: dict[tuple[str, str], int] = {}
-        self.becomes: dict[str, str] = {}
+        self.made = Builder()
         self.params_home: dict[str, str] = {}
         self.states_home: dict[str, str] = {}
         self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
@@ -108,7 +104,7 @@ class _PackLowering:
                 rounds.append([_Task(phase, a, b, d, is_last, share[d]) for d in range(packs.devices) if share[d]])
         return rounds
 
-    def schedule(self) -> Schedule:
+    def schedule(self, machine: Machine) -> Schedule:
         self._declare_homes()
         before: dict[int, list[_Task]] = {d: [] for d in range(self.packs.devices)}
         for tasks in self._rounds():
@@ -120,21 +116,16 @@ class _PackLowering:
                 before[task.device].append(task)
             if tasks[0].phase == "bwd":
                 self._update(tasks[0])
-        return Schedule(
-            name=f"{self.plan.policy} {self.workload.name}",
-            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in self.machine.tiers),
-            buffers=tuple(replace(b, becomes=self.becomes.get(b.name)) for b in self.buffers.values()),
-            ops=tuple(self.ops),
-            meta={
-                "policy": self.plan.policy,
-                "semantics": self.plan.semantics,
-                "model": self.workload.name,
-                "machine": self.machine.name,
-                "training": asdict(self.training),
-                "devices": self.packs.devices,
-                "form": self.packs.form,
-            },
-        )
+        meta = {
+            "policy": self.plan.policy,
+            "semantics": self.plan.semantics,
+            "model": self.workload.name,
+            "machine": machine.name,
+            "training": asdict(self.training),
+            "devices": self.packs.devices,
+            "form": self.packs.form,
+        }
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, meta)
 
     def _declare_homes(self) -> None:
         for unit in self.units:
@@ -143,55 +134,9 @@ class _PackLowering:
                 ("states", self.training.state_bytes, self.states_home),
             ):
                 if size := unit.num_parameters * per_parameter:
-                    home = self.buffer(f"{kind}/{unit.name}", HOST, size, kind, initial=True)
-                    homes[unit.name] = self.becomes[home] = home
+                    homes[unit.name] = self.made.home(f"{kind}/{unit.name}", HOST, size, kind)
 
-    # ---- buffers and ops ----
-
-    def buffer(
-        self, content: str, tier: str, size_bytes: int, kind: str, *, initial: bool = False, reuses: str | None = None
-    ) -> str:
-        version = self.versions.get((content, tier), -1) + 1
-        self.versions[content, tier] = version
-        name = f"{content}@{tier}#{version}"
-        self.buffers[name] = Buffer(
-            name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
-        )
-        return name
-
-    def op(
-        self,
-        key: str,
-        stream: str,
-        kind: str,
-        *,
-        work: Mapping[str, float],
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        after: Iterable[str] = (),
-        unit: str = "",
-        m: int = 0,
-    ) -> str:
-        self.ops.append(
-            Op(
-                key=key,
-                stream=stream,
-                kind=kind,
-                unit=unit,
-                micro_batch=m,
-                work={name: amount for name, amount in work.items() if amount},
-                reads=tuple(dict.fromkeys(reads)),
-                writes=tuple(writes),
-                after=tuple(dict.fromkeys(after)),
-            )
-        )
-        return key
-
-    def copy(self, key: str, stream: str, source: str, tier: str, *, after: Iterable[str] = (), m: int = 0) -> str:
-        b = self.buffers[source]
-        target = self.buffer(b.content, tier, b.size_bytes, b.kind)
-        self.op(key, stream, "copy", work={"bytes": b.size_bytes}, reads=(source,), writes=(target,), after=after, m=m)
-        return target
+    # ---- names and units ----
 
     def name(self, task: _Task) -> str:
         pack = f"{self.units[task.first].name}-{self.units[task.end - 1].name}"
@@ -219,7 +164,7 @@ class _PackLowering:
             after = left.computes[-1:] if left else []
             for unit in self.shared_params(task):
                 key = f"fetch_params/{unit}/{task.phase}/{name}"
-                params.append(self.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
+                params.append(self.made.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
 
         params_first = left is None or (self.packs.form == "pipeline" and (task.phase == "fwd" or task.is_last))
         if self.packs.devices == 1:
@@ -239,7 +184,7 @@ class _PackLowering:
                 x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
                 dy = None
             else:
-                x = self.copy(f"fetch_stash/{self.units[task.first].name}/mb{m}", f"{gpu}.h2d",
+                x = self.made.copy(f"fetch_stash/{self.units[task.first].name}/mb{m}", f"{gpu}.h2d",
                               self.stash.pop((task.first, m)), gpu, after=may_come, m=m)  # fmt: skip
                 dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
             if i == 0 and not params_first:
@@ -276,17 +221,17 @@ class _PackLowering:
         if first:
             return None
         gpu, source = f"gpu{task.device}", self.handed.pop((what, unit, m))
-        tier = self.buffers[source].tier
+        tier = self.made.buffers[source].tier
         label = f"{what}/{self.units[unit].name}/mb{m}"
         if tier == HOST:
-            return self.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
-        return self.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
+            return self.made.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
+        return self.made.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: _Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
         if to_device == task.device:
             label = f"offload_{what}/{self.units[unit].name}/mb{m}"
-            buffer = self.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
+            buffer = self.made.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: _Task, i: int, m: int, x: str | None, params: list[str], left: _Task | None) -> None:
@@ -304,11 +249,11 @@ class _PackLowering:
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
             key = f"fwd/{units[0].name}-{units[-1].name}/mb{m}"
-            y = self.buffer(f"x/{self.units[end].name}/mb{m}", gpu, units[-1].output_bytes, "acts")
+            y = self.made.buffer(f"x/{self.units[end].name}/mb{m}", gpu, units[-1].output_bytes, "acts")
             size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            work = self.buffer(f"work/{key}", gpu, size, "work")
+            work = self.made.buffer(f"work/{key}", gpu, size, "work")
             reads = [*params, *([x] if x else [])]
-            self.op(key, f"{gpu}.compute", "forward", work=_total(u.forward for u in units), reads=reads,
+            self.made.op(key, f"{gpu}.compute", "forward", work=_total(u.forward for u in units), reads=reads,
                     writes=(y, work), unit=units[0].name, m=m)  # fmt: skip
             x = y
         task.computes.append(key)
@@ -317,19 +262,19 @@ class _PackLowering:
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
-        name = self.buffer(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts", initial=True)
-        self.becomes[name] = name
-        return name
+        return self.made.home(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts")
 
     def _stash(self, task: _Task, unit: int, m: int, x: str, after: list[str]) -> None:
         label = f"{self.units[unit].name}/mb{m}"
-        stashed = self.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
+        stashed = self.made.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
         if rate and self.takes_backward.get(unit, task.device) != task.device:
-            size = self.buffers[stashed].size_bytes
-            again = self.buffer(self.buffers[stashed].content, HOST, size, "acts")
+            size = self.made.buffers[stashed].size_bytes
+            again = self.made.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
-            self.op(f"pass_stash/{label}", CORES, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m)
+            self.made.op(
+                f"pass_stash/{label}", CORES, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
+            )
             stashed = again
         self.stash[unit, m] = stashed
 
@@ -341,25 +286,25 @@ class _PackLowering:
     ) -> str | None:
         gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
         label = f"{units[0].name}-{units[-1].name}/mb{m}"
-        acts = self.buffer(f"acts/{label}", gpu, sum(u.saved_bytes + u.input_bytes for u in units[1:])
+        acts = self.made.buffer(f"acts/{label}", gpu, sum(u.saved_bytes + u.input_bytes for u in units[1:])
                            + units[0].saved_bytes, "acts")  # fmt: skip
         reads = [*params, *([x] if x else [])]
-        again = self.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=_total(u.forward for u in units),
+        again = self.made.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=_total(u.forward for u in units),
                         reads=reads, writes=(acts,), unit=units[0].name, m=m)  # fmt: skip
         task.again.append(again)
         reads += [acts, *([dy] if dy else [])]
         size = sum(u.num_parameters for u in units) * self.training.grad_bytes
-        writes = [self.buffer(f"work/bwd/{label}", gpu, max(u.backward_work_bytes for u in units), "work")]
+        writes = [self.made.buffer(f"work/bwd/{label}", gpu, max(u.backward_work_bytes for u in units), "work")]
         if grads is None:
-            grads = self.buffer(f"grads/{self.name(task)}", gpu, size, "grads")
+            grads = self.made.buffer(f"grads/{self.name(task)}", gpu, size, "grads")
         else:
             reads.append(grads)
-            grads = self.buffer(f"grads/{self.name(task)}", gpu, size, "grads", reuses=grads)
+            grads = self.made.over(grads)
         writes.append(grads)
         if task.first > 0:
-            dx = self.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
+            dx = self.made.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        key = self.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=_total(u.backward for u in units),
+        key = self.made.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=_total(u.backward for u in units),
                       reads=reads, writes=writes, unit=units[0].name, m=m)  # fmt: skip
         task.computes.append(key)
         if task.first > 0:
@@ -375,14 +320,14 @@ class _PackLowering:
             reduced = []
             for task in tasks:
                 to = (task.device + 1) % self.packs.devices
-                own = self.buffers[grads[task.device]]
-                total = self.buffer(own.content, own.tier, own.size_bytes, "grads")
-                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * own.size_bytes}
-                self.op(f"all_reduce/{self.name(task)}", f"gpu{task.device}.p2p.gpu{to}", "all_reduce", work=work,
+                own = grads[task.device]
+                total = self.made.like(own, f"gpu{task.device}")
+                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
+                self.made.op(f"all_reduce/{self.name(task)}", f"gpu{task.device}.p2p.gpu{to}", "all_reduce", work=work,
                         reads=grads, writes=(total,))  # fmt: skip
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
-            self.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
+            self.made.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
 
@@ -390,7 +335,7 @@ class _PackLowering:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         name = self.name(task)
         after = [task.computes[-1], *([f"offload_grads/{name}"] if task.phase == "bwd" else [])]
-        self.op(task.gone, f"gpu{task.device}.compute", "leave", work={"s": self.packs.cleanup_s},
+        self.made.op(task.gone, f"gpu{task.device}.compute", "leave", work={"s": self.packs.cleanup_s},
                 reads=task.params, after=after)  # fmt: skip
 
     def _update(self, task: _Task) -> None:
@@ -402,11 +347,9 @@ class _PackLowering:
             homes = [homes[unit.name] for homes in (self.params_home, self.states_home) if unit.name in homes]
             updated = []
             for home, at in zip(homes, (self.params_home, self.states_home), strict=False):
-                b = self.buffers[home]
-                at[unit.name] = self.buffer(b.content, b.tier, b.size_bytes, b.kind, reuses=home)
-                self.becomes[at[unit.name]] = self.becomes.pop(home)
+                at[unit.name] = self.made.over(home)
                 updated.append(at[unit.name])
-            self.op(f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters},
+            self.made.op(f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters},
                     reads=[*grads, *homes], writes=updated, unit=unit.name)  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class UnitPlan:
 
     Its gradients wait in host memory. The numbers are the same; after the last step, one such update is still due."""
 
+    state_parts: int = 1
+    """Parts, at most, in which states on NVMe travel to the update and back, each an update of its own: what is in host
+    memory on the way is a part of the states rather than the whole, and within a unit reads, update and writes overlap.
+    """
+
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
 
@@ -125,6 +130,11 @@ class Plan:
                 raise PlanError(
                     f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
                     "for it; give one action for all, or one per tensor"
+                )
+            if choice.state_parts < 1 or (choice.state_parts > 1 and choice.states != "nvme"):
+                raise PlanError(
+                    f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_parts} parts; the "
+                    "number must be 1 or more, and only states on 'nvme' travel in parts"
                 )
             actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
             if unknown := sorted(actions - set(ACTIONS)):

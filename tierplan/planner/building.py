@@ -1,0 +1,198 @@
+"""A schedule in the making: what every lowering does alike.
+
+Buffers get their names and versions here, ops their position, and what outlives the step is kept track of. A *position*
+is the moment in the walk over compute ops at which an op is wanted; the list order is the order of positions, made
+consistent with who needs whose output. Lowerings that emit ops in list order leave positions alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
+
+__all__ = ["COMPUTE", "CORES", "DEVICE", "HOST", "NVME", "Builder", "Position"]
+
+DEVICE, HOST, NVME = "gpu0", "host", "nvme"
+COMPUTE, CORES = "gpu0.compute", "host.adam"
+LINKS = {
+    (HOST, DEVICE): ("gpu0.h2d", "fetch"),
+    (DEVICE, HOST): ("gpu0.d2h", "offload"),
+    (NVME, HOST): ("nvme.read", "read"),
+    (HOST, NVME): ("nvme.write", "write"),
+}
+"""Stream and verb of a copy on one device, by the tiers it goes between."""
+
+Position = tuple[float, int]
+"""Unit step in the walk, and rank within it: 0 fetches, 1 computes, 2 offloads, 3 updates, 4 writes back."""
+
+
+class Builder:
+    """Buffers and ops so far. Buffers are known by name; methods return the names of those that they make."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Buffer] = {}
+        self._versions: dict[tuple[str, str], int] = {}
+        self._becomes: dict[str, str] = {}
+        self._ops: list[tuple[Position, Op]] = []
+
+    def buffer(self, content: str, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
+        """A buffer of its own, or one that takes over the bytes of another."""
+        return self._add(content, tier, size_bytes, kind, reuses=reuses)
+
+    def initial(self, content: str, tier: str, size_bytes: int, kind: str) -> str:
+        """A buffer that is there before the step. Say with `outlives` what takes its part in the next."""
+        return self._add(content, tier, size_bytes, kind, initial=True)
+
+    def home(self, content: str, tier: str, size_bytes: int, kind: str) -> str:
+        """An initial buffer that is there for good: its latest version outlives the step."""
+        name = self.initial(content, tier, size_bytes, kind)
+        self.outlives(name, name)
+        return name
+
+    def outlives(self, name: str, initial: str) -> None:
+        """`name`, or the version of it that comes last, plays the part of the buffer `initial` in the next step."""
+        self._becomes[name] = initial
+
+    def over(self, old: str, content: str | None = None) -> str:
+        """A buffer that takes over the bytes of `old`, and its place in the next step: an in-place update."""
+        b = self.buffers[old]
+        new = self._add(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
+        if old in self._becomes:
+            self._becomes[new] = self._becomes.pop(old)
+        return new
+
+    def like(self, source: str, tier: str) -> str:
+        """A buffer for the content of `source` in another tier."""
+        b = self.buffers[source]
+        return self._add(b.content, tier, b.size_bytes, b.kind)
+
+    def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
+        """The transient of an op: written by it and read by nobody, so it is freed when the op ends."""
+        return [self._add(f"work/{key}", tier, size_bytes, "work")] if size_bytes else []
+
+    def _add(
+        self, content: str, tier: str, size_bytes: int, kind: str, *, initial: bool = False, reuses: str | None = None
+    ) -> str:
+        version = self._versions.get((content, tier), -1) + 1
+        self._versions[content, tier] = version
+        name = f"{content}@{tier}#{version}"
+        self.buffers[name] = Buffer(
+            name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
+        )
+        return name
+
+    def op(
+        self,
+        key: str,
+        stream: str,
+        kind: str,
+        *,
+        work: Mapping[str, float],
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+        after: Iterable[str] = (),
+        unit: str = "",
+        m: int = 0,
+        at: Position = (0.0, 0),
+    ) -> str:
+        """Adds an op and returns its key. Amounts of nothing, buffers named twice and empty keys are left out."""
+        made = Op(
+            key=key,
+            stream=stream,
+            kind=kind,
+            unit=unit,
+            micro_batch=m,
+            work={name: amount for name, amount in work.items() if amount},
+            reads=tuple(dict.fromkeys(reads)),
+            writes=tuple(writes),
+            after=tuple(dict.fromkeys(other for other in after if other)),
+        )
+        self._ops.append((at, made))
+        return key
+
+    def copy(
+        self,
+        key: str,
+        stream: str,
+        source: str,
+        tier: str,
+        *,
+        over: str | None = None,
+        after: Iterable[str] = (),
+        unit: str = "",
+        m: int = 0,
+        at: Position = (0.0, 0),
+    ) -> str:
+        """Moves the content of `source` into `tier`, over the buffer `over` if one is given; the new buffer's name."""
+        target = self.over(over) if over else self.like(source, tier)
+        reads = (source, over) if over else (source,)
+        work = {"bytes": self.buffers[source].size_bytes}
+        self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), after=after, unit=unit, m=m, at=at)
+        return target
+
+    def move(
+        self,
+        at: Position,
+        what: str,
+        source: str,
+        tier: str,
+        unit: str,
+        m: int = 0,
+        *,
+        over: str | None = None,
+        after: Iterable[str] = (),
+    ) -> str:
+        """`copy` between the tiers of one device, with the stream and the verb that are due."""
+        stream, verb = LINKS[self.buffers[source].tier, tier]
+        return self.copy(f"{verb}_{what}", stream, source, tier, over=over, after=after, unit=unit, m=m, at=at)
+
+    def schedule(self, name: str, machine: Machine, meta: Mapping[str, object]) -> Schedule:
+        """All of it, in list order."""
+        return Schedule(
+            name=name,
+            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in machine.tiers),
+            buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
+            ops=_in_list_order(self._ops, self.buffers),
+            meta=meta,
+        )
+
+
+def _in_list_order(placed: list[tuple[Position, Op]], buffers: Mapping[str, Buffer]) -> tuple[Op, ...]:
+    """Ops by position, each behind those whose output it needs and behind the readers of what it writes over."""
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    number = {op.key: i for i, (_, op) in enumerate(placed)}
+    for i, (_, op) in enumerate(placed):
+        for name in op.writes:
+            writer[name] = i
+        for name in op.reads:
+            readers.setdefault(name, []).append(i)
+    before: list[set[int]] = []
+    for i, (_, op) in enumerate(placed):
+        needed = {writer[name] for name in op.reads if name in writer} | {number[key] for key in op.after}
+        for name in op.writes:
+            old = buffers[name].reuses
+            if old is not None:
+                needed.update(readers.get(old, ()))
+        before.append(needed - {i})
+    followers: list[list[int]] = [[] for _ in placed]
+    for i, needed in enumerate(before):
+        for j in needed:
+            followers[j].append(i)
+    missing = [len(needed) for needed in before]
+    ready = [(placed[i][0], i) for i, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
+    ordered: list[Op] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        ordered.append(placed[i][1])
+        for j in followers[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, (placed[j][0], j))
+    assert len(ordered) == len(placed), "the lowering made a cycle"
+    return tuple(ordered)

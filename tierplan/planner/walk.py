@@ -1,0 +1,47 @@
+"""The order of the compute stream: which unit's forward or backward comes when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierplan.planner.plan import Plan
+from tierplan.sim.workload import Workload
+
+__all__ = ["Stage", "walk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One unit's turn on the compute stream."""
+
+    step: int
+    """Position in the walk."""
+    phase: str
+    """`fwd` or `bwd`."""
+    unit: int
+    micro_batch: int
+    first: bool
+    """The first micro-batch of this unit in this pass over its parameters."""
+    last: bool
+    """The last one: gradients are complete after it."""
+
+
+def walk(plan: Plan, workload: Workload) -> list[Stage]:
+    """The order of the compute stream: horizontal or vertical, the head's backward right behind its forward."""
+    num_units, batches = len(workload.units), range(workload.training.gradient_accumulation_steps)
+    head = num_units - 1
+    final = batches[-1]
+    turns: list[tuple[str, int, int]] = []
+    if plan.order == "horizontal":
+        for m in batches:
+            turns += [("fwd", u, m) for u in range(num_units)]
+            turns += [("bwd", u, m) for u in reversed(range(num_units))]
+    else:
+        turns += [("fwd", u, m) for u in range(head) for m in batches]
+        turns += [(phase, head, m) for m in batches for phase in ("fwd", "bwd")]
+        turns += [("bwd", u, m) for u in reversed(range(head)) for m in batches]
+    vertical = plan.order == "vertical"
+    return [
+        Stage(step, phase, u, m, first=not vertical or m == 0, last=m == final)
+        for step, (phase, u, m) in enumerate(turns)
+    ]
