@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -150,7 +150,7 @@ def test_zero_infinity_reads_updates_and_writes_one_unit_after_the_other_unless_
     spans = trace.by_key()
     order = [key.removeprefix("update/") for key in sorted(starts(trace, "update/"), key=lambda k: spans[k].start_ns)]
     assert len(order) == 8
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in pairwise(order):
         read, write = spans[f"read_states/{after}"], spans[f"write_params/{before}/update"]
         assert read.start_ns >= write.end_ns
         assert spans[f"read_grads/{after}"].start_ns >= write.end_ns
@@ -159,7 +159,7 @@ def test_zero_infinity_reads_updates_and_writes_one_unit_after_the_other_unless_
 
 def test_zero_infinity_needs_host_memory_for_all_gradients_twice_while_it_starts() -> None:
     """By hand, for 22 Mi + 1024 parameters: 44 MiB of zeros and a pinned copy of 64 MiB; four pinned buffers of 128 MiB
-    (22 Mi in fp32, rounded up); five parameter buffers in one pinned piece of 256 MiB; a pinned 64 MiB of parameters."""
+    (22 Mi in fp32, rounded up); five parameter buffers in one pinned piece of 256 MiB; 64 MiB of parameters."""
     workload = toy_workload(4)
     need = 2 * workload.num_parameters + (64 + 4 * 128 + 256 + 64) * MIB
     assert startup_bytes(workload, params="nvme", optimizer="nvme", devices=1) == need

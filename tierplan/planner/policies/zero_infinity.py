@@ -4,10 +4,10 @@ Parameters come through three overlapping stages: NVMe to host, host to device, 
 the next. Gradients go to host memory in backward, are widened to fp32 and, where the optimizer is on NVMe, written
 there. The optimizer runs after backward, unit by unit. DeepSpeed's default (`pipeline=off`: `pipeline_read` and
 `pipeline_write` are false, and the documented four buffers hold the states and the gradient of one update) reads one
-unit's states and gradient, updates, writes them home, and only then reads the next. With `pipeline=on` one is read while
-the one before is updated and the one before that is written back; buffers for four updates bound how far that runs
-ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and 18 of
-writes (4, 12, 2).
+unit's states and gradient, updates, writes them home, and only then reads the next. With `pipeline=on` one is read
+while the one before is updated and the one before that is written back; buffers for four updates bound how far that
+runs ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and
+18 of writes (4, 12, 2).
 
 DeepSpeed also takes host memory that no step shows (`host_buffers=deepspeed`, see `startup_bytes`); a machine with less
 is refused, as it fails there before the first step.
@@ -124,9 +124,9 @@ def _check_startup(workload: Workload, machine: Machine, params: Place, optimize
     have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
     if need > have:
         raise PlanError(
-            f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers and the "
-            f"gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too few; take more "
-            "host memory or a smaller model, or option host_buffers=none for the step's own bytes alone"
+            f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers and "
+            f"the gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too few; "
+            "take more host memory or a smaller model, or option host_buffers=none for the step's own bytes alone"
         )
 
 
