@@ -76,22 +76,24 @@ class Columns:
             self.place.append(choice)
             groups = []
             for group in unit.groups:
-                columns = {a: lp.column(high=1.0) for a in self._allowed(group)}
+                # what only a bound may do has a column everywhere, so that all programs of a problem are of one shape
+                columns = {a: lp.column(high=high) for a, high in self._highest(group).items()}
                 lp.row([(1.0, c) for c in columns.values()], low=1.0, high=1.0, family="one action per tensor")
                 groups.append(columns)
             self.action.append(groups)
 
-    def _allowed(self, group: SlotGroup) -> list[str]:
-        """The actions of one group of tensors."""
-        relaxed = self.margins.relaxed
-        allowed = ["keep"]
-        if group.recomputable or (not group.slots and relaxed):
-            allowed.append("recompute")  # several units from one input: no plan of ours, but a schedule could
-        if (group.movable or relaxed) and self.p.host_gb:
-            allowed.append("host")
+    def _highest(self, group: SlotGroup) -> dict[str, float]:
+        """The actions of one group of tensors, each with the most that it may be taken."""
+        relaxed = 1.0 if self.margins.relaxed else 0.0
+        highest = {"keep": 1.0}
+        if group.recomputable or not group.slots:
+            # an input made again, several units from one: no plan of ours, but a schedule could
+            highest["recompute"] = 1.0 if group.recomputable else relaxed
+        if self.p.host_gb:
+            highest["host"] = 1.0 if group.movable else relaxed
             if self.p.has_nvme:
-                allowed.append("nvme")
-        return allowed
+                highest["nvme"] = highest["host"]
+        return highest
 
     def _counts(self) -> None:
         """Over runs of identical neighbours, each action is chosen a whole number of times."""
@@ -101,7 +103,7 @@ class Columns:
                 continue
             run = range(start, u)
             for g in range(len(self.units[start].groups)):
-                names = list(self.action[start][g])
+                names = [a for a, c in self.action[start][g].items() if self.lp.high[c] > 0.0]
                 if len(names) > 1:
                     for name in names:
                         count = self.lp.column(high=float(len(run)), integer=True)

@@ -70,10 +70,12 @@ def build(problem: Problem, *, margins: Margins | None = None, integral: bool = 
 
 
 def fractions(model: Model, solution: Solution) -> Fractions:
-    """The decisions in a usable solution."""
-    v = solution.values
+    """The decisions in a usable solution. What may not be taken at all is left out."""
+    v, high = solution.values, model.program.high
     return Fractions(
         place=tuple({k: v[c] for k, c in choice.items()} for choice in model.place),
-        action=tuple(tuple({a: v[c] for a, c in group.items()} for group in groups) for groups in model.action),
+        action=tuple(
+            tuple({a: v[c] for a, c in group.items() if high[c] > 0.0} for group in groups) for groups in model.action
+        ),
         step_s=sum(v[c] * copies for c, copies in model.tau),
     )
