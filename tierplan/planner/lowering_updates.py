@@ -187,6 +187,8 @@ class Updates:
             if unit.num_parameters and is_late(self.plan, self.choice[unit.name]):
                 ahead = self.plan.prefetch_params_units + 1
                 self._update(unit, float((u - ahead) * self.turns_per_unit), self.old_grads[unit.name])
+        if self.waiting_home:  # forward is to use what the last of them has made
+            self.waiting_home(())
 
     def after(self, end: float) -> None:
         """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""

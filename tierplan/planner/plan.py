@@ -164,4 +164,9 @@ class Plan:
                 f"training asks for clipping at norm {workload.training.max_grad_norm}, but the plan updates in "
                 "backward, before the norm is known; use semantics 'exact-clip' or drop max_grad_norm"
             )
+        if workload.training.max_grad_norm is not None and self.semantics == "delayed-1":
+            raise PlanError(
+                f"training asks for clipping at norm {workload.training.max_grad_norm}, but updates that are delayed "
+                "by a step are not clipped; use semantics 'exact-clip' or drop max_grad_norm"
+            )
         return self
