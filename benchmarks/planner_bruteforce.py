@@ -1,45 +1,145 @@
 """The planner's loop against brute force on 200 random instances: how far from the best of all plans it ends.
 
-    python -m benchmarks.planner_bruteforce [NUM] > brute_force.txt
+    python -m benchmarks.planner_bruteforce benchmarks/results/bruteforce.jsonl      # runs what the file lacks
+    python -m benchmarks.planner_bruteforce FILE --again                             # the loop anew, brute force kept
+    python -m benchmarks.planner_bruteforce FILE --table docs/planner_grid.md        # writes the page's table
 
-Every fifth instance has drives (2,704 plans, some 15 s each); the others have 225 plans.
+Instances count where something fits and where not everything may stay on the device; numbers are drawn until there are
+200 of these. `tests/planner/instances.py` says what an instance is.
 """
 
 from __future__ import annotations
 
-import random
+import argparse
+import json
+import statistics
 import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from tests.planner.instances import random_chain, random_machine
-from tests.planner.test_against_bruteforce import best_of_all, without_drives
+from benchmarks.planner_grid import replace_part, version
+from tests.planner.instances import brute_force_instance
+from tests.planner.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.solve import InfeasiblePlan, plan
 
 WITHIN = 1.01
+INSTANCES = 200
+TIME_LIMIT_S = 10.0
+PART = "brute force"
 
 
-def main(num: int) -> int:
-    worse: list[tuple[int, float]] = []
-    num_feasible = 0
-    for seed in range(num):
-        rng = random.Random(seed)
-        workload = random_chain(rng, 2, slots=1)
-        machine = random_machine(rng, workload)
-        if seed % 5:
-            machine = without_drives(machine)
-        best = best_of_all(workload, machine)
-        try:
-            found = plan(workload, machine, time_limit_s=20).step_s
-        except InfeasiblePlan:
-            found = None
-        if best is not None:
-            num_feasible += 1
-            ratio = float("inf") if found is None else found / best
-            if ratio > WITHIN:
-                worse.append((seed, ratio))
-                print(f"seed {seed}: {ratio:.4f} of the best", flush=True)
-    print(f"{num} instances, {num_feasible} with a plan that fits; {len(worse)} more than 1 % above the best of all")
-    return 1 if worse else 0
+def brute_force(number: int) -> dict[str, Any]:
+    """What all plans of one instance come to."""
+    kind, workload, machine = brute_force_instance(number)
+    record: dict[str, Any] = {"number": number, "kind": kind, "blocks": len(workload.units)}
+    if is_trivial(workload, machine):
+        return record | {"trivial": True}
+    started = time.process_time()
+    record |= {"trivial": False, "plans": len(all_plans(workload, machine)), "best_s": best_of_all(workload, machine)}
+    return record | {"brute_force_s": time.process_time() - started}
+
+
+def loop(number: int) -> dict[str, Any]:
+    """What the planner says."""
+    _, workload, machine = brute_force_instance(number)
+    started = time.process_time()
+    try:
+        result = plan(workload, machine, time_limit_s=TIME_LIMIT_S)
+    except InfeasiblePlan:
+        return {"found_s": None, "version": version()}
+    return {
+        "found_s": result.step_s,
+        "bound_s": result.lower_bound_s,
+        "status": result.status,
+        "plan_s": time.process_time() - started,
+        "version": version(),
+    }
+
+
+def counts(record: Mapping[str, Any]) -> bool:
+    """Whether an instance has a best plan, and it is no matter of course."""
+    return not record["trivial"] and (record["best_s"] is not None or record.get("found_s") is not None)
+
+
+def ratio(record: Mapping[str, Any]) -> float:
+    """The loop's step over the best; infinite where only brute force found a plan, 0 where only the loop did."""
+    if record["best_s"] is None:
+        return 0.0
+    return float("inf") if record["found_s"] is None else record["found_s"] / record["best_s"]
+
+
+def run(path: Path, wanted: int, again: bool) -> None:
+    known = {r["number"]: r for r in read(path)}
+    if again:
+        path.write_text("")
+    num, number = 0, 0
+    while num < wanted:
+        record = known.get(number)
+        if record is None or again:
+            record = record or brute_force(number)
+            if not record["trivial"]:
+                record |= loop(number)
+        if again or number not in known:
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        if counts(record):
+            num += 1
+            if ratio(record) > WITHIN:
+                print(
+                    f"instance {number}, {record['kind']}: {ratio(record):.4f} of the best", file=sys.stderr, flush=True
+                )
+        number += 1
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(records: list[dict[str, Any]], wanted: int) -> str:
+    counted = [r for r in records if counts(r)][:wanted]
+    worse = [r for r in counted if ratio(r) > WITHIN]
+    above = [ratio(r) for r in counted if 0 < ratio(r) < float("inf")]
+    versions = sorted({r["version"] for r in counted})
+    lines = [
+        f"{len(counted)} instances in which something fits and something must leave the device or be made again; "
+        f"{len(counted) - len(worse)} within 1 % of the best of all plans, largest excess {max(above) - 1:.1%}; "
+        f"version {', '.join(versions)}.",
+        "",
+        "| instances | number | blocks | plans of each | within 1 % | better than all plans | seconds, all plans | "
+        "seconds, loop |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in dict.fromkeys(r["kind"] for r in counted):
+        some = [r for r in counted if r["kind"] == kind]
+        blocks, plans = (sorted({r[name] for r in some}) for name in ("blocks", "plans"))
+        lines.append(
+            f"| {kind} | {len(some)} | {_range(blocks)} | {_range(plans)} | {sum(ratio(r) <= WITHIN for r in some)} | "
+            f"{sum(ratio(r) < 1 / WITHIN for r in some)} | {statistics.median(r['brute_force_s'] for r in some):.1f} | "
+            f"{statistics.median(r.get('plan_s', 0.0) for r in some):.1f} |"
+        )
+    lines += ["", "Better: brute force leaves each unit's input on the device, the loop may move it."]
+    return "\n".join(lines)
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--number", type=int, default=INSTANCES, help="instances that count (default 200)")
+    parser.add_argument("--again", action="store_true", help="run the loop anew on the instances of the file")
+    parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
+    args = parser.parse_args()
+    if args.table:
+        replace_part(args.table, PART, table(read(args.results), args.number))
+        return 0
+    run(args.results, args.number, args.again)
+    return int(any(ratio(r) > WITHIN for r in read(args.results) if counts(r)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    sys.exit(main())

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -95,6 +97,29 @@ def answer(name: str, overrides: tuple[str, ...], model: str, batch: int) -> dic
         "total_s": result.total_s,
         "num_simulated": result.num_simulated,
     }
+
+
+def version() -> str:
+    """The commit that this is a checkout of, marked where files have changed since; `unknown` outside git."""
+    if found := os.environ.get("TIERPLAN_VERSION"):
+        return found
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def replace_part(page: Path, name: str, text: str) -> None:
+    """Writes a generated part of a page between its two marker lines."""
+    begin, end = f"<!-- {name}: generated, do not edit -->", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}; add them where the part belongs")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def run(path: Path) -> None:

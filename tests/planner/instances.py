@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.fluid import MODES, Problem
@@ -148,4 +150,73 @@ def random_plan(rng: random.Random, problem: Problem) -> Plan:
         prefetch_params_units=rng.choice((0, 1, 2)),
         prefetch_acts_units=rng.choice((0, 1, 2)),
         prefetch_states_units=rng.choice((0, 1, 2)),
+    )
+
+
+BruteForceKind = Literal["placement", "placement with drives", "three blocks", "activations", "activations with drives"]
+BRUTE_FORCE_KINDS: tuple[BruteForceKind, ...] = (
+    "placement",
+    "activations",
+    "placement",
+    "placement with drives",
+    "activations with drives",
+    "placement",
+    "activations",
+    "three blocks",
+    "placement",
+    "activations",
+)
+"""By the last digit of an instance's number."""
+
+
+def brute_force_instance(number: int) -> tuple[BruteForceKind, Workload, Machine]:
+    """An instance small enough for all of its plans to be simulated.
+
+    Placement: two or three blocks, each with any tier for parameters, states and gradients, any action, late or not.
+    Activations: four to six blocks without parameters, each with any action.
+    """
+    rng = random.Random(number)
+    kind = BRUTE_FORCE_KINDS[number % len(BRUTE_FORCE_KINDS)]
+    if kind.startswith("activations"):
+        num = 4 if "drives" in kind else rng.choice((4, 5, 6))
+        workload = _without_parameters(random_chain(rng, num, slots=1))
+        machine = _for_activations(rng, workload)
+    else:
+        workload = random_chain(rng, 3 if kind == "three blocks" else 2, slots=1)
+        machine = random_machine(rng, workload)
+    if "drives" in kind:
+        return kind, workload, machine
+    # the memory that stands for the drives would make everything fit where there is little to place
+    machine = without_drives(machine)
+    if kind == "activations":
+        halved = tuple(replace(t, capacity_bytes=t.capacity_bytes // 2) for t in machine.tiers)
+        machine = replace(machine, tiers=halved)
+    return kind, workload, machine
+
+
+def _without_parameters(workload: Workload) -> Workload:
+    return replace(workload, units=tuple(replace(unit, num_parameters=0) for unit in workload.units))
+
+
+def _for_activations(rng: random.Random, workload: Workload) -> Machine:
+    """Room for some of what is saved on the device, and for some more on the host."""
+    saved_mb = sum(u.saved_bytes + u.output_bytes for u in workload.units) / MB
+    largest_mb = max(u.saved_bytes + 3 * u.output_bytes for u in workload.units) / MB
+    return small_machine(
+        device_mb=max(largest_mb, rng.uniform(0.4, 0.9) * saved_mb),
+        host_mb=rng.uniform(0.1, 0.8) * saved_mb,
+        link_mb_per_s=rng.choice((20, 50, 100)),
+        read_mb_per_s=rng.choice((20, 50, 100)),
+        write_mb_per_s=rng.choice((20, 40, 80)),
+        ssd_bonus=rng.choice((None, 0.0, 0.3)),
+    )
+
+
+def without_drives(machine: Machine) -> Machine:
+    """The machine with device and host only, with twice the memory to make up for it."""
+    return replace(
+        machine,
+        tiers=tuple(replace(t, capacity_bytes=2 * t.capacity_bytes) for t in machine.tiers if t.kind != "nvme"),
+        streams=tuple(s for s in machine.streams if not s.name.startswith("nvme")),
+        shared_limits=(),
     )

@@ -21,7 +21,16 @@ from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
 
-__all__ = ["Budget", "Candidate", "Evaluator", "improve", "late_updates", "with_windows"]
+__all__ = [
+    "Budget",
+    "Candidate",
+    "Evaluator",
+    "improve",
+    "late_updates",
+    "with_action",
+    "with_placement",
+    "with_windows",
+]
 
 OPS_PER_S = 36_000
 """Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
@@ -213,17 +222,26 @@ def _backward_s(problem: Problem, plan: Plan, u: int) -> float:
     return (unit.bwd_s + again) * problem.turn + update
 
 
-def improve(problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s: float, good_frac: float) -> Candidate:
+def improve(
+    problem: Problem,
+    start: Candidate,
+    evaluate: Evaluator,
+    *,
+    bound_s: float,
+    good_frac: float,
+    of_several_units: bool = True,
+) -> Candidate:
     """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound.
 
     Goes round the families of moves. On long chains, where neighbours are much alike, a family is left after a few
-    moves without success; on short ones every move is tried.
+    moves without success; on short ones every move is tried, with `of_several_units` those that change two at once too.
     """
+    families = FAMILIES if of_several_units else FAMILIES[:-1]
     best = start
     patience = PATIENCE if len(problem.units) > LONG_CHAIN else 10**9
     stale = 0
-    while stale < len(FAMILIES):
-        for family in FAMILIES:
+    while stale < len(families):
+        for family in families:
             failures, before = 0, best
             for move in family(problem, best.plan):
                 if evaluate.budget.is_spent or _close(best, bound_s, good_frac):
@@ -239,7 +257,7 @@ def improve(problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s:
                     if failures >= patience:
                         break
             stale = 0 if best is not before else stale + 1
-            if stale >= len(FAMILIES):
+            if stale >= len(families):
                 break
     return best
 
@@ -264,7 +282,7 @@ def _promotions(problem: Problem, plan: Plan) -> Iterator[Move]:
             for k in sorted(problem.modes(u), key=lambda k: -RANK[getattr(MODES[k], part)]):
                 mode = MODES[k]
                 if RANK[getattr(mode, part)] < now and RANK[getattr(mode, other)] <= RANK[getattr(choice, other)]:
-                    return _placed(plan, u, mode)
+                    return with_placement(plan, u, mode)
             return None
 
         return move
@@ -283,7 +301,7 @@ def _kept(problem: Problem, plan: Plan) -> Iterator[Move]:
                 found.append((-group.recompute_s / max(group.gb, 1e-12), u, g))
 
     def act(u: int, g: int, action: str) -> Move:
-        return lambda plan: _acted(plan, problem, u, g, action)
+        return lambda plan: with_action(plan, problem, u, g, action)
 
     for _, u, g in sorted(found):
         yield act(u, g, "keep")
@@ -318,7 +336,7 @@ def _placements(problem: Problem, plan: Plan) -> Iterator[Move]:
     """Any other placement of one unit."""
     for u in _spread(len(plan.units)):
         for k in problem.modes(u):
-            yield lambda plan, u=u, k=k: _placed(plan, u, MODES[k])  # type: ignore[misc]
+            yield lambda plan, u=u, k=k: with_placement(plan, u, MODES[k])  # type: ignore[misc]
 
 
 def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
@@ -330,7 +348,7 @@ def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
                     continue
                 if action in ("host", "nvme") and not (group.movable and problem.host_gb):
                     continue
-                yield lambda plan, u=u, g=g, action=action: _acted(plan, problem, u, g, action)  # type: ignore[misc]
+                yield lambda plan, u=u, g=g, action=action: with_action(plan, problem, u, g, action)  # type: ignore[misc]
 
 
 def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
@@ -362,7 +380,7 @@ def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
     def both(*changes: tuple[int, int, str]) -> Move:
         def move(plan: Plan) -> Plan | None:
             for u, k, action in changes:
-                plan = _placed(plan, u, MODES[k])
+                plan = with_placement(plan, u, MODES[k])
                 for g, group in enumerate(problem.units[u].groups):
                     able = (action != "recompute" or group.recomputable) and (action != "nvme" or problem.has_nvme)
                     if (
@@ -370,7 +388,7 @@ def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
                         and able
                         and (action in ("keep", "recompute") or (group.movable and problem.host_gb))
                     ):
-                        plan = _acted(plan, problem, u, g, action)
+                        plan = with_action(plan, problem, u, g, action)
             return plan
 
         return move
@@ -397,14 +415,16 @@ FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
 )
 
 
-def _placed(plan: Plan, u: int, mode: Mode) -> Plan:
+def with_placement(plan: Plan, u: int, mode: Mode) -> Plan:
+    """The plan with this placement of one unit."""
     choice = plan.units[u]
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
     changed = replace(choice, params=mode.params, states=mode.states, grads=mode.grads, late_update=late)
     return _with_unit(plan, u, changed)
 
 
-def _acted(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:
+def with_action(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:
+    """The plan with this action on one group of a unit's tensors."""
     choice, group = plan.units[u], problem.units[u].groups[g]
     if not group.slots:
         return _with_unit(plan, u, replace(choice, input=action)) if action != "recompute" else plan  # type: ignore[arg-type]

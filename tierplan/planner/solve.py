@@ -24,6 +24,7 @@ from tierplan.planner.packs import improve_packs
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.program import solve
+from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_windows
 from tierplan.sim.schedule import Schedule
@@ -359,7 +360,10 @@ class _Loop:
             return
         by_shape = {(p.order, p.tiles): (p, b) for p, b in zip(problems, bounds, strict=True)}
         p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.tiles), (problems[0], bounds[0]))
-        self._consider(improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC))
+        found = improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC)
+        self._consider(
+            improve_from_elsewhere(p, found, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed)
+        )
 
     def _on_several_devices(self) -> None:
         """The best plan of one device on all of them, each with its own micro-batches, the rest cut into parts."""
