@@ -8,12 +8,13 @@ write-back runs beside Adam instead. Parameters come through a window of one blo
 
 Which activations are swapped to host memory and which are made again follows Fuyou's rule: saved tensors are ranked by
 the compute that swapping saves per byte, and more are swapped as long as the modelled iteration time, convex in the
-swapped bytes, falls. A block works on the batch in `tiles` where the whole batch's tensors would not fit the device.
+swapped bytes, falls. Blocks that save the same tensors share their ranks. A block works on the batch in `tiles` where
+the whole batch's tensors would not fit the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
@@ -28,6 +29,8 @@ OPTIONS: Mapping[str, object] = {
     "tiles": 0,  # 0: as few as fit
     "semantics": None,
 }
+Slot = tuple[int, int]
+"""A saved tensor: number of the first block that saves the same ones, and its index there."""
 SMALL_FRAC = 0.02
 """Saved tensors below this share of their block (statistics of norms and attention) stay on the device."""
 
@@ -40,7 +43,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     tiles = int(number(NAME, options, "tiles", low=0)) or _fewest_tiles(workload, machine, window)
     swap = choice(NAME, options, "swap", ("convex", "all", "none"))
     write_back = choice(NAME, options, "write_back", ("awaited", "delayed"))
-    rank = _by_saving(workload.blocks[0], machine) if workload.blocks else []
+    kinds = _kinds(workload)
+    rank = _by_saving(workload, kinds, machine)
     count = {"all": len(rank), "none": 0}.get(swap)
     if count is None:
         count = min(range(len(rank) + 1), key=lambda k: iteration_s(workload, machine, rank[:k]))
@@ -51,11 +55,12 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         if unit.kind != "block":
             units.append(UnitPlan(params="nvme", grads="device", states="nvme"))
             continue
-        room -= unit.input_bytes + _bytes_of(unit, swapped)
+        leaving = {index for kind, index in swapped if kind == kinds[unit.name]}
+        room -= unit.input_bytes + sum(t.size_bytes for t in unit.saved if t.index in leaving)
         lower: Action = "host" if room > 0 else "nvme"
         large = set(_large(unit))
         acts = tuple(
-            "keep" if t.index not in large else lower if t.index in swapped else "recompute" for t in unit.saved
+            "keep" if t.index not in large else lower if t.index in leaving else "recompute" for t in unit.saved
         )
         units.append(
             UnitPlan(params="nvme", grads="device", states="nvme", input=lower, acts=acts)  # type: ignore[arg-type]
@@ -76,26 +81,31 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     )
 
 
-def _by_saving(block: Unit, machine: Machine) -> list[int]:
+def _kinds(workload: Workload) -> dict[str, int]:
+    """For each block by name, the number of the first block that saves the same tensors."""
+    found: dict[str, int] = {}
+    for unit in workload.blocks:
+        found[unit.name] = next(i for i, like in enumerate(workload.blocks) if like.saved == unit.saved)
+    return found
+
+
+def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -> list[Slot]:
     """Slots by the seconds of recomputation that swapping saves per byte, best first; without the small ones."""
 
-    def saving(index: int) -> float:
-        tensor = block.saved[index]
+    def saving(slot: Slot) -> float:
+        kind, index = slot
+        tensor = workload.blocks[kind].saved[index]
         return machine.cost("gpu0.compute", tensor.recompute).work_s / tensor.size_bytes
 
-    return sorted(_large(block), key=lambda k: (-saving(k), k))
+    slots = [(kind, index) for kind in sorted(set(kinds.values())) for index in _large(workload.blocks[kind])]
+    return sorted(slots, key=lambda slot: (-saving(slot), slot))
 
 
 def _large(block: Unit) -> list[int]:
     return [t.index for t in block.saved if t.size_bytes >= SMALL_FRAC * block.saved_bytes]
 
 
-def _bytes_of(unit: Unit, slots: Collection[int]) -> int:
-    """Bytes of these slots of a block; one that is unlike the first (a decoder's) may have fewer."""
-    return sum(t.size_bytes for t in unit.saved if t.index in slots)
-
-
-def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> float:
+def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -> float:
     """Fuyou's model of the iteration: in each phase the busiest of compute, link down, link up, drive and CPU Adam."""
     t, batches = workload.training, workload.training.gradient_accumulation_steps
 
@@ -104,11 +114,15 @@ def iteration_s(workload: Workload, machine: Machine, swapped: list[int]) -> flo
 
     n = workload.num_parameters
     params = {"bytes": float(n * t.param_bytes)}
-    acts = sum(unit.input_bytes + _bytes_of(unit, swapped) for unit in workload.blocks)  # per micro-batch
+    kinds, leaving = _kinds(workload), set(swapped)
+    acts = 0  # per micro-batch
+    for unit in workload.blocks:
+        kind = kinds[unit.name]
+        acts += unit.input_bytes + sum(t.size_bytes for t in unit.saved if (kind, t.index) in leaving)
     forward = batches * sum(seconds("gpu0.compute", u.forward) for u in workload.units)
     backward = batches * sum(seconds("gpu0.compute", u.backward) for u in workload.units)
     for unit in workload.blocks:
-        again = (unit.saved[k].recompute for k in _large(unit) if k not in swapped)
+        again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
         backward += batches * sum(seconds("gpu0.compute", work) for work in again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
     states = {"bytes": float(n * t.state_bytes)}

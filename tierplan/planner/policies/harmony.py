@@ -21,7 +21,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering_packs import lower_packs
 from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
-from tierplan.planner.policies.options import number, read_options
+from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workload import Unit, Workload
@@ -29,7 +29,7 @@ from tierplan.sim.workload import Unit, Workload
 OPTIONS: Mapping[str, object] = {
     "pack": 0,
     "pack_forward": 0,
-    "devices": 0,  # 0: all that the machine has (one for `harmony`)
+    "devices": 0,  # 0: all that the machine has (one for `harmony`), with data parallelism one per micro-batch at most
     "memory_bytes": 0,  # 0: what the device has
     "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
@@ -59,7 +59,15 @@ def _policy(
 ) -> Plan:
     options = read_options(name, given, OPTIONS)
     have = sum(tier.kind == "device" for tier in machine.tiers)
-    devices = int(number(name, options, "devices", low=0, high=have)) or have
+    asked = int(number(name, options, "devices", low=0, high=have))
+    batches = workload.training.gradient_accumulation_steps
+    if form == "data" and asked > batches:
+        raise OptionError(
+            f"policy {name!r} is asked for {asked} devices, but the step has {batches} micro-batches; "
+            "each device needs one: accumulate more, or use fewer devices"
+        )
+    devices = asked or (min(have, batches) if form == "data" else have)
+    need_peer_links(name, machine, devices)
     capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier("gpu0").capacity_bytes
     wanted = int(number(name, options, "pack", low=0))
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted

@@ -12,7 +12,17 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.sim.workload import Workload
 
-__all__ = ["OptionError", "Policy", "bounded_semantics", "choice", "has_nvme", "number", "read_options"]
+__all__ = [
+    "OptionError",
+    "Policy",
+    "bounded_semantics",
+    "choice",
+    "has_nvme",
+    "need_nvme",
+    "need_peer_links",
+    "number",
+    "read_options",
+]
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
 
@@ -76,3 +86,12 @@ def need_nvme(policy: str, machine: Machine) -> None:
     """Raises `PlanError` where the machine has no drive."""
     if not has_nvme(machine):
         raise PlanError(f"policy {policy!r} keeps data on NVMe, but machine {machine.name!r} has no drive; add one")
+
+
+def need_peer_links(policy: str, machine: Machine, devices: int) -> None:
+    """Raises `PlanError` where several devices are to exchange data and the machine has no links between them."""
+    if devices > 1 and not any(stream.name.startswith("gpu0.p2p.") for stream in machine.streams):
+        raise PlanError(
+            f"policy {policy!r} moves data between {devices} devices, but machine {machine.name!r} does not say how "
+            "quickly they exchange it; add link.p2p, for example --set 'link.p2p=20 GB/s', or use one device"
+        )

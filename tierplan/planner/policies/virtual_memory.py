@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.planner.policies.options import number, read_options
+from tierplan.planner.policies.options import need_peer_links, number, read_options
 from tierplan.sim.workload import Workload
 
 NAME = "virtual-memory"
@@ -24,6 +24,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     have = sum(tier.kind == "device" for tier in machine.tiers)
     devices = int(number(NAME, options, "devices", low=0, high=have)) or have
+    need_peer_links(NAME, machine, min(devices, workload.training.gradient_accumulation_steps))
     return Plan(
         policy=NAME,
         units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),

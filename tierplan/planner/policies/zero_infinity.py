@@ -24,7 +24,15 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, Plan, PlanError, UnitPlan
-from tierplan.planner.policies.options import bounded_semantics, choice, has_nvme, need_nvme, number, read_options
+from tierplan.planner.policies.options import (
+    bounded_semantics,
+    choice,
+    has_nvme,
+    need_nvme,
+    need_peer_links,
+    number,
+    read_options,
+)
 from tierplan.sim.workload import Workload
 
 NAME = "zero-infinity"
@@ -58,6 +66,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     num_devices = sum(tier.kind == "device" for tier in machine.tiers)
     options["devices"] = options["devices"] or num_devices
     devices = int(number(NAME, options, "devices", low=1, high=num_devices))
+    need_peer_links(NAME, machine, devices)
     params = _place(options, "params")
     optimizer = _place(options, "optimizer")
     checkpoints = _place(options, "checkpoints")

@@ -1,0 +1,89 @@
+"""Every policy answers for every family of models: a step time, or a clear reason why not. Nothing raises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.configs import CONFIGS, config_of
+from tierplan.hwmodels import load_machine
+from tierplan.planner.policies import POLICIES, decide
+from tierplan.planner.policies.options import OptionError
+from tierplan.planner.prediction import predict
+from tierplan.runtime.tracing import trace_workload
+from tierplan.sim.models import load_workload
+from tierplan.sim.workload import Training, Workload
+
+MACHINES = ("fuyou-4090", "harmony-4x1080ti")
+TIGHT = ["gpu.capacity=1100 MB", "gpu.reserve=1099 MB"]
+"""Hardly a megabyte: what offloads must, what cannot says so."""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
+    """A tiny model of each family."""
+    found = {}
+    for family in CONFIGS:
+        folder = tmp_path_factory.mktemp(family)
+        (folder / "config.json").write_text(json.dumps(config_of(family)), encoding="utf-8")
+        training = Training(
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, sequence_length=32, dtype="fp32"
+        )
+        found[family] = trace_workload(folder, training)
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_policy_answers_for_every_family(traced: dict[str, Workload], family: str, machine: str) -> None:
+    for policy in POLICIES:
+        for changes in ([], TIGHT):
+            found = predict(policy, traced[family], load_machine(machine, changes))
+            assert found.fits != bool(found.why_not), (policy, changes)
+            if found.fits:
+                assert found.step_s is not None
+                assert found.step_s > 0
+
+
+@pytest.mark.parametrize("family", ["t5", "mixtral", "gemma2"])
+@pytest.mark.parametrize("swap", ["convex", "all", "none"])
+def test_fuyou_ranks_the_tensors_of_unlike_blocks_apart(traced: dict[str, Workload], family: str, swap: str) -> None:
+    workload = traced[family]
+    plan = decide("fuyou", workload, load_machine("fuyou-4090"), {"swap": swap})
+    for unit, choice in zip(workload.units, plan.units, strict=True):
+        if unit.kind != "block":
+            continue
+        assert not isinstance(choice.acts, str)
+        assert len(choice.acts) == len(unit.saved)
+        large = [a for t, a in zip(unit.saved, choice.acts, strict=True) if t.size_bytes >= 0.02 * unit.saved_bytes]
+        assert set(large) <= {"all": {"host"}, "none": {"recompute"}}.get(swap, {"host", "recompute"})
+    assert predict("fuyou", workload, load_machine("fuyou-4090"), {"swap": swap}).fits
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-6.7b", "ssdtrain-gpt-8192", "ssdtrain-bert-16384", pytest.param("gpt-175b", marks=pytest.mark.slow)]
+)
+def test_every_policy_answers_for_the_named_models(name: str) -> None:
+    workload = load_workload(name, Training(sequence_length=1024, dtype="fp16"))
+    machine = load_machine("fuyou-4090")
+    for policy in POLICIES:
+        found = predict(policy, workload, machine)
+        assert found.fits != bool(found.why_not), policy
+
+
+def test_more_devices_than_micro_batches_are_refused_and_not_the_default() -> None:
+    workload = load_workload("gpt-6.7b", Training(gradient_accumulation_steps=2, dtype="fp32"))
+    machine = load_machine("harmony-4x1080ti")
+    assert decide("harmony-dp", workload, machine).options["devices"] == 2
+    with pytest.raises(OptionError, match="is asked for 3 devices, but the step has 2 micro-batches"):
+        decide("harmony-dp", workload, machine, {"devices": 3})
+
+
+@pytest.mark.parametrize("policy", ["harmony-pp", "zero-infinity", "virtual-memory"])
+def test_several_devices_need_links_between_them(policy: str) -> None:
+    workload = load_workload("gpt-6.7b", Training(gradient_accumulation_steps=2, dtype="fp16"))
+    found = predict(policy, workload, load_machine("ssdtrain-a100"))
+    assert not found.fits
+    assert "add link.p2p, for example --set 'link.p2p=20 GB/s'" in found.why_not
+    assert predict(policy, workload, load_machine("ssdtrain-a100", ["link.p2p=20 GB/s"])).fits
