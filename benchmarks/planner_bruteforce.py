@@ -1,7 +1,7 @@
 """The planner's loop against brute force on 200 random instances: how far from the best of all plans it ends.
 
     python -m benchmarks.planner_bruteforce benchmarks/results/bruteforce.jsonl      # runs what the file lacks
-    python -m benchmarks.planner_bruteforce FILE --again                             # the loop anew, brute force kept
+    python -m benchmarks.planner_bruteforce FILE --again       # the loop anew where another version ran, the rest kept
     python -m benchmarks.planner_bruteforce FILE --table docs/planner_grid.md        # writes the page's table
 
 Instances count where something fits and where not everything may stay on the device; numbers are drawn until there are
@@ -71,30 +71,30 @@ def ratio(record: Mapping[str, Any]) -> float:
 
 
 def run(path: Path, wanted: int, again: bool) -> None:
+    """Adds the instances that the file lacks. A later line of a number takes the place of an earlier one."""
     known = {r["number"]: r for r in read(path)}
-    if again:
-        path.write_text("")
     num, number = 0, 0
     while num < wanted:
         record = known.get(number)
-        if record is None or again:
+        is_old = again and record is not None and not record["trivial"] and record["version"] != version()
+        if record is None or is_old:
             record = record or brute_force(number)
             if not record["trivial"]:
                 record |= loop(number)
-        if again or number not in known:
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         if counts(record):
             num += 1
             if ratio(record) > WITHIN:
-                print(
-                    f"instance {number}, {record['kind']}: {ratio(record):.4f} of the best", file=sys.stderr, flush=True
-                )
+                shown = f"instance {number}, {record['kind']}: {ratio(record):.4f} of the best"
+                print(shown, file=sys.stderr, flush=True)
         number += 1
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    latest = {record["number"]: record for record in map(json.loads, lines)}
+    return [latest[number] for number in sorted(latest)]
 
 
 def table(records: list[dict[str, Any]], wanted: int) -> str:
@@ -131,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--number", type=int, default=INSTANCES, help="instances that count (default 200)")
-    parser.add_argument("--again", action="store_true", help="run the loop anew on the instances of the file")
+    parser.add_argument("--again", action="store_true", help="run the loop anew where another version ran")
     parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
     args = parser.parse_args()
     if args.table:

@@ -1,9 +1,10 @@
 """The planner against every published system on a grid of machines, models and batches.
 
-    python -m benchmarks.planner_grid results.jsonl              # runs what the file lacks, line by line
-    python -m benchmarks.planner_grid results.jsonl --table docs/planner_grid.md
+    python -m benchmarks.planner_grid benchmarks/results/grid.jsonl          # runs what the file lacks, line by line
+    python -m benchmarks.planner_grid benchmarks/results/grid.jsonl --table docs/planner_grid.md
 
-Every machine takes part with one of its devices. A scenario where nothing fits is a line too.
+Every machine takes part with one of its devices. A scenario where nothing fits is a line too. Each line has the version
+of tierplan that wrote it; the table says which.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ SMALL = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_p
 SEQUENCE = 1024
 TIME_LIMIT_S = 10.0
 CLEARLY = 1.10
+PART = "grid"
 
 
 def scenarios() -> Iterator[tuple[str, str, tuple[str, ...], str, int]]:
@@ -60,7 +64,9 @@ def one_device(machine: Machine) -> Machine:
     return replace(machine, tiers=tuple(t for t in machine.tiers if t.name not in others), streams=tuple(streams))
 
 
-def answer(name: str, overrides: tuple[str, ...], model: str, batch: int) -> dict[str, Any]:
+def answer(
+    name: str, overrides: tuple[str, ...], model: str, batch: int, *, time_limit_s: float = TIME_LIMIT_S
+) -> dict[str, Any]:
     machine = one_device(load_machine(name, overrides))
     rates = machine.stream("gpu0.compute").rates
     training = Training(
@@ -74,8 +80,9 @@ def answer(name: str, overrides: tuple[str, ...], model: str, batch: int) -> dic
             source = Path(folder) / "config.json"
             source.write_text(json.dumps(SMALL))
         workload = load_workload(source, training)
+    started = time.process_time()
     try:
-        result = plan(workload, machine, time_limit_s=TIME_LIMIT_S)
+        result = plan(workload, machine, time_limit_s=time_limit_s)
     except PlanError as error:
         return {"fits": False, "reason": str(error)}
     best = result.best_policy
@@ -95,10 +102,12 @@ def answer(name: str, overrides: tuple[str, ...], model: str, batch: int) -> dic
         "status": result.status,
         "solve_s": result.solve_s,
         "total_s": result.total_s,
+        "computed_s": time.process_time() - started,
         "num_simulated": result.num_simulated,
     }
 
 
+@cache
 def version() -> str:
     """The commit that this is a checkout of, marked where files have changed since; `unknown` outside git."""
     if found := os.environ.get("TIERPLAN_VERSION"):
@@ -122,13 +131,14 @@ def replace_part(page: Path, name: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
-def run(path: Path) -> None:
+def run(path: Path, time_limit_s: float) -> None:
     known = {key(line) for line in read(path)}
     for label, name, overrides, model, batch in scenarios():
         record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
         if key(record) in known:
             continue
-        record |= answer(name, overrides, model, batch)
+        record |= answer(name, overrides, model, batch, time_limit_s=time_limit_s)
+        record |= {"time_limit_s": time_limit_s, "version": version()}
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         shown = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
@@ -150,22 +160,22 @@ def table(records: list[dict[str, Any]]) -> str:
     worse = [r for r in compared if r["step_s"] > r["best_policy_s"] * (1 + 1e-9)]
     clear = [r for r in offloaded if not r["best_policy_s"] or r["best_policy_s"] >= CLEARLY * r["step_s"]]
     gaps = sorted(r["gap"] for r in fitting)
+    faster = f"At least 10 % faster than it, or the only one that fits: in {len(clear)} of the {len(offloaded)}"
+    limits = " or ".join(f"{limit:.0f}" for limit in sorted({r["time_limit_s"] for r in records}))
+    computed_s = [r["computed_s"] for r in fitting]
     lines = [
-        "# The planner on a grid of scenarios",
+        f"{len(records)} scenarios; something fits in {len(fitting)}, and in {len(offloaded)} of these something must "
+        f"leave the device. {limits} s of computing for each search; version "
+        f"{', '.join(sorted({r['version'] for r in records}))}.",
         "",
-        "Written by `python -m benchmarks.planner_grid`, which also runs it. GPT models, sequences of "
-        f"{SEQUENCE} tokens, one device, {TIME_LIMIT_S:.0f} s of computing per scenario. All times are simulated, on "
-        "catalog machines with nameplate rates; `bound` is the time that no schedule can beat, `gap` what could be "
-        "saved at most. `x` is how much longer the quickest published system takes.",
-        "",
-        f"- {len(records)} scenarios; something fits in {len(fitting)}, and in {len(offloaded)} of these "
-        "something must leave the device.",
         f"- Slower than the best published system: in {len(worse)}.",
-        f"- At least 10 % faster, or the only one that fits: in {len(clear)} of the {len(offloaded)}.",
-        f"- Gap to the bound: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}.",
-        f"- Seconds on the clock per scenario: median {statistics.median(r['total_s'] for r in fitting):.1f}.",
+        f"- {faster}.",
+        f"- Gap to the bound: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}; at most 10 % in "
+        f"{sum(gap <= 0.1 for gap in gaps)}.",
+        f"- Seconds of computing per scenario, policies and bounds included: median "
+        f"{statistics.median(computed_s):.1f}, largest {max(computed_s):.1f}.",
         "",
-        "| machine | model | batch | step, s | bound, s | gap | bound by | best system | its step, s | x |",
+        "| machine | model | batch | step, s | bound, s | gap | bound by | best system | its step, s | faster by |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in records:
@@ -173,25 +183,28 @@ def table(records: list[dict[str, Any]]) -> str:
             lines.append(f"| {r['machine']} | {r['model']} | {r['batch']} | nothing fits | | | | | | |")
             continue
         if r["best_policy_s"]:
-            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {r['best_policy_s'] / r['step_s']:.2f}"
+            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {r['best_policy_s'] / r['step_s'] - 1:.0%}"
         else:
             best = "none fits | | "
         lines.append(
             f"| {r['machine']} | {r['model']} | {r['batch']} | {r['step_s']:.2f} | {r['lower_bound_s']:.2f} | "
             f"{r['gap']:.1%} | {r['bound_by']} | {best} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--table", type=Path, help="write the table here instead of running")
+    parser.add_argument(
+        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of each search (default 10)"
+    )
+    parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
     args = parser.parse_args()
     if args.table:
-        args.table.write_text(table(read(args.results)))
+        replace_part(args.table, PART, table(read(args.results)))
     else:
-        run(args.results)
+        run(args.results, args.time_limit)
 
 
 if __name__ == "__main__":

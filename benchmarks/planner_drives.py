@@ -1,0 +1,140 @@
+"""13B on the Fuyou machine with 1 to 12 drives: the planner beside Fuyou, and why it differs.
+
+    python -m benchmarks.planner_drives benchmarks/results/drives.jsonl                        # runs what it lacks
+    python -m benchmarks.planner_drives benchmarks/results/drives.jsonl --page docs/planner_grid.md
+
+Machine and batch are those of Fuyou's published runs (`tierplan/validation/published/fuyou.toml`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_grid import read, replace_part, version
+from tierplan.hwmodels import load_machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan
+from tierplan.planner.policies import decide
+from tierplan.planner.solve import plan
+from tierplan.sim.models import load_workload
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workload import Training, Workload
+from tierplan.validation.reproduce import published
+
+PART = "drives"
+DRIVES = (1, 2, 3, 4, 6, 8, 10, 12)
+BATCH = 32
+GB = 1e9
+TIME_LIMIT_S = 10.0
+
+
+def answer(drives: int, *, time_limit_s: float = TIME_LIMIT_S) -> dict[str, Any]:
+    """What the planner and Fuyou reach with so many drives, and what each moves."""
+    machine = load_machine("fuyou-4090", [f"nvme.drives={drives}"])
+    workload = load_workload("gpt-13b", Training(per_device_train_batch_size=BATCH, dtype="fp16"))
+    result = plan(workload, machine, time_limit_s=time_limit_s)
+    fuyou = lower(decide("fuyou", workload, machine), workload, machine)
+    return {
+        "drives": drives,
+        "step_s": result.step_s,
+        "fuyou_s": result.policies["fuyou"].step_s,
+        "bound_s": result.lower_bound_s,
+        "bound_by": dict(result.bound_by),
+        "decided_by": result.plan.policy,
+        "order": result.plan.order,
+        "tiles": result.plan.tiles,
+        "drive_gb": drive_gb(result.schedule),
+        "fuyou_drive_gb": drive_gb(fuyou),
+        "states_on_drives": share_of_states(result.plan, workload),
+        "recompute": recomputed(result.schedule),
+        "late": sum(unit.late_update for unit in result.plan.units) / len(workload.units),
+        "version": version(),
+    }
+
+
+def drive_gb(schedule: Schedule) -> float:
+    """GB that the drives read and write in a step."""
+    return sum(op.work.get("bytes", 0.0) for op in schedule.ops if op.stream.startswith("nvme.")) / GB
+
+
+def share_of_states(chosen: Plan, workload: Workload) -> float:
+    """Part of the optimizer states that lives on the drives."""
+    on_drives = sum(u.num_parameters for u, c in zip(workload.units, chosen.units, strict=True) if c.states == "nvme")
+    return on_drives / workload.num_parameters
+
+
+def recomputed(schedule: Schedule) -> float:
+    """Part of forward's FLOPs that is done again."""
+
+    def flops(work: Mapping[str, float]) -> float:
+        return sum(amount for kind, amount in work.items() if kind.endswith("flops"))
+
+    again = sum(flops(op.work) for op in schedule.ops if op.kind == "recompute")
+    return again / sum(flops(op.work) for op in schedule.ops if op.kind == "forward")
+
+
+def measured_s(drives: int) -> float | None:
+    """Fuyou's published step time for this number of drives, if there is one."""
+    for result in published("fuyou")["result"]:
+        if result.get("model") == "gpt-13b" and result["quantity"] == "step_s" and result["role"] != "variant":
+            for row in result["rows"]:
+                if row["drives"] == drives and row.get("batch") == BATCH:
+                    return float(row["value"])
+    return None
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    records = sorted(records, key=lambda r: r["drives"])
+    slower = [r for r in records if r["step_s"] > r["fuyou_s"] * (1 + 1e-9)]
+    versions = ", ".join(sorted({r["version"] for r in records}))
+    lines = [
+        f"gpt-13b, {BATCH} sequences of 1,024 tokens, RTX 4090, 768 GB. Slower than Fuyou with {len(slower)} of "
+        f"{len(records)} numbers of drives; version {versions}. Drive GB: read and written in a step. "
+        "States: part of the optimizer states that lives on drives (all of them in Fuyou). "
+        "Again: part of forward that is recomputed. Late: part of the units whose update runs beside the next forward.",
+        "",
+        "| drives | Fuyou published, s | Fuyou, s | planner, s | x | bound | bound by | drive GB, Fuyou | drive GB | "
+        "states | again | late |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        published_s = measured_s(r["drives"])
+        lines.append(
+            f"| {r['drives']} | {'' if published_s is None else f'{published_s:.1f}'} | {r['fuyou_s']:.1f} | "
+            f"{r['step_s']:.1f} | {r['fuyou_s'] / r['step_s']:.2f} | {r['bound_s']:.1f} | "
+            f"{next(iter(r['bound_by']), '')} | "
+            f"{r['fuyou_drive_gb']:.0f} | {r['drive_gb']:.0f} | {r['states_on_drives']:.0%} | {r['recompute']:.0%} | "
+            f"{r['late']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def run(path: Path) -> None:
+    known = {r["drives"] for r in read(path)}
+    for drives in DRIVES:
+        if drives not in known:
+            record = answer(drives)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            shown = f"{drives} drives: {record['step_s']:.2f} s, Fuyou {record['fuyou_s']:.2f} s"
+            print(shown, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--page", type=Path, help="write the table into this page instead of running")
+    args = parser.parse_args()
+    if args.page:
+        replace_part(args.page, PART, table(read(args.results)))
+    else:
+        run(args.results)
+
+
+if __name__ == "__main__":
+    main()

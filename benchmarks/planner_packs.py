@@ -1,0 +1,122 @@
+"""The planner against Harmony's own search on Harmony's own profiles, at the same memory and the same batch.
+
+    python -m benchmarks.planner_packs                            # prints the table, about two minutes
+    python -m benchmarks.planner_packs --page docs/planner.md     # writes it into the page
+
+Profiles and machine are those of `tierplan/validation/published/harmony.toml`. Harmony tries packs of about equal
+compute (`harmony-pp`, `harmony-dp`); the planner searches forms, numbers of packs and their borders. "Alone" is one
+step from an idle machine to the end of its last op, as Harmony's estimator counts; the others are steps in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_grid import replace_part
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan
+from tierplan.planner.policies import decide
+from tierplan.planner.solve import plan
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.workload import Workload
+from tierplan.validation.profiles import layered_workload
+from tierplan.validation.reproduce import published
+
+PART = "packs"
+HARMONY = ("harmony-dp", "harmony-pp")
+DEVICE_BYTES = 9_000_000_000
+"""Of each GPU; what Harmony's published search may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What Harmony's search and the planner find for one profile."""
+
+    model: str
+    contention: str
+    compute_s: float
+    policies_s: Mapping[str, float]
+    harmony_alone_s: float
+    plan: Plan
+    step_s: float
+    alone_s: float
+
+    @property
+    def best_policy(self) -> str:
+        return min(self.policies_s, key=lambda name: self.policies_s[name])
+
+
+def scenario(model: str, *, fixed_shares: bool) -> tuple[Workload, Machine]:
+    """A published profile, and Harmony's machine with the memory that its search may use."""
+    table = published("harmony")
+    profile: Mapping[str, Any] = next(p for p in table["profile"] if p["model"] == model)
+    workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
+    share = table["system"]["host_link_bytes_per_s"] / 4
+    changes = [f"link.h2d={share} B/s", f"link.d2h={share} B/s"] if fixed_shares else []
+    machine = load_machine("harmony-4x1080ti", changes)
+    tiers = (replace(t, capacity_bytes=DEVICE_BYTES) if t.kind == "device" else t for t in machine.tiers)
+    return workload, replace(machine, tiers=tuple(tiers))
+
+
+def answer(model: str, *, fixed_shares: bool, time_limit_s: float, seed: int) -> Answer:
+    workload, machine = scenario(model, fixed_shares=fixed_shares)
+    result = plan(
+        workload, machine, policies=HARMONY, batches="shared", time_limit_s=time_limit_s, seed=seed
+    )  # policies that would train four times the batch are left out
+    policies = {name: p.step_s for name, p in result.policies.items() if p.step_s is not None}
+    best = min(policies, key=lambda name: policies[name])
+    chosen = decide(best, workload, machine)
+    return Answer(
+        model=model,
+        contention="fixed shares" if fixed_shares else "max-min",
+        compute_s=result.lower_bound_s,
+        policies_s=policies,
+        harmony_alone_s=simulate_on(lower(chosen, workload, machine), machine).duration_s,
+        plan=result.plan,
+        step_s=result.step_s,
+        alone_s=simulate_on(result.schedule, machine).duration_s,
+    )
+
+
+def table(answers: list[Answer]) -> Iterator[str]:
+    yield "| profile | host link | Harmony's best | step, s | alone, s | planner: step, s | alone, s | shorter by |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for a in answers:
+        theirs = a.policies_s[a.best_policy]
+        yield (
+            f"| {a.model} | {a.contention} | {a.best_policy} | {theirs:.2f} | {a.harmony_alone_s:.2f} | "
+            f"{a.step_s:.2f} | {a.alone_s:.2f} | {1 - a.step_s / theirs:.1%} |"
+        )
+    for a in answers:
+        packs = a.plan.packs
+        if packs is not None:
+            sizes = ["-".join(str(end - first) for first, end in runs) for runs in (packs.forward, packs.backward)]
+            yield ""
+            yield f"{a.model}, {a.contention}: {packs.form}; forward packs of {sizes[0]} units, backward {sizes[1]}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="write the table into this page")
+    parser.add_argument("--time-limit", type=float, default=20.0, metavar="S", help="of each search (default 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    answers = [
+        answer(model, fixed_shares=fixed, time_limit_s=args.time_limit, seed=args.seed)
+        for model in ("bert96", "gpt2-10b")
+        for fixed in (True, False)
+    ]
+    text = "\n".join(table(answers))
+    if args.page:
+        replace_part(args.page, PART, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
