@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
 
@@ -82,6 +85,45 @@ def test_parameters_of_odd_lengths_keep_their_bits() -> None:
         update_flat(flat, grads, regions, OptimizerSettings(lr=1e-2), step=step, lr=1e-2, odd_lengths=lengths[2:])
     assert torch.equal(flat, torch.cat([p.detach() for p in alone]))
     assert torch.equal(regions["second"], torch.cat([optimizer.state[p]["exp_avg_sq"] for p in alone]))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype: torch.dtype) -> None:
+    """Also within a vector, and within the last, partial one of a parameter."""
+    lengths = (640, 333, 7, 19, 3)
+    n = sum(lengths)
+    settings = OptimizerSettings(name=name, lr=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    has_master = dtype != torch.float32
+    num_regions = has_master + (2 if name == "adamw" else 0)
+    start = torch.randn(n, generator=generator).to(dtype)
+    clip = torch.tensor(0.7)
+
+    def trained(borders: list[int]) -> list[torch.Tensor]:
+        params = start.clone()
+        pieces = [slice(a, b) for a, b in itertools.pairwise(borders)]
+        states = [torch.zeros(4 * num_regions * (p.stop - p.start), dtype=torch.uint8) for p in pieces]
+        regions = [state_regions(x, optimizer=name, has_master=has_master) for x in states]
+        for found, piece in zip(regions, pieces, strict=True):
+            if has_master:
+                found["master"].copy_(params[piece])
+        draws = torch.Generator().manual_seed(4)
+        for step in range(1, 30):
+            grads = torch.randn(n, generator=draws).to(dtype)
+            for found, piece in zip(regions, pieces, strict=True):
+                update_flat(
+                    params[piece], grads[piece], found, settings, step=step, lr=1e-2, clip=clip,
+                    odd_lengths=lengths[1:], begin=piece.start, num_parameters=n, chunk_elements=100,
+                )  # fmt: skip
+        return [params, *(torch.cat([found[key] for found in regions]) for key in regions[0])]
+
+    whole = trained([0, n])
+    rng = random.Random(6)
+    for _ in range(20):
+        cuts = sorted(rng.sample(range(1, n), rng.randint(1, 6)))
+        for one, other in zip(whole, trained([0, *cuts, n]), strict=True):
+            assert torch.equal(one, other), cuts
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -60,10 +60,14 @@ def update_flat(
     lr: float,
     clip: torch.Tensor | None = None,
     odd_lengths: Sequence[int] = (),
+    begin: int = 0,
+    num_parameters: int | None = None,
     label: str = "",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> None:
     """One optimizer step, in place on `params` and `regions`; all tensors flat, one element per parameter.
+
+    Tensors may be a part of the buffer's; the bits are those of the whole, wherever it is cut.
 
     Parameters
     ----------
@@ -77,6 +81,8 @@ def update_flat(
         Coefficient of global-norm clipping, a scalar tensor of the dtype that `clip_grad_norm_` has made it.
     odd_lengths
         Lengths of the parameters at the end of the buffer that are not whole vectors, in their order.
+    begin, num_parameters
+        Of a part: where it begins in the buffer, and how many elements the whole buffer has.
     label
         What is updated, for messages.
 
@@ -86,33 +92,66 @@ def update_flat(
     master = regions.get("master")
     target = params if master is None else master
     step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
-    for part in _pieces(grads.numel(), odd_lengths, chunk_elements):
-        grad = grads[part]
-        if clip is not None:
-            grad = grad * clip.to(grad.device)
-        grad = grad.to(target.dtype)
-        if settings.name == "adamw":
-            torch._fused_adamw_(
-                [target[part]],
-                [grad],
-                [regions["first"][part]],
-                [regions["second"][part]],
-                [],
-                [step_tensor],
-                lr=lr,
-                beta1=settings.betas[0],
-                beta2=settings.betas[1],
-                weight_decay=settings.weight_decay,
-                eps=settings.eps,
-                amsgrad=False,
-                maximize=False,
-            )
-        else:
-            if settings.weight_decay:
-                grad = grad.add(target[part], alpha=settings.weight_decay)
-            target[part].add_(grad, alpha=-lr)
-        if master is not None:
-            params[part].copy_(master[part])
+    tensors = [params if master is None else master, *(regions[name] for name in REGIONS[settings.name])]
+    for piece in _pieces(num_parameters or grads.numel(), odd_lengths, chunk_elements):
+        for here, in_vector in _overlaps(piece, slice(begin, begin + grads.numel())):
+            part = slice(here.start - begin, here.stop - begin)
+            grad = grads[part]
+            if clip is not None:
+                grad = grad * clip.to(grad.device)
+            grad = grad.to(target.dtype)
+            if in_vector is None:
+                _step([tensor[part] for tensor in tensors], grad, settings, step_tensor, lr)
+            else:
+                _step_in_vector([tensor[part] for tensor in tensors], grad, settings, step_tensor, lr, in_vector)
+            if master is not None:
+                params[part].copy_(master[part])
+
+
+def _step(
+    tensors: Sequence[torch.Tensor], grad: torch.Tensor, settings: OptimizerSettings, step: torch.Tensor, lr: float
+) -> None:
+    """The optimizer's kernel on what is updated and its moments."""
+    target, *moments = tensors
+    if settings.name == "adamw":
+        torch._fused_adamw_(
+            [target],
+            [grad],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [step],
+            lr=lr,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    else:
+        if settings.weight_decay:
+            grad = grad.add(target, alpha=settings.weight_decay)
+        target.add_(grad, alpha=-lr)
+
+
+def _step_in_vector(
+    tensors: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    settings: OptimizerSettings,
+    step: torch.Tensor,
+    lr: float,
+    in_vector: tuple[int, int],
+) -> None:
+    """`_step` on some elements of a vector, where they stand in it: (offset, length of the vector)."""
+    offset, length = in_vector
+    here = slice(offset, offset + grad.numel())
+    padded = [torch.zeros(length, dtype=grad.dtype, device=grad.device) for _ in (grad, *tensors)]
+    for whole, own in zip(padded, (grad, *tensors), strict=True):
+        whole[here].copy_(own)
+    _step(padded[1:], padded[0], settings, step, lr)
+    for whole, own in zip(padded[1:], tensors, strict=True):
+        own.copy_(whole[here])
 
 
 def _pieces(num_elements: int, odd_lengths: Sequence[int], chunk_elements: int) -> Iterator[slice]:
@@ -123,6 +162,27 @@ def _pieces(num_elements: int, odd_lengths: Sequence[int], chunk_elements: int) 
         for at in range(begin, end, step):
             yield slice(at, min(at + step, end))
         begin = end
+
+
+def _overlaps(piece: slice, part: slice) -> Iterator[tuple[slice, tuple[int, int] | None]]:
+    """What a part has of a piece: whole vectors, and ends that are cut out of one, with their place in it.
+
+    The kernel counts vectors from a tensor's start and rounds what is left at its end differently; so elements at a
+    cut within a vector have to stand where they stand in the whole.
+    """
+    begin, end = max(piece.start, part.start), min(piece.stop, part.stop)
+    while begin < end:
+        offset = (begin - piece.start) % VECTOR_ELEMENTS
+        whole = end if end == piece.stop else end - (end - piece.start) % VECTOR_ELEMENTS
+        if offset == 0 and whole > begin:
+            yield slice(begin, whole), None
+            begin = whole
+            continue
+        start = begin - offset
+        length = min(VECTOR_ELEMENTS, piece.stop - start)
+        stop = min(end, start + length)
+        yield slice(begin, stop), (offset, length)
+        begin = stop
 
 
 def _check_finite(grads: torch.Tensor, label: str, chunk_elements: int) -> None:

@@ -16,6 +16,7 @@ from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
 from tierplan.runtime.held import Held, InputThing, SavedThing, held_of
 from tierplan.runtime.lanes import Lane
+from tierplan.runtime.state_parts import parameters_of
 from tierplan.runtime.store import Extent, Store
 from tierplan.runtime.threads import threads_here
 from tierplan.runtime.units import ModelError, ModelUnit
@@ -347,11 +348,11 @@ class Bodies:
         for instance in call.reads[1:]:
             if instance.buffer.content == "clip":
                 clip = held_of(instance).clip
-        states = None
+        states, part = None, range(unit.num_parameters)
         for instance in call.writes:
             held = self.place(instance)
             if instance.buffer.content.startswith("states/"):
-                states = held
+                states, part = held, parameters_of(instance.buffer.content, unit.num_parameters)
             else:
                 params = held
                 if instance.over is None and not self.has_master:
@@ -359,7 +360,7 @@ class Bodies:
                         f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
                     )
         assert params is not None
-        flat = params.block.data.view(self.dtype)
+        flat = params.block.data.view(self.dtype)[part.start : part.stop]
         regions = (
             state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
             if states
@@ -370,17 +371,19 @@ class Bodies:
                 flat.copy_(regions["master"])
             return
         is_wide = call.reads[0].buffer.content.endswith("/wide")
-        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype).to(self.dtype)  # exact either way
+        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype)[part.start : part.stop]
         num_updates = call.step - (unit.name in self.behind)
         update_flat(
             flat,
-            gradient,
+            gradient.to(self.dtype),  # exact either way
             regions,
             self.optimizer,
             step=num_updates + 1,
             lr=self.learning_rate(num_updates),
             clip=clip,
             odd_lengths=unit.odd_lengths,
+            begin=part.start,
+            num_parameters=unit.num_parameters,
             label=unit.name,
         )
 

@@ -18,7 +18,9 @@ from tierplan.runtime.bodies import NVME, Bodies
 from tierplan.runtime.commits import Commit, CommitError, CommitLog, Stored, check_settings
 from tierplan.runtime.executor import Instance
 from tierplan.runtime.held import Held, held_of
-from tierplan.runtime.store import Extent
+from tierplan.runtime.state_parts import contents_of, cut, join, parameters_of
+from tierplan.runtime.store import Extent, Store
+from tierplan.sim.parts import unit_and_part
 
 __all__ = ["Durability"]
 
@@ -112,21 +114,41 @@ class Durability:
         for instance in carried.values():
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
             found = commit.contents.get(content)
+            if found is None and content.startswith("states/"):
+                fill(instance, self._cut_otherwise(content, bodies))
+                continue
             if found is None or found.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
             if found.is_absent:
                 instance.value = Held(bodies.allocate(instance), is_absent=True)
             elif found.in_store and instance.buffer.tier == NVME:
                 instance.value = Held(taken[content])
-            elif found.in_store:
-                assert store is not None
-                memory = map_host(size_bytes)[:size_bytes]
-                store.read(taken[content], memory)
-                fill(instance, memory)
             else:
-                fill(instance, self._log.read_resident(commit, content))
+                fill(instance, self._committed(content, store))
         bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
+
+    def _committed(self, content: str, store: Store | None) -> torch.Tensor:
+        """The bytes of one content of the last commit, in host memory."""
+        assert self.last is not None
+        where = self.last.contents[content]
+        if not where.in_store:
+            return self._log.read_resident(self.last, content)
+        assert store is not None
+        memory = map_host(where.size_bytes)[: where.size_bytes]
+        store.read(Extent(where.offset_bytes, where.size_bytes), memory)
+        return memory
+
+    def _cut_otherwise(self, content: str, bodies: Bodies) -> torch.Tensor:
+        """Optimizer states, or a part of them, from a commit in which the unit's states were cut otherwise."""
+        assert self.last is not None
+        name = unit_and_part(content)[0]
+        found = contents_of(name, self.last.contents)
+        if not found:
+            raise CommitError(f"the last commit has no states of unit {name!r}; plan again")
+        num_parameters = next(u.num_parameters for u in bodies.units if u.name == name)
+        whole = join([self._committed(part, bodies.store) for part in found], num_parameters)
+        return cut(whole, parameters_of(content, num_parameters), num_parameters)
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.store

@@ -15,6 +15,7 @@ from tierplan.runtime.arena import map_host
 from tierplan.runtime.bodies import Bodies
 from tierplan.runtime.executor import Executor, Instance
 from tierplan.runtime.held import Held, held_of
+from tierplan.runtime.state_parts import contents_of, join, parameters_of
 from tierplan.runtime.store import Extent
 from tierplan.runtime.units import ModelUnit
 
@@ -50,12 +51,12 @@ class Placement:
             del parts
             unit.unbind()
             self.fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
-            states = by_content.get(f"states/{unit.name}")
-            if states is not None:
+            for content in contents_of(unit.name, by_content):
+                states, part = by_content[content], parameters_of(content, unit.num_parameters)
                 start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
                 regions = self._regions(start)
                 if "master" in regions:
-                    regions["master"].copy_(flat)
+                    regions["master"].copy_(flat[part.start : part.stop])
                 self.fill(states, start)
             grads = by_content.get(f"grads/{unit.name}/mb0")
             if grads is not None:
@@ -101,13 +102,20 @@ class Placement:
         return self._as_it_is(content)
 
     def _as_it_is(self, content: str) -> torch.Tensor:
-        return self.bodies.read(next(x for x in self.executor.carried.values() if x.buffer.content == content))
+        carried = {x.buffer.content: x for x in self.executor.carried.values()}
+        if content in carried:
+            return self.bodies.read(carried[content])
+        name = content.partition("/")[2]
+        parts = [self.bodies.read(carried[part]) for part in contents_of(name, carried)]
+        return join(parts, self._unit(name).num_parameters)
 
     def _after_pending(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
         bodies = self.bodies
         carried = {x.buffer.content: x for x in self.executor.carried.values()}
-        found = {k: self._as_it_is(f"{k}/{name}") for k in ("params", "states") if f"{k}/{name}" in carried}
+        found = {"params": self._as_it_is(f"params/{name}")}
+        if contents_of(name, carried):
+            found["states"] = self._as_it_is(f"states/{name}")
         grads = carried[f"grads/{name}/mb0"]
         if not held_of(grads).is_absent:
             done, states = self.executor.num_steps_done, found.get("states")
