@@ -13,6 +13,7 @@ from tierplan.validation.campaign_table import campaign_markdown
 CAMPAIGN = """
 name = "small"
 steps = 5
+pieces = 1
 [[group]]
 name = "gpt2-64"
 depth_key = "n_layer"
@@ -69,11 +70,12 @@ def test_campaign_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("blocks = 4", "blocks = 2"), "the depth that the blocks are timed on"),
+        (("blocks = 4", "blocks = 3"), "the depth that the blocks are timed on"),
         (('policy = "planner"\ndevice = "0.5"', 'policy = "in-memory"'), "lists run .* twice"),
         (('policy = "planner"', 'policy = "fuyou"'), "device and host are one of tight, middle, roomy"),
         (("steps = 5", "stpes = 5"), "unexpected keyword argument 'stpes'"),
         (("name =", "name"), "is not TOML"),
+        (("pieces = 1", "pieces = 3"), "5 steps in 3 pieces leave no step to count"),
     ],
 )
 def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -131,6 +133,35 @@ def test_ranking_is_judged_per_model() -> None:
     few = [artifact(1, 1, model="opt"), artifact(2, 2, model="opt")]
     tau = summarise([*good, *swapped, *few]).tau
     assert sorted(tau.values()) == pytest.approx([1 / 3, 1.0])
+
+
+def test_plans_that_are_as_quick_as_each_other_are_told_from_those_that_are_not() -> None:
+    """Steps scatter by 10 % of 1 s over three steps: plans 2 and 3 differ by less than that, plan 1 by much more."""
+    runs = [artifact(p, m) for p, m in ((1.0, 1.0), (3.01, 3.0), (3.0, 3.02))]
+    found = summarise(runs)
+    (tau,), (apart,) = found.tau.values(), found.tau_apart.values()
+    assert tau == pytest.approx(1 / 3)
+    assert apart == 1.0
+    alike = [artifact(p, m) for p, m in ((1.0, 1.0), (1.01, 1.01), (1.02, 1.0))]
+    assert summarise(alike).tau_apart == {}
+
+
+def test_runs_that_nobody_made_count_as_asked() -> None:
+    asked = ("gpt2-64/4-blocks-in-memory-roomy-roomy", "gpt2-64/4-blocks-fuyou-roomy-roomy")
+    found = summarise([artifact(1.0, 1.0, campaign_runs=asked)])
+    assert (found.asked, found.answered) == (2, 1)
+    assert found.not_run == ("toy: gpt2-64/4-blocks-fuyou-roomy-roomy",)
+    assert found.within_10_frac == 0.5
+    page = campaign_markdown([artifact(1.0, 1.0, campaign_runs=asked)])
+    assert "1 of 2 runs answered" in page
+    assert "not run: 1 (toy: gpt2-64/4-blocks-fuyou-roomy-roomy)" in page
+
+
+def test_first_steps_after_a_pause_do_not_count() -> None:
+    one = artifact(1.0, 1.0, measured_steps_s=(9.0, 1.0, 5.0, 1.2, 1.1), left_out=(2,), predictions_s=(1.1, 0.9))
+    assert one.counted_steps_s == (1.0, 1.2, 1.1)
+    assert one.measured_step_s == 1.1
+    assert one.first_error_frac == pytest.approx(0.0)
 
 
 def test_page_has_a_row_for_every_run_and_says_what_failed() -> None:

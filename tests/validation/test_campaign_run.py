@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
-from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitPlan
-from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import unroll
+from tests.toys import toy_machine
+from tierplan.hwmodels.machine import Machine, Rate
 from tierplan.validation import campaign_run
-from tierplan.validation.block_times import TIMED, PartTimes, calibrated, with_times
 from tierplan.validation.campaign import Campaign, Group, Run, load_artifacts, load_campaign
-from tierplan.validation.steps import cut_predicted
 
 GROUP = Group(
     name="gpt2-32",
@@ -26,6 +20,7 @@ GROUP = Group(
     depth_key="n_layer",
     batch=2,
     seq=32,
+    profile_blocks=2,
     runs=(
         Run(blocks=3, policy="in-memory"),
         Run(blocks=3, policy="zero-infinity", device="tight"),
@@ -34,7 +29,7 @@ GROUP = Group(
         Run(blocks=3, policy="no-such-policy"),
     ),
 )
-CAMPAIGN = Campaign(name="tiny", steps=5, warmup_steps=2, groups=(GROUP,))
+CAMPAIGN = Campaign(name="tiny", steps=7, warmup_steps=2, pieces=2, groups=(GROUP,))
 
 
 def guessed_machine() -> Machine:
@@ -71,6 +66,10 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path) -> Non
         assert a.predicted_step_s > 0
         assert a.interval_s is not None
         assert a.interval_s[0] < a.predicted_step_s < a.interval_s[1]
+        assert a.left_out == (4,), "the first step of the second piece; of the first piece, two are warm-up"
+        assert len(a.paces) == len(a.predictions_s) == CAMPAIGN.pieces
+        assert a.predicted_step_s == pytest.approx(sum(a.predictions_s) / CAMPAIGN.pieces)
+        assert a.campaign_runs == CAMPAIGN.run_names
         for tier, peak in a.measured_peak_bytes.items():
             assert peak <= a.capacity_bytes[tier]
     assert answered[1].measured_bytes["nvme.read"] > 0
@@ -100,70 +99,3 @@ def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() 
     assert len({(g.batch, g.seq) for g in campaign.groups}) >= 4
     assert sum(r.policy == "planner" for _, r in runs) >= 5
     assert {r.device for _, r in runs} >= {"roomy", "middle", "tight"}
-
-
-def changed(machine: Machine, factors: dict[str, float], pressure: float = 1.0) -> Machine:
-    """The machine with other rates by stream; streams beside compute take `pressure` times as much of the cores."""
-    streams = []
-    for s in machine.streams:
-        factor = factors.get(s.name, 1.0)
-        rates = {
-            kind: Rate(tuple((x, y * (factor if kind in ("bytes", "parameters") else 1.0)) for x, y in rate.points))
-            for kind, rate in s.rates.items()
-        }
-        beside = pressure if s.name != "gpu0.compute" else 1.0
-        takes = {
-            limit: {k: w * (beside if limit == "cores" else 1.0) / (factor if k in ("bytes", "parameters") else 1.0)
-                    for k, w in weights.items()}
-            for limit, weights in s.takes.items()
-        }  # fmt: skip
-        streams.append(replace(s, rates=rates, takes=takes))
-    return replace(machine, streams=tuple(streams))
-
-
-def machine_with_cores() -> Machine:
-    """Computation, updates and copies share two cores, in fractions of full speed."""
-    machine = toy_machine()
-    weights = {"gpu0.compute": 0.9, "host.adam": 0.9, "gpu0.h2d": 0.3, "gpu0.d2h": 0.3}
-    streams = []
-    for s in machine.streams:
-        weight = weights.get(s.name, 0.0)
-        by_kind = {kind: weight / max(y for _, y in rate.points) for kind, rate in s.rates.items()} | {"s": weight}
-        streams.append(replace(s, takes={"cores": by_kind} if weight else {}))
-    return replace(machine, streams=tuple(streams), shared_limits=(SharedLimit(name="cores", limit=1.0),))
-
-
-@pytest.mark.parametrize("pressure", [0.7, 1.0, 1.3])
-def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressure: float) -> None:
-    machine = machine_with_cores()
-    workload = toy_workload(4)
-    plan = uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme", acts="host"))
-    schedule = lower(plan, workload, machine)
-    alone_s = {op.key: machine.cost(op.stream, op.work).alone_s for op in schedule.ops if op.kind in TIMED}
-    factors = {"gpu0.h2d": 0.5, "nvme.read": 0.8, "host.adam": 1.5}
-    measured = cut_predicted(simulate_on(unroll(schedule, 4), changed(machine, factors, pressure)))
-    found = calibrated(machine, schedule, measured, alone_s)
-    for name in ("gpu0.h2d", "nvme.read", "host.adam"):
-        kind = "parameters" if name == "host.adam" else "bytes"
-        ratio = found.stream(name).rates[kind].at(1e6) / machine.stream(name).rates[kind].at(1e6)
-        assert ratio == pytest.approx(factors[name], rel=0.15), name
-    again = cut_predicted(simulate_on(unroll(schedule, 4), found))
-    before = cut_predicted(simulate_on(unroll(schedule, 4), machine))
-    assert again.step_s == pytest.approx(measured.step_s, rel=0.03)
-    assert abs(before.step_s - measured.step_s) > 3 * abs(again.step_s - measured.step_s)
-
-
-def test_measured_times_replace_modelled_ones_and_keep_sizes() -> None:
-    workload, machine = toy_workload(2), toy_machine()
-    times = {
-        "embed": PartTimes(forward_s=0.1, backward_s=0.2, recompute_s=0.0, spread=0.0),
-        "block": PartTimes(forward_s=1.0, backward_s=2.0, recompute_s=0.8, spread=0.03),
-        "head": PartTimes(forward_s=0.5, backward_s=0.6, recompute_s=0.1, spread=0.01),
-    }
-    timed = with_times(workload, times, machine)
-    block = timed.blocks[0]
-    assert block.forward == {"s": 1.0}
-    assert sum(t.recompute["s"] for t in block.saved) == pytest.approx(0.8)
-    assert block.saved[3].recompute["s"] == pytest.approx(4 * block.saved[0].recompute["s"]), "in the modelled shares"
-    assert block.saved_bytes == workload.blocks[0].saved_bytes
-    assert block.spread == 0.03

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--machine-name", default="", metavar="NAME", help="what this machine is called in tables")
-    parser.add_argument("--measure-s", type=float, default=30.0, metavar="S",
-                        help="seconds to measure the machine, once per group (default 30)")  # fmt: skip
+    parser.add_argument("--measure-s", type=float, default=20.0, metavar="S",
+                        help="seconds to measure the machine, once per group (default 20)")  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="take up only runs whose group/name contains this")
     parser.add_argument("--list", action="store_true", help="print what the campaign asks, and run nothing")
     parser.add_argument("--table", metavar="DIR", help="make the page of the artifacts in DIR, and run nothing")

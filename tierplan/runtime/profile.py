@@ -198,7 +198,8 @@ def with_times(
     """The workload with the times of traces of its two profiling schedules; first steps are left out as warm-up.
 
     What one saved tensor takes to be made again is what its own operations took in `replays`. Where there are none
-    (a block with dropout is run again as a whole), it is the tensor's modelled share of the recomputation.
+    (a block with dropout is run again as a whole), it is the tensor's modelled share of the recomputation. The machine
+    may have become slower or quicker between the two runs, so recomputation is taken relative to forward in its own.
     """
     alike: dict[object, list[str]] = {}
     for unit in workload.units:
@@ -211,7 +212,8 @@ def with_times(
         spread = max(_relative_spread(forward), _relative_spread(backward))
         unit = replace(unit, spread=spread, forward={"s": median(forward)}, backward={"s": median(backward)})
         if unit.kind == "block" and unit.saved_bytes:
-            total_s = median(_seconds(again, "recompute", names, num_again))
+            drift = median(_seconds(again, "fwd", names, num_again)) / median(forward)
+            total_s = median(_seconds(again, "recompute", names, num_again)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
             before = next(u for u in workload.units if u.name == unit.name)
             unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))

@@ -7,14 +7,16 @@ file (an artifact); tables are made from artifacts alone, so runs of other machi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
+from math import hypot, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from scipy.stats import kendalltau
@@ -79,7 +81,7 @@ class Group:
     batch: int
     seq: int
     dtype: str = "fp32"
-    profile_blocks: int = 2
+    profile_blocks: int = 3
     """Depth of the model whose blocks are timed for all predictions of this group."""
     runs: tuple[Run, ...]
 
@@ -96,13 +98,26 @@ class Campaign:
     summary: str = ""
     steps: int = 12
     """Optimizer steps of each run."""
-    warmup_steps: int = 3
-    """Of these, not counted."""
+    warmup_steps: int = 2
+    """Of these, not counted; of each later piece, one."""
+    pieces: int = 3
+    """Each run is made in so many pieces; before each, the shallow model is trained for some steps."""
     groups: tuple[Group, ...]
 
     @property
+    def run_names(self) -> tuple[str, ...]:
+        """`group/run` of all runs, in order."""
+        return tuple(f"{g.name}/{r.name}" for g in self.groups for r in g.runs)
+
+    @property
     def num_runs(self) -> int:
-        return sum(len(g.runs) for g in self.groups)
+        return len(self.run_names)
+
+    @property
+    def steps_of_pieces(self) -> tuple[int, ...]:
+        """Steps of each piece; the first has what the division leaves over."""
+        each, rest = divmod(self.steps, self.pieces)
+        return (each + rest, *[each] * (self.pieces - 1))
 
 
 def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
@@ -140,7 +155,12 @@ def _campaign(record: dict[str, Any], where: str) -> Campaign:
                 raise CampaignError(f"{where}: run {run.name!r}: device and host are one of {', '.join(LEVELS)}")
         groups.append(group)
     campaign = Campaign(**record, groups=tuple(groups))
-    names = [f"{g.name}/{r.name}" for g in campaign.groups for r in g.runs]
+    if campaign.pieces < 1 or campaign.steps_of_pieces[-1] < 2 or campaign.steps_of_pieces[0] <= campaign.warmup_steps:
+        raise CampaignError(
+            f"{where}: {campaign.steps} steps in {campaign.pieces} pieces leave no step to count after "
+            f"{campaign.warmup_steps} of warm-up, and one in each later piece; give more steps or fewer pieces"
+        )
+    names = list(campaign.run_names)
     for name in names:
         if names.count(name) > 1:
             raise CampaignError(f"{where} lists run {name!r} twice")
@@ -171,6 +191,14 @@ class Artifact:
     measured_steps_s: tuple[float, ...] = ()
     """All, warm-up first."""
     warmup_steps: int = 0
+    left_out: tuple[int, ...] = ()
+    """Steps that do not count beside those of warm-up: the first of each later piece."""
+    predictions_s: tuple[float, ...] = ()
+    """By piece, from what was measured before it; `predicted_step_s` is their mean."""
+    paces: tuple[float, ...] = ()
+    """By piece: how slow the shallow model was right before it, relative to the rehearsals."""
+    campaign_runs: tuple[str, ...] = ()
+    """`group/run` of all runs that the campaign asks for."""
     predicted_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     measured_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -183,8 +211,25 @@ class Artifact:
 
     @property
     def measured_step_s(self) -> float:
-        """Median of the steps after warm-up."""
-        return median(self.measured_steps_s[self.warmup_steps :])
+        """Median of the steps that count."""
+        return median(self.counted_steps_s)
+
+    @property
+    def counted_steps_s(self) -> tuple[float, ...]:
+        """Without warm-up and what is left out."""
+        steps = enumerate(self.measured_steps_s)
+        return tuple(s for k, s in steps if k >= self.warmup_steps and k not in self.left_out)
+
+    @property
+    def noise_s(self) -> float:
+        """Standard error of `measured_step_s`, from the scatter of the steps."""
+        steps = self.counted_steps_s
+        return 1.2533 * stdev(steps) / sqrt(len(steps)) if len(steps) > 1 else 0.0
+
+    @property
+    def first_error_frac(self) -> float:
+        """Of the prediction for the first piece alone, made before anything of the run was executed."""
+        return (self.predictions_s or (self.predicted_step_s,))[0] / self.measured_step_s - 1.0
 
     @property
     def error_frac(self) -> float:
@@ -222,7 +267,8 @@ class Artifact:
                 raise CampaignError(f"{path} is not a {FORMAT} of version {VERSION}")
             if record["interval_s"] is not None:
                 record["interval_s"] = tuple(record["interval_s"])
-            record["measured_steps_s"] = tuple(record["measured_steps_s"])
+            for name in ("measured_steps_s", "left_out", "predictions_s", "paces", "campaign_runs"):
+                record[name] = tuple(record.get(name, ()))
             record["causes"] = tuple((name, seconds) for name, seconds in record["causes"])
             record["busy_s"] = {stream: tuple(pair) for stream, pair in record["busy_s"].items()}
             return cls(**record)
@@ -242,13 +288,19 @@ class Summary:
     """What became of all predictions. Errors are of the step time, unless they say otherwise."""
 
     asked: int
+    """Runs of the campaign, on each machine that has any."""
     answered: int
+    not_run: tuple[str, ...]
+    """Runs that the campaign asks for and that have left no artifact."""
     median_error_frac: float
     """Of absolute errors."""
     p90_error_frac: float
     """Nine in ten absolute errors are at most this."""
     mean_signed_error_frac: float
     within_10_frac: float
+    """Of the runs asked."""
+    median_first_error_frac: float
+    """As `median_error_frac`, for predictions made before anything of the run was executed."""
     bytes_exact: int
     """Runs in which every stream moved exactly the bytes predicted."""
     worst_peak_error_frac: float
@@ -256,38 +308,69 @@ class Summary:
     interval_coverage_frac: float | None
     tau: Mapping[str, float]
     """Kendall's tau of predicted and measured step times, by model with three plans or more."""
+    tau_apart: Mapping[str, float]
+    """The same over those pairs of plans whose measured times differ by more than twice their standard error."""
 
     def record(self) -> dict[str, object]:
         return asdict(self)
 
 
 def summarise(artifacts: Sequence[Artifact]) -> Summary:
-    """The summary of all artifacts; those without an answer count as asked. Raises `CampaignError` for none."""
+    """The summary of all artifacts. Raises `CampaignError` for none.
+
+    What has no answer counts as asked, and so does what the campaign asks and nobody ran.
+    """
     answered = [a for a in artifacts if a.answered]
     if not answered:
         raise CampaignError("there is no answered run to summarise; run the campaign first")
     errors = sorted(abs(a.error_frac) for a in answered)
     covered = [a.in_interval for a in answered if a.in_interval is not None]
+    not_run = _not_run(artifacts)
+    asked = len(artifacts) + len(not_run)
     return Summary(
-        asked=len(artifacts),
+        asked=asked,
         answered=len(answered),
+        not_run=not_run,
         median_error_frac=median(errors),
         p90_error_frac=errors[max(0, -(-9 * len(errors) // 10) - 1)],
         mean_signed_error_frac=sum(a.error_frac for a in answered) / len(answered),
-        within_10_frac=sum(e <= 0.10 for e in errors) / len(artifacts),
+        within_10_frac=sum(e <= 0.10 for e in errors) / asked,
+        median_first_error_frac=median(abs(a.first_error_frac) for a in answered),
         bytes_exact=sum(a.bytes_exact for a in answered),
         worst_peak_error_frac=max((a.worst_peak_error_frac for a in answered), key=abs),
         interval_coverage_frac=sum(covered) / len(covered) if covered else None,
-        tau=_tau(answered),
+        tau=_by_model(answered, _tau),
+        tau_apart=_by_model(answered, _tau_apart),
     )
 
 
-def _tau(artifacts: Iterable[Artifact]) -> dict[str, float]:
+def _not_run(artifacts: Sequence[Artifact]) -> tuple[str, ...]:
+    found = []
+    for machine, campaign in dict.fromkeys((a.machine, a.campaign) for a in artifacts):
+        here = [a for a in artifacts if (a.machine, a.campaign) == (machine, campaign)]
+        there = {f"{a.group}/{a.run}" for a in here}
+        wanted = dict.fromkeys(name for a in here for name in a.campaign_runs)
+        found += [f"{machine}: {name}" for name in wanted if name not in there]
+    return tuple(found)
+
+
+def _by_model(artifacts: Iterable[Artifact], measure: Callable[[Sequence[Artifact]], float | None]) -> dict[str, float]:
     by_model: dict[str, list[Artifact]] = {}
     for a in artifacts:
         by_model.setdefault(f"{a.machine}: {a.group}, {a.model}", []).append(a)
-    return {
-        model: float(kendalltau([a.predicted_step_s for a in runs], [a.measured_step_s for a in runs]).statistic)
-        for model, runs in by_model.items()
-        if len(runs) >= 3
-    }
+    taus = {model: measure(runs) for model, runs in by_model.items() if len(runs) >= 3}
+    return {model: tau for model, tau in taus.items() if tau is not None}
+
+
+def _tau(runs: Sequence[Artifact]) -> float:
+    return float(kendalltau([a.predicted_step_s for a in runs], [a.measured_step_s for a in runs]).statistic)
+
+
+def _tau_apart(runs: Sequence[Artifact]) -> float | None:
+    """None where no two plans are told apart."""
+    signs = []
+    for a, b in itertools.combinations(runs, 2):
+        difference = a.measured_step_s - b.measured_step_s
+        if abs(difference) > 2.0 * hypot(a.noise_s, b.noise_s):
+            signs.append(1.0 if difference * (a.predicted_step_s - b.predicted_step_s) > 0 else -1.0)
+    return sum(signs) / len(signs) if signs else None

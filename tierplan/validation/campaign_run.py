@@ -1,8 +1,10 @@
 """Runs a campaign: measures the machine, predicts each configuration, runs it, and keeps one artifact per run.
 
-For each group, in this order: the machine is measured and the parts of a shallow model are timed
-(`tierplan.validation.block_times`), then each run is predicted, executed and compared. A run whose artifact is there is
-not repeated, so an interrupted campaign continues; a group is measured anew when it is taken up again.
+For each group, in this order: the machine is measured and a shallow model is rehearsed
+(`tierplan.validation.rehearsals`), then each run is predicted, executed and compared. A run is executed in pieces;
+right before each, the shallow model is trained for some steps, which say how slow the machine is now, and the
+prediction for this piece is made. A run whose artifact is there is not repeated, so an interrupted campaign continues;
+a group is measured anew when it is taken up again.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tierplan import __version__
@@ -27,31 +32,25 @@ from tierplan.planner.solve import plan as solve
 from tierplan.runtime.environment import device_name, random_batches, seeded_model, versions
 from tierplan.runtime.measure import measure_description
 from tierplan.runtime.tracing import trace_config
-from tierplan.runtime.trainer import RunResult, train
+from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState
+from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.variation import vary
 from tierplan.sim.workload import Training, Workload
-from tierplan.validation.block_times import (
-    Shallow,
-    measure_shallow,
-    scaled,
-    step_now_s,
-    with_times,
-)
 from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
+from tierplan.validation.calibration import simulate_as_found
 from tierplan.validation.campaign import Artifact, Campaign, Group, Run
 from tierplan.validation.compare import compare
 from tierplan.validation.evaluate import PLANNER
+from tierplan.validation.rehearsals import Basis, Pieces, Stage, interval_frac, log_interval, made_folder, with_times_of
 from tierplan.validation.text import format_count, format_error, format_s
 
 __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
 DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
-NUM_DRAWS = 24
-LEAST_SPREAD = 0.03
+KEPT_STEPS = 5
+"""Of the shallow model before each piece of a run."""
 SHALLOW = Run(blocks=0, policy="in-memory")
 """One micro-batch, no clipping; its depth is the group's `profile_blocks`."""
 MEASURED = "measured.txt"
@@ -68,14 +67,16 @@ class Prediction:
     """With the run's budgets."""
     schedule: Schedule
     steady: SteadyState
-    interval_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """What a group's predictions rest on."""
+    """What a group's predictions rest on, and the shallow model to ask how slow the machine is now."""
 
-    shallow: Shallow
+    basis: Basis
+    stage: Stage
+    checks: tuple[float, ...]
+    """How far predictions of rehearsals were off, of this group and those before it."""
     seconds: float
 
 
@@ -90,7 +91,7 @@ def run_campaign(
     *,
     machine_name: str = "",
     device: str = "cpu",
-    measure_s: float = 30.0,
+    measure_s: float = 20.0,
     only: str = "",
     report: Report = lambda line: None,
 ) -> list[Artifact]:
@@ -108,25 +109,27 @@ def run_campaign(
         Take up only runs whose `group/name` contains this.
     """
     found: list[Artifact] = []
+    checks: list[float] = []
     name = machine_name or _machine_name(device)
     scratch = Path(nvme_dir) / "tierplan-campaign"
     try:
         for group in campaign.groups:
-            measured: _Measured | None = None
-            for run in group.runs:
-                path = artifact_path(out_dir, group, run)
-                if path.exists():
-                    found.append(Artifact.load(path))
-                    continue
-                if only not in f"{group.name}/{run.name}":
-                    continue
-                if measured is None:
-                    measured = _measure(group, out_dir, scratch, device, measure_s)
-                    report(f"{group.name}: measured in {measured.seconds:.0f} s")
-                artifact = _one(campaign, group, run, measured, scratch, device, name)
-                artifact.save(path)
-                found.append(artifact)
-                report(_line(artifact))
+            with ExitStack() as life:
+                measured: _Measured | None = None
+                for run in group.runs:
+                    path = artifact_path(out_dir, group, run)
+                    if path.exists():
+                        found.append(Artifact.load(path))
+                        continue
+                    if only not in f"{group.name}/{run.name}":
+                        continue
+                    if measured is None:
+                        measured = _measure(group, out_dir, scratch, device, measure_s, checks, life)
+                        report(f"{group.name}: measured in {measured.seconds:.0f} s, {_checks_line(measured.basis)}")
+                    artifact = _one(campaign, group, run, measured, scratch, device, name)
+                    artifact.save(path)
+                    found.append(artifact)
+                    report(_line(artifact))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return found
@@ -141,19 +144,35 @@ def _line(a: Artifact) -> str:
     )
 
 
-def _measure(group: Group, out_dir: str | os.PathLike[str], scratch: Path, device: str, measure_s: float) -> _Measured:
+def _checks_line(basis: Basis) -> str:
+    return ", ".join(f"{plan} {format_error(check - 1.0)}" for plan, check in basis.checks.items())
+
+
+def _measure(
+    group: Group,
+    out_dir: str | os.PathLike[str],
+    scratch: Path,
+    device: str,
+    measure_s: float,
+    checks: list[float],
+    life: ExitStack,
+) -> _Measured:
+    """The group's basis. Its checks are added to those of the groups before it."""
     began = time.monotonic()
     scratch.mkdir(parents=True, exist_ok=True)
     description = measure_description(scratch, budget_s=measure_s, device=device, dtypes=(group.dtype,))
     write_atomically(Path(out_dir) / group.name / "machine.toml", write_description(description))
-    machine = build(description)
-    training = _training(group, SHALLOW, device)
-    config = group.model_config(group.profile_blocks)
-    shallow = measure_shallow(config, training, machine, nvme_dir=scratch, device=device)
-    record = {"parts": {part: asdict(times) for part, times in shallow.parts.items()}, "factors": dict(shallow.factors)}
-    record["spreads"] = dict(shallow.spreads)
-    write_atomically(Path(out_dir) / group.name / MEASURED, json.dumps(record, indent=1) + "\n")
-    return _Measured(shallow=shallow, seconds=time.monotonic() - began)
+    stage = Stage(
+        config=group.model_config(group.profile_blocks),
+        training=_training(group, SHALLOW, device),
+        machine=build(description),
+        nvme_dir=scratch,
+        device=device,
+    )
+    basis = life.enter_context(stage).rehearse()
+    write_atomically(Path(out_dir) / group.name / MEASURED, json.dumps(basis.record(), indent=1) + "\n")
+    checks += basis.checks.values()
+    return _Measured(basis=basis, stage=stage, checks=tuple(checks), seconds=time.monotonic() - began)
 
 
 def _one(
@@ -171,25 +190,34 @@ def _one(
         when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         versions=_versions(),
         answered=False,
+        campaign_runs=campaign.run_names,
     )
     try:
-        machine = measured.shallow.machine
-        config_now, training_now = group.model_config(group.profile_blocks), _training(group, SHALLOW, device)
-        drift = step_now_s(config_now, training_now, machine, device=device) / measured.shallow.step_s
-        artifact = replace(artifact, asked={**artifact.asked, "drift": drift})
-        parts = scaled(measured.shallow.parts, drift)
-        predicted = predict(run, with_times(workload, parts, machine), machine)
-        predicted = replace(predicted, interval_s=_interval_s(predicted, measured.shallow))
-        result = train(
-            predicted.schedule,
-            seeded_model(config, training),
-            random_batches(config, training, campaign.steps * run.accumulation),
-            steps=campaign.steps,
-            nvme_dir=scratch,
-            device=device,
-        )
+        basis = measured.basis
+        predicted = predict(run, with_times_of(basis.workload, workload), basis.machine)
+        batches = random_batches(config, training, campaign.steps * run.accumulation)
+        paces, predictions_s = [], []
+        model, folder = seeded_model(config, training), made_folder(scratch / "run")
+        with Trainer(predicted.schedule, model, nvme_dir=folder, device=device) as trainer:
+            pieces = Pieces(trainer, batches)
+            for k, steps in enumerate(campaign.steps_of_pieces):
+                paces.append(measured.stage.kept_now_s(KEPT_STEPS) / basis.kept_s)
+                predictions_s.append(basis.step_s(predicted.schedule, predicted.machine, paces[-1]))
+                pieces.play(steps, 1 if k else campaign.warmup_steps)
+            result = pieces.result
     except (ValueError, RuntimeError) as error:
         return replace(artifact, why_not=str(error))
+    simulate = partial(simulate_as_found, found=basis.hand_over, pace=fmean(paces))
+    predicted = replace(predicted, steady=steady_state(predicted.schedule, predicted.machine, simulate=simulate))
+    step_s = fmean(predictions_s)
+    artifact = replace(
+        artifact,
+        predicted_step_s=step_s,
+        interval_s=log_interval(step_s, interval_frac(measured.checks)),
+        predictions_s=tuple(predictions_s),
+        paces=tuple(paces),
+        left_out=tuple(sorted(k for k in pieces.left_out if k >= campaign.warmup_steps)),
+    )
     return _compared(artifact, campaign, predicted, result)
 
 
@@ -210,18 +238,6 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
     return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
 
 
-def _interval_s(predicted: Prediction, shallow: Shallow) -> tuple[float, float]:
-    """The 90 % interval of the step time, when each stream is as much quicker or slower as it was between steps.
-
-    A stream is taken to vary by at least `LEAST_SPREAD`: what was measured once is not known better than that.
-    """
-    streams = predicted.schedule.streams
-    rates = {stream: max(shallow.spreads.get(stream, 0.0), LEAST_SPREAD) for stream in streams}
-    drawn = vary(predicted.schedule, predicted.machine, rates=rates, num_samples=NUM_DRAWS)
-    scale = predicted.steady.period_s / drawn.nominal_s
-    return drawn.low_s * scale, drawn.high_s * scale
-
-
 def _part_of_plain_training(run: Run, workload: Workload, machine: Machine) -> Machine:
     """The machine with the planner's budgets: parts of the device memory that plain training takes."""
     ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
@@ -239,18 +255,17 @@ def _compared(artifact: Artifact, campaign: Campaign, predicted: Prediction, res
         predicted.schedule,
         predicted.steady.trace,
         result.trace,
-        predicted_step_s=predicted.steady.period_s,
-        interval_s=predicted.interval_s,
+        predicted_step_s=artifact.predicted_step_s,
+        interval_s=artifact.interval_s,
         moved_bytes=per_step,
         warmup_steps=campaign.warmup_steps,
+        left_out=artifact.left_out,
     )
     largest = sorted(comparison.attribution, key=lambda c: -abs(c.seconds))[:MAX_CAUSES]
     return replace(
         artifact,
         answered=True,
         capacity_bytes={t.name: t.capacity_bytes for t in predicted.schedule.tiers},
-        predicted_step_s=predicted.steady.period_s,
-        interval_s=predicted.interval_s,
         measured_steps_s=comparison.measured_steps_s,
         warmup_steps=comparison.warmup_steps,
         predicted_peak_bytes=dict(predicted.steady.trace.peak_bytes),

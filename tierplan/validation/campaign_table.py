@@ -24,13 +24,18 @@ def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
         f"step time: median error {found.median_error_frac * 100:.1f} %, nine in ten within "
         f"{found.p90_error_frac * 100:.1f} %, mean signed error {format_error(found.mean_signed_error_frac)}",
         f"within 10 %: {format_frac(found.within_10_frac)} of the runs asked",
+        f"predicted before anything of the run was executed: median error {found.median_first_error_frac * 100:.1f} %",
         f"bytes per stream: exact in {found.bytes_exact} of {found.answered}",
         f"peak bytes per tier: the worst is {format_error(found.worst_peak_error_frac)}",
     ]
     if found.interval_coverage_frac is not None:
         lines.append(f"90 % intervals hold {format_frac(found.interval_coverage_frac)} of the measured steps")
     for model, tau in found.tau.items():
-        lines.append(f"ranking of plans, Kendall's tau {tau:+.2f}: {model}")
+        apart = found.tau_apart.get(model)
+        among = "no two measured apart" if apart is None else f"{apart:+.2f} among pairs measured apart"
+        lines.append(f"ranking of plans, Kendall's tau {tau:+.2f} ({among}): {model}")
+    if found.not_run:
+        lines.append(f"not run: {len(found.not_run)} ({'; '.join(found.not_run)})")
     return lines
 
 
@@ -42,15 +47,22 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
         "This page is generated: `tierplan validate --table ARTIFACTS -o docs/campaign.md`. Do not edit it.",
         "",
         "Every row was predicted first and then executed by the runtime on the same machine. Before each group of",
-        "rows the machine was measured, and a model of two blocks, which no row has, was trained under three plans.",
-        "Its times stand for embedding, block and head, and one factor per stream corrects the rate measured alone to",
-        "the one inside a training step. Right before each row that small model ran some steps again, and its times",
-        "were scaled by how much quicker or slower it had become. Nothing was fitted to the rows. Rows without an",
-        "answer are listed with the reason and count against the figures. An error is `predicted / measured - 1`:",
-        "below zero, the run was slower than predicted.",
+        "rows the machine was measured, and a model of three blocks, which no row has, was trained under five",
+        "plans in turns: its parts' times, the rates of streams inside a step, what they lose to each other, and",
+        "the hand-over from op to op come from there. Each row ran in pieces. Right before a piece the small model",
+        "ran some steps with everything in memory, which say how slow the machine is at that moment, and the piece",
+        "was predicted from that; a row's prediction is the mean over its pieces. Intervals are as wide as",
+        "predictions of the small model's plans were off, each made from the other plans alone. Nothing was fitted",
+        "to the rows. Rows without an answer and rows that were not run count against the figures. An error is",
+        "`predicted / measured - 1`: below zero, the run was slower than predicted.",
         "",
     ]
     parts += [f"- {line}" for line in summary_lines(artifacts)]
+    parts += [
+        "",
+        "Two plans of a model are measured apart when their step times differ by more than twice the standard error of",
+        "the difference, from the scatter of the steps.",
+    ]
     for machine in dict.fromkeys(a.machine for a in artifacts):
         runs = [a for a in artifacts if a.machine == machine]
         dates = sorted({a.when[:10] for a in runs})

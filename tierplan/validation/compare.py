@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -153,6 +153,7 @@ def compare(
     interval_s: tuple[float, float] | None = None,
     moved_bytes: Mapping[str, float] | None = None,
     warmup_steps: int = 2,
+    left_out: Collection[int] = (),
 ) -> Comparison:
     """The comparison of two traces of `schedule`, each of one step or several (keys `s<step>/<key>`).
 
@@ -168,13 +169,15 @@ def compare(
         Bytes per step that the run counted, by stream; without it, `measured.meta["bytes_per_step"]` if it is there.
     warmup_steps
         Steps at the beginning of both traces that no figure takes in, as far as at least one remains.
+    left_out
+        More measured steps that no figure takes in: the first ones after each pause, where a run was made in pieces.
 
     Raises
     ------
     ValueError
         When a trace lacks ops of the schedule or has others: it is of another schedule.
     """
-    steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps)
+    steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, left_out)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)
     if moved_bytes is None:
@@ -187,7 +190,7 @@ def compare(
         name=schedule.name,
         step_s=step_s,
         measured_steps_s=tuple(durations[k] for k in sorted(durations)),
-        warmup_steps=len(durations) - len(steps_m.steady),
+        warmup_steps=min(steps_m.steady) - min(durations),
         interval_s=interval_s,
         streams=_compare_streams(schedule, steps_p, steps_m, kinds),
         kinds=kinds,

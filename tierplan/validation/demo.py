@@ -34,6 +34,7 @@ from tierplan.sim.steady import steady_state
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workload import Training, Workload
 from tierplan.validation.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration import without_latency
 from tierplan.validation.compare import Comparison, Pair, compare
 from tierplan.validation.report import write_report
 from tierplan.validation.text import format_bytes, format_count, format_error, format_frac, format_s
@@ -198,7 +199,7 @@ def run_demo(
         )
     with _stage("plan", seconds):
         progress("planning", 0.0)
-        in_memory_bytes, machine = demo_budgets(workload, base)
+        in_memory_bytes, machine = demo_budgets(workload, without_latency(base))
         # no tiles: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)

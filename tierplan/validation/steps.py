@@ -8,7 +8,7 @@ is the whole time, also where work of two steps overlaps.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -61,8 +61,10 @@ class Steps:
         return {key: float(median(seen)) for key, seen in values.items()}
 
 
-def cut_steps(trace: Trace, warmup_steps: int = 2) -> Steps:
+def cut_steps(trace: Trace, warmup_steps: int = 2, left_out: Collection[int] = ()) -> Steps:
     """The steps of `trace`; the first `warmup_steps` are not steady, as far as at least one step remains.
+
+    Nor are those of `left_out`, such as the first step after each pause of a run in pieces.
 
     Raises `ValueError` for a trace without spans.
     """
@@ -81,7 +83,10 @@ def cut_steps(trace: Trace, warmup_steps: int = 2) -> Steps:
         begin_ns[step] = before
         before = end_ns[step] = max(before, *(s.end_ns for s in spans[step].values()), 0)
     skipped = min(warmup_steps, len(order) - 1)
-    return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(order[skipped:]))
+    steady = tuple(k for k in order[skipped:] if k not in left_out)
+    if not steady:
+        raise ValueError(f"trace {trace.name!r} has {len(order)} steps, which are all left out; leave one or more")
+    return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=steady)
 
 
 def cut_predicted(trace: Trace, warmup_steps: int = 2) -> Steps:

@@ -1,0 +1,182 @@
+"""What rehearsals tell, from traces of a simulated machine whose rates, contention and hand-over are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import exp, log
+
+import pytest
+
+from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.workload import Workload
+from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
+from tierplan.validation.calibration import calibrated, hand_over, simulate_as_found
+from tierplan.validation.rehearsals import (
+    Rehearsed,
+    basis_of,
+    interval_frac,
+    log_interval,
+    rehearsal_plans,
+    with_times_of,
+)
+from tierplan.validation.steps import Steps, cut_predicted
+
+
+def changed(machine: Machine, factors: dict[str, float], pressure: float = 1.0) -> Machine:
+    """The machine with other rates by stream; streams beside compute take `pressure` times as much of the cores."""
+    streams = []
+    for s in machine.streams:
+        factor = factors.get(s.name, 1.0)
+        rates = {
+            kind: Rate(tuple((x, y * (factor if kind in ("bytes", "parameters") else 1.0)) for x, y in rate.points))
+            for kind, rate in s.rates.items()
+        }
+        beside = pressure if s.name != "gpu0.compute" else 1.0
+        takes = {
+            limit: {k: w * (beside if limit == "cores" else 1.0) / (factor if k in ("bytes", "parameters") else 1.0)
+                    for k, w in weights.items()}
+            for limit, weights in s.takes.items()
+        }  # fmt: skip
+        streams.append(replace(s, rates=rates, takes=takes))
+    return replace(machine, streams=tuple(streams))
+
+
+def machine_with_cores() -> Machine:
+    """Computation, updates and copies share two cores, in fractions of full speed."""
+    machine = toy_machine()
+    weights = {"gpu0.compute": 0.9, "host.adam": 0.9, "gpu0.h2d": 0.3, "gpu0.d2h": 0.3}
+    streams = []
+    for s in machine.streams:
+        weight = weights.get(s.name, 0.0)
+        by_kind = {kind: weight / max(y for _, y in rate.points) for kind, rate in s.rates.items()} | {"s": weight}
+        streams.append(replace(s, takes={"cores": by_kind} if weight else {}))
+    return replace(machine, streams=tuple(streams), shared_limits=(SharedLimit(name="cores", limit=1.0),))
+
+
+def timed(workload: Workload, machine: Machine) -> Workload:
+    """The workload with the seconds that its computations take on the machine."""
+
+    def seconds(work: Mapping[str, float]) -> dict[str, float]:
+        return {"s": machine.cost("gpu0.compute", work).alone_s}
+
+    units = tuple(
+        replace(
+            u,
+            forward=seconds(u.forward),
+            backward=seconds(u.backward),
+            saved=tuple(replace(t, recompute=seconds(t.recompute)) for t in u.saved),
+        )
+        for u in workload.units
+    )
+    return replace(workload, units=units)
+
+
+def seconds_of(schedule: Schedule, steps: Steps) -> dict[str, float]:
+    found = steps.median_ns()
+    return {op.key: found[op.key] / 1e9 for op in schedule.ops}
+
+
+@pytest.mark.parametrize("pressure", [0.8, 1.0, 1.3])
+def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressure: float) -> None:
+    machine = machine_with_cores()
+    workload = timed(toy_workload(4), machine)
+    plan = uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme", acts="host"))
+    schedule = lower(plan, workload, machine)
+    factors = {"gpu0.h2d": 0.5, "nvme.read": 0.8, "host.adam": 1.5}
+    measured = cut_predicted(simulate_on(unroll(schedule, 4), changed(machine, factors, pressure)))
+    found = calibrated(machine, [(schedule, seconds_of(schedule, measured))])
+    for name in ("gpu0.h2d", "nvme.read", "host.adam"):
+        kind = "parameters" if name == "host.adam" else "bytes"
+        ratio = found.stream(name).rates[kind].at(1e6) / machine.stream(name).rates[kind].at(1e6)
+        assert ratio == pytest.approx(factors[name], rel=0.15), name
+    again = cut_predicted(simulate_on(unroll(schedule, 4), found))
+    before = cut_predicted(simulate_on(unroll(schedule, 4), machine))
+    assert again.step_s == pytest.approx(measured.step_s, rel=0.03)
+    assert abs(before.step_s - measured.step_s) > 3 * abs(again.step_s - measured.step_s)
+
+
+def test_hand_over_is_read_off_a_trace_and_put_into_another() -> None:
+    """Ops on one stream come one after the other; those that wait for another stream's op have the longer one."""
+    machine = toy_machine()
+    workload = toy_workload(4)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine)
+    put_in = {"gpu0.compute": (2e-3, 5e-3)}
+    plain = cut_predicted(simulate_on(unroll(schedule, 4), machine))
+    slow = simulate_as_found(unroll(schedule, 4), machine, found=put_in)
+    num_ops = sum(op.stream == "gpu0.compute" for op in schedule.ops)
+    assert cut_predicted(slow).step_s >= plain.step_s + num_ops * 2e-3 * 0.99
+    spans = [s._replace(start_ns=s.start_ns + 2_000_000) if s.stream == "gpu0.compute" else s for s in slow.spans]
+    read_off = hand_over(cut_predicted(replace(slow, spans=tuple(spans))))
+    assert read_off["gpu0.compute"][0] == pytest.approx(2e-3, rel=0.01)
+    assert read_off["gpu0.h2d"][0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_slower_machine_stretches_all_but_drives() -> None:
+    machine, workload = toy_machine(), toy_workload(4)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
+    once = cut_predicted(simulate_as_found(unroll(schedule, 4), machine, found={}))
+    twice = cut_predicted(simulate_as_found(unroll(schedule, 4), machine, found={}, pace=2.0))
+    assert twice.step_s == pytest.approx(2 * once.step_s)
+
+
+def rehearse(true: Machine, believed: Machine, pace: float) -> dict[str, Rehearsed]:
+    """All plans on the true machine, while it is `pace` times as slow as when its parts were timed."""
+    ample = with_capacity(believed, {t.name: AMPLE_BYTES for t in believed.tiers})
+    workload = timed(toy_workload(3, tied=False), believed)
+    found = {}
+    kept_s = 0.0
+    for name, plan in rehearsal_plans(workload, ample).items():
+        schedule = lower(plan, workload, ample)
+        steps = cut_predicted(simulate_as_found(unroll(schedule, 4), true, found={}, pace=pace))
+        kept_s = kept_s or steps.step_s
+        turn = (steps.step_s, kept_s, kept_s)
+        found[name] = Rehearsed(
+            schedule=schedule,
+            turns=(turn, turn),
+            seconds=seconds_of(schedule, steps),
+            hand_over=hand_over(steps),
+        )
+    return found
+
+
+def test_a_plan_is_predicted_from_the_others() -> None:
+    """The machine's rates are not what was believed, and it is a third slower than when its parts were timed."""
+    believed = with_capacity(machine_with_cores(), {t: AMPLE_BYTES for t in ("gpu0", "host", "nvme")})
+    true = changed(believed, {"gpu0.h2d": 0.6, "nvme.read": 0.7, "host.adam": 0.8})
+    workload = timed(toy_workload(3, tied=False), believed)
+    basis = basis_of(workload, believed, rehearse(true, believed, 1.33))
+    assert set(basis.checks) == {"recomputed", "replayed", "offloaded", "streamed"}
+    assert all(check == pytest.approx(1.0, abs=0.06) for check in basis.checks.values()), basis.checks
+    deeper = timed(toy_workload(8, tied=False), believed)
+    plan = uniform_plan(deeper, UnitPlan(params="host", grads="host", states="nvme", acts="recompute"))
+    schedule = lower(plan, with_times_of(basis.workload, deeper), basis.machine)
+    wanted = cut_predicted(simulate_as_found(unroll(lower(plan, deeper, believed), 5), true, found={}, pace=1.1)).step_s
+    assert basis.step_s(schedule, basis.machine, 1.1 / 1.33) == pytest.approx(wanted, rel=0.05)
+
+
+def test_intervals_are_as_wide_as_rehearsals_were_off() -> None:
+    wide = interval_frac([1.1, 0.9, 1.1, 0.9])
+    assert wide == pytest.approx(2.13 * 0.1, rel=0.06), "Student's factor for four"
+    assert interval_frac([1.1, 0.9] * 20) < wide
+    assert interval_frac([1.0] * 40) > 0.04, "no handful of rehearsals shows that nothing varies"
+    low, high = log_interval(2.0, 0.1)
+    assert (low, high) == pytest.approx((2.0 * exp(-0.1), 2.0 * exp(0.1)))
+    assert log(high / low) == pytest.approx(0.2)
+
+
+def test_times_of_another_depth_are_taken_by_kind_of_unit() -> None:
+    machine = toy_machine()
+    measured, deeper = timed(toy_workload(2), machine), toy_workload(5)
+    found = with_times_of(measured, deeper)
+    assert all(u.forward == measured.units[1].forward for u in found.blocks)
+    assert found.blocks[4].saved[3].recompute == measured.units[1].saved[3].recompute
+    assert found.units[-1].backward == measured.units[-1].backward
+    assert found.units[-1].saved_bytes == deeper.units[-1].saved_bytes
+    with pytest.raises(ValueError, match="give the same architecture"):
+        with_times_of(timed(toy_workload(2, slots=3), machine), deeper)

@@ -1,0 +1,152 @@
+"""The machine as it is inside a training step: rates, contention, hand-over, from measured steps of known schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.sim.engine import simulate
+from tierplan.sim.pricing import price, simulate_on
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.trace import Span, Trace
+from tierplan.validation.steps import Steps, cut_predicted
+
+__all__ = ["COMPUTE", "TIMED", "HandOver", "calibrated", "hand_over", "pace_of", "simulate_as_found", "without_latency"]
+
+COMPUTE = "gpu0.compute"
+TIMED = ("forward", "backward", "recompute")
+ROUNDS = 6
+"""Of calibration: contention changes when rates do."""
+FACTOR_LIMIT = 10.0
+MOST_PRESSURE = 1.4
+LEAST_LOSS = 0.002
+"""Of computation, for its loss to say something about contention."""
+
+HandOver = Mapping[str, tuple[float, float]]
+"""By stream, seconds before an op begins: after the op before it, and after the last of its inputs, if it waited for
+that."""
+
+
+def hand_over(steps: Steps) -> dict[str, tuple[float, float]]:
+    """Medians over the ops of the steady steps: an op that waited for memory, or for its turn to get some, is rare."""
+    by_stream: dict[str, list[tuple[int, Span]]] = {}
+    for k, spans in steps.spans.items():
+        for span in spans.values():
+            by_stream.setdefault(span.stream, []).append((k, span))
+    found = {}
+    for stream, spans_of in by_stream.items():
+        spans_of.sort(key=lambda entry: entry[1].start_ns)
+        gaps_ns: dict[bool, list[int]] = {False: [], True: []}
+        for (_, before), (k, span) in pairwise(spans_of):
+            if k in steps.steady:
+                waited = span.ready_ns > before.end_ns
+                gaps_ns[waited].append(max(0, span.start_ns - max(before.end_ns, span.ready_ns)))
+        after_op, after_input = (median(gaps) / 1e9 if gaps else 0.0 for gaps in gaps_ns.values())
+        found[stream] = (after_op, after_input)
+    return found
+
+
+def pace_of(stream: str, pace: float) -> float:
+    """The pace of the cores is that of all streams but drives."""
+    return 1.0 if stream.startswith("nvme") else pace
+
+
+def simulate_as_found(schedule: Schedule, machine: Machine, *, found: HandOver, pace: float = 1.0) -> Trace:
+    """The trace with hand-over before each op, and all streams but drives `pace` times as slow.
+
+    Simulated twice: the first time says which ops wait for an input.
+    """
+    costs = price(schedule, machine)
+    known: dict[tuple[int, str, bool], Cost] = {}
+
+    def dear(waiting: set[str]) -> dict[str, Cost]:
+        priced = {}
+        for op in schedule.ops:
+            cost, waits = costs[op.key], op.key in waiting
+            if (id(cost), op.stream, waits) not in known:
+                extra_s = found.get(op.stream, (0.0, 0.0))[waits]
+                work_s = cost.work_s * pace_of(op.stream, pace)
+                known[id(cost), op.stream, waits] = Cost(cost.latency_s + extra_s, work_s, cost.demand, cost.share)
+            priced[op.key] = known[id(cost), op.stream, waits]
+        return priced
+
+    first = simulate(schedule, dear(set()), limits=machine.limits)
+    waiting = {span.key for span in first.spans if span.ready_ns > span.free_ns}
+    return simulate(schedule, dear(waiting), limits=machine.limits)
+
+
+def without_latency(machine: Machine) -> Machine:
+    """The machine whose computations cost no latency: where times are measured, it is in them."""
+    streams = tuple(replace(s, latency_s=0.0) if s.name == COMPUTE else s for s in machine.streams)
+    return replace(machine, streams=streams)
+
+
+def calibrated(machine: Machine, rehearsed: Sequence[tuple[Schedule, Mapping[str, float]]]) -> Machine:
+    """The machine on which the simulated ops take as long as the measured ones did, in sum over all schedules.
+
+    `rehearsed`: schedules, whose forward, backward and recompute ops have the seconds that they take with nothing
+    beside them (work `s`), each with the measured seconds by key. One factor per stream and kind of work. What a stream
+    takes of a shared limit stays the same fraction of it, but for one factor on what all other streams take of the
+    limits of computation: it makes the time that computation loses to them what was measured.
+    """
+    steps = [(schedule, unroll(schedule, 3), measured) for schedule, measured in rehearsed]
+    latency_s = machine.stream(COMPUTE).latency_s
+    timed = [
+        (s, op)
+        for s, (schedule, _, _) in enumerate(steps)
+        for op in schedule.ops
+        if op.kind in TIMED and len(schedule.streams) > 1
+    ]
+    alone_s = sum(op.work.get("s", 0.0) + latency_s for _, op in timed)
+    lost_m = sum(steps[s][2][op.key] for s, op in timed) - alone_s
+    pressure = 1.0
+    for _ in range(ROUNDS):
+        sums: dict[tuple[str, str], list[float]] = {}
+        lost_p = -alone_s
+        for schedule, unrolled, measured in steps:
+            predicted = cut_predicted(simulate_on(unrolled, machine)).median_ns()
+            for op in schedule.ops:
+                if op.kind in TIMED and len(schedule.streams) > 1:
+                    lost_p += predicted[op.key] / 1e9
+                kinds = [kind for kind, amount in op.work.items() if amount and kind != "s"]
+                if len(kinds) == 1:
+                    both = sums.setdefault((op.stream, kinds[0]), [0.0, 0.0])
+                    both[0] += predicted[op.key] / 1e9
+                    both[1] += measured[op.key]
+        factors = {key: p / m for key, (p, m) in sums.items() if p > 0 and m > 0}
+        machine = replace(machine, streams=tuple(_scaled(stream, factors) for stream in machine.streams))
+        if lost_p > LEAST_LOSS * alone_s:
+            wanted = pressure * (max(lost_m, 0.0) / lost_p) ** 0.5
+            wanted = min(MOST_PRESSURE, max(1 / MOST_PRESSURE, wanted))
+            machine = replace(machine, streams=tuple(_pressing(s, machine, wanted / pressure) for s in machine.streams))
+            pressure = wanted
+    return machine
+
+
+def _pressing(stream: Stream, machine: Machine, factor: float) -> Stream:
+    """The stream with what it takes of the limits of computation multiplied; computation itself stays as it is."""
+    if stream.name == COMPUTE:
+        return stream
+    shared = machine.stream(COMPUTE).takes
+    takes = {
+        limit: {k: w * factor for k, w in weights.items()} if limit in shared else weights
+        for limit, weights in stream.takes.items()
+    }
+    return replace(stream, takes=takes)
+
+
+def _scaled(stream: Stream, factors: Mapping[tuple[str, str], float]) -> Stream:
+    """The stream with the rates of some kinds of work multiplied."""
+    rates = {}
+    takes = {limit: dict(weights) for limit, weights in stream.takes.items()}
+    for kind, rate in stream.rates.items():
+        factor = min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, factors.get((stream.name, kind), 1.0)))
+        rates[kind] = Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
+        for weights in takes.values():
+            if kind in weights:
+                weights[kind] /= factor
+    return replace(stream, rates=rates, takes=takes)
