@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(--batch and --accumulation do not apply then)",
     )
     parser.add_argument(
+        "--drive-lifetime-years",
+        type=float,
+        metavar="Y",
+        help="the drives are to last this long, training without pause, by their rated endurance (nvme.endurance): "
+        "plans whose steps write more are left out",
+    )
+    parser.add_argument(
         "--explain", action="store_true", help="also say what more memory, drives or link would be worth (plans again)"
     )
     parser.add_argument("--frontier", metavar="FILE.png", help="plot the step time against device memory (plans again)")
@@ -68,14 +75,23 @@ def run(args: argparse.Namespace) -> int:
                 semantics=args.semantics,
                 time_limit_s=args.time_limit,
                 seed=args.seed,
+                drive_lifetime_years=args.drive_lifetime_years,
             )
             result, workload = chosen.result, chosen.workload
         else:
-            result = plan(workload, machine, semantics=args.semantics, time_limit_s=args.time_limit, seed=args.seed)
+            result = plan(
+                workload,
+                machine,
+                semantics=args.semantics,
+                time_limit_s=args.time_limit,
+                seed=args.seed,
+                drive_lifetime_years=args.drive_lifetime_years,
+            )
     except InfeasiblePlan as error:
         from tierplan.planner.outer import largest_batch
 
-        error.largest_batch = largest_batch(lambda batch: _with_batch(args, batch, 1), machine, below=args.batch)
+        if not error.endurance:
+            error.largest_batch = largest_batch(lambda batch: _with_batch(args, batch, 1), machine, below=args.batch)
         if not args.json:
             raise
         print(json.dumps({"fits": False, "reason": str(error), "shortages": _shortages(error)}, indent=2))
@@ -88,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     if args.frontier:
         from tierplan.planner.explain_plan import frontier, plot_frontier
 
-        plot_frontier(frontier(workload, machine, time_limit_s=args.time_limit), args.frontier, workload, machine)
+        points = frontier(
+            workload, machine, time_limit_s=args.time_limit, drive_lifetime_years=args.drive_lifetime_years
+        )
+        plot_frontier(points, args.frontier, workload, machine)
     if args.json:
         print(json.dumps(record(result, workload, worths), indent=2))
     else:
@@ -110,7 +129,13 @@ def _worths(args: argparse.Namespace, workload: Workload) -> Sequence[Worth]:
     def changed(overrides: Sequence[str]) -> object:
         return load_machine(args.machine, [*args.overrides, *overrides])
 
-    return worths(workload, changed, time_limit_s=args.time_limit, semantics=args.semantics)  # type: ignore[arg-type]
+    return worths(
+        workload,
+        changed,  # type: ignore[arg-type]
+        time_limit_s=args.time_limit,
+        semantics=args.semantics,
+        drive_lifetime_years=args.drive_lifetime_years,
+    )
 
 
 def _shortages(error: object) -> list[dict[str, object]]:
@@ -144,6 +169,8 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "status": result.status,
         "solve_s": result.solve_s,
         "total_s": result.total_s,
+        "milp_gap": result.milp_gap,
+        "drive_lifetime_s": result.drive_lifetime_s,
         "bound_by": dict(result.bound_by),
         "s_per_gb": dict(result.s_per_gb),
         "peak_bytes": dict(result.steady.trace.peak_bytes),

@@ -8,7 +8,7 @@ machine's limits, and the micro-batches in one of the two orders."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierplan.planner.fluid import GB, Problem
 from tierplan.planner.milp import Margins, Model, build
@@ -32,6 +32,8 @@ class Bound:
     feasible: bool = True
     proven: bool = True
     """False when the solver gave no optimum: then `step_s` is the sum of forward and backward."""
+    solution: Solution | None = field(default=None, repr=False, compare=False)
+    """Of the program: the planner's first solve starts from its basis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +59,16 @@ def lower_bound(problem: Problem, *, transients: bool = True) -> Bound:
     model = build(problem, margins=Margins(relaxed=True, transients=transients))
     solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)
     if solution.status == "infeasible":
-        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False)
+        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution)
     if not solution.usable or solution.status != "optimal":
         return Bound(step_s=compute_s(problem), shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
     bound_s = max(model.step_bound_s(solution.objective), compute_s(problem))
-    return Bound(step_s=bound_s, shares=shares_of_step(model, solution), s_per_gb=worth_of_memory(model, solution))
+    return Bound(
+        step_s=bound_s,
+        shares=shares_of_step(model, solution),
+        s_per_gb=worth_of_memory(model, solution),
+        solution=solution,
+    )
 
 
 def compute_s(problem: Problem) -> float:

@@ -1,15 +1,18 @@
-"""What binds in each window: deadlines, memory, streams and shared limits."""
+"""What binds in each window: deadlines, memory, streams and shared limits; and over the step, drive endurance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 
 from tierplan.planner.columns import TIERS, Columns, minus
 from tierplan.planner.fluid import COMPUTE, CORES, DOWN, MODES, READ, UP, WRITE, Problem
 from tierplan.planner.program import Terms
 from tierplan.planner.queues import Activations, Updates
 
-__all__ = ["deadline_rows", "memory_rows", "stream_rows"]
+__all__ = ["ENDURANCE", "deadline_rows", "endurance_row", "memory_rows", "stream_rows"]
+
+ENDURANCE = "drive endurance"
 
 SPARSE = 4
 """Terms that a growing sum may have before it becomes a column."""
@@ -175,8 +178,18 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
         _limit_rows(cols, s, streams)
     if p.host_gb and rates.adam and any(u.norm_s for u in cols.units):
         busy = [(c / rates.adam, column) for s in range(len(cols.windows)) for c, column in cols.updates(s)]
-        everything: Terms = [(float(copies), c) for c, copies in cols.tau]
-        lp.row([*everything, *minus(busy)], low=0.0, family=CORES)
+        lp.row([*cols.step(), *minus(busy)], low=0.0, family=CORES)
+
+
+def endurance_row(cols: Columns) -> None:
+    """What a step writes to NVMe, at most what the drives may take on average over its time."""
+    limit = cols.p.write_limit_gb_per_s * cols.margins.write_frac
+    if isfinite(limit) and cols.p.has_nvme:
+        written = [t for name in ("wA", "wP", "wO", "gW") for t in cols.over_step(name)]
+        if limit > 0:
+            cols.lp.row([*cols.step(), *[(-a / limit, c) for a, c in written]], low=0.0, family=ENDURANCE)
+        else:
+            cols.lp.row(written, high=0.0, family=ENDURANCE)
 
 
 def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:

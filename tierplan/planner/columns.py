@@ -29,6 +29,8 @@ class Margins:
     host_gb: float = 0.0
     rate_frac: Mapping[str, float] = field(default_factory=dict)
     """Share of a stream's rate or a shared limit that is planned with, by name; 1 where absent."""
+    write_frac: float = 1.0
+    """Share of the drives' endurance that is planned with."""
     relaxed: bool = False
     """For bounds: also what no rounded plan does, such as moving the smallest tensors or dropping inputs."""
     transients: bool = True
@@ -174,6 +176,10 @@ class Columns:
     def over_step(self, name: str) -> Terms:
         """A flow's sum over the step."""
         return [t for s, w in enumerate(self.windows) for t in self.flow(s, name, float(self.p.blocks[w.block].copies))]
+
+    def step(self) -> Terms:
+        """Seconds of the step."""
+        return [(float(copies), column) for column, copies in self.tau]
 
     def compute(self, s: int) -> tuple[float, Terms]:
         """Seconds of window s's compute ops: a constant and what decisions add."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import PlanError, Semantics
@@ -100,13 +101,17 @@ def worths(
     *,
     time_limit_s: float = 10.0,
     semantics: Semantics | None = None,
+    drive_lifetime_years: float | None = None,
 ) -> list[Worth]:
     """What changes are worth, most first. `machine_with(overrides)` gives the machine with settings changed.
 
     Settings that the machine does not have (a machine without drives, say) are left out.
     """
     machine = machine_with(())
-    base = plan(workload, machine, time_limit_s=time_limit_s, semantics=semantics)
+    again = partial(
+        plan, workload, time_limit_s=time_limit_s, semantics=semantics, drive_lifetime_years=drive_lifetime_years
+    )
+    base = again(machine)
     tried: list[tuple[str, Machine]] = [(name, change(machine)) for name, change in changes(machine)]
     drives = _drives(machine)
     if drives:
@@ -115,7 +120,7 @@ def worths(
     found = []
     for name, changed in tried:
         try:
-            result = plan(workload, changed, time_limit_s=time_limit_s, semantics=semantics, policies=())
+            result = again(changed, policies=())
         except PlanError:
             continue
         step_s = min(result.step_s, base.step_s)  # the plan for less also runs on more
@@ -124,9 +129,8 @@ def worths(
 
 
 def _drives(machine: Machine) -> int:
-    nvme = machine.description.get("nvme")
-    drives = nvme.get("drives") if isinstance(nvme, dict) else None
-    return drives if isinstance(drives, int) else 0
+    drives = machine.description.get("nvme.drives")
+    return int(drives["value"]) if isinstance(drives, Mapping) else 0
 
 
 def frontier(
@@ -135,6 +139,7 @@ def frontier(
     *,
     fracs: Sequence[float] = FRONTIER_FRACS,
     time_limit_s: float = 5.0,
+    drive_lifetime_years: float | None = None,
 ) -> list[Point]:
     """Step time and bound at fractions and multiples of the device's memory, from little to much.
 
@@ -148,7 +153,13 @@ def frontier(
         ]
         size = next(t.capacity_bytes for t in tiers if t.kind == "device")
         try:
-            result = plan(workload, replace(machine, tiers=tuple(tiers)), time_limit_s=time_limit_s, policies=())
+            result = plan(
+                workload,
+                replace(machine, tiers=tuple(tiers)),
+                time_limit_s=time_limit_s,
+                policies=(),
+                drive_lifetime_years=drive_lifetime_years,
+            )
         except PlanError:
             points.append(Point(device_bytes=size, step_s=best, lower_bound_s=None))
             continue

@@ -173,6 +173,8 @@ class Problem:
     shared_gb: float
     has_master: bool
     clips: bool
+    write_limit_gb_per_s: float = float("inf")
+    """What may be written to NVMe on average over the step, for the drives to last."""
 
     @property
     def windows(self) -> list[Window]:
@@ -216,6 +218,7 @@ def problem(
     order: Order = "horizontal",
     tiles: int = 1,
     runs: Iterable[range] | None = None,
+    write_limit_bytes_per_s: float = float("inf"),
 ) -> Problem:
     """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`.
 
@@ -254,6 +257,7 @@ def problem(
         shared_gb=workload.shared_bytes / GB,
         has_master=workload.training.has_master,
         clips=workload.training.max_grad_norm is not None,
+        write_limit_gb_per_s=write_limit_bytes_per_s / GB,
     )
 
 

@@ -6,21 +6,21 @@ optimum is a lower bound on the step time. With margins and integers it is what 
 
     columns.py       decisions, durations, flows
     queues.py        what moves: activations, parameters, gradients, states, updates
-    capacities.py    what binds: deadlines, memory, streams, shared limits
+    capacities.py    what binds: deadlines, memory, streams, shared limits, drive endurance
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tierplan.planner.capacities import deadline_rows, memory_rows, stream_rows
+from tierplan.planner.capacities import deadline_rows, endurance_row, memory_rows, stream_rows
 from tierplan.planner.columns import ACTIONS, TRANSFER_COST, Columns, Margins
 from tierplan.planner.fluid import Problem
 from tierplan.planner.program import Program, Solution
 from tierplan.planner.queues import activation_queues, parameter_queues, update_queues
 
-__all__ = ["ACTIONS", "Fractions", "Margins", "Model", "build", "fractions"]
+__all__ = ["ACTIONS", "Fractions", "Margins", "Model", "build", "fractions", "with_actions"]
 
 
 @dataclass
@@ -66,7 +66,19 @@ def build(problem: Problem, *, margins: Margins | None = None, integral: bool = 
     deadline_rows(cols)
     memory_rows(cols, acts, fetched, updates)
     stream_rows(cols, acts, updates)
+    endurance_row(cols)
     return Model(cols.lp, problem, cols.place, cols.action, cols.tau, cols.excess)
+
+
+def with_actions(model: Model, actions: Sequence[Sequence[str]]) -> Model:
+    """The program with every tensor's action decided: by unit and group, as `rounding.actions_of` has them."""
+    program = model.program
+    low, high = list(program.low), list(program.high)
+    for chosen, groups in zip(actions, model.action, strict=True):
+        for name, columns in zip(chosen, groups, strict=True):
+            for action, column in columns.items():
+                low[column] = high[column] = 1.0 if action == name else 0.0
+    return replace(model, program=Program(low, high, program.cost, program.integer, program.rows))
 
 
 def fractions(model: Model, solution: Solution) -> Fractions:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import log
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.bounds import compute_s, lower_bound
+from tierplan.planner.endurance import allowed_bytes_per_s
 from tierplan.planner.fluid import Order, problem
 from tierplan.planner.plan import Semantics
 from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
@@ -43,17 +45,29 @@ def plan_sequences(
     semantics: Semantics | None = None,
     time_limit_s: float = 10.0,
     seed: int = 0,
+    drive_lifetime_years: float | None = None,
 ) -> Choice:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included.
     """
+    write_limit = float("inf")
+    if drive_lifetime_years is not None:
+        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    planned_for = partial(
+        plan,
+        machine=machine,
+        semantics=semantics,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        drive_lifetime_years=drive_lifetime_years,
+    )
     workloads: dict[int, Workload] = {}
     bounds: dict[int, float] = {}
     for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
         workloads[batch] = make(batch, sequences // batch)
-        bounds[batch] = _bound_s(workloads[batch], machine, semantics)
+        bounds[batch] = _bound_s(workloads[batch], machine, semantics, write_limit)
     num = _num_devices(machine)
 
     def rank(batch: int) -> tuple[float, float]:
@@ -71,21 +85,21 @@ def plan_sequences(
             kinds.append((make(batch, accumulation // num), "each"))
         for workload, batches in kinds:
             try:
-                result = plan(
-                    workload, machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed, batches=batches
-                )
+                result = planned_for(workload, batches=batches)
             except InfeasiblePlan:
                 continue
             planned[batch] = min(result.step_s, planned.get(batch, result.step_s))
             if best is None or result.step_s < best[1].step_s:
                 best, workloads[batch] = (batch, result), workload
     if best is None:
-        plan(workloads[1], machine, semantics=semantics, time_limit_s=time_limit_s, seed=seed)  # says what is missing
+        planned_for(workloads[1])  # says what is missing
         raise AssertionError("single sequences fit, but no division did")
     return Choice(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
 
 
-def _bound_s(workload: Workload, machine: Machine, semantics: Semantics | None) -> float:
+def _bound_s(
+    workload: Workload, machine: Machine, semantics: Semantics | None, write_limit_bytes_per_s: float
+) -> float:
     """The least bound over both orders, each micro-batch whole; of several devices, compute evenly shared."""
     clips = workload.training.max_grad_norm is not None
     chosen: Semantics = semantics or ("exact-clip" if clips else "in-backward")
@@ -94,7 +108,12 @@ def _bound_s(workload: Workload, machine: Machine, semantics: Semantics | None) 
         orders = ("horizontal",)
     if (num := _num_devices(machine)) > 1:
         return compute_s(problem(workload, machine, semantics=chosen)) / num
-    return min(lower_bound(problem(workload, machine, semantics=chosen, order=o)).step_s for o in orders)
+    return min(
+        lower_bound(
+            problem(workload, machine, semantics=chosen, order=o, write_limit_bytes_per_s=write_limit_bytes_per_s)
+        ).step_s
+        for o in orders
+    )
 
 
 def _num_devices(machine: Machine) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.endurance import lifetime_s, written_bytes
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
@@ -167,13 +168,12 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
 
 def predicted(plan: Plan, schedule: Schedule, steady: SteadyState, workload: Workload, machine: Machine) -> Prediction:
     """The prediction for a plan whose schedule has been simulated already, as the planner's has."""
-    written = sum(size for stream, size in schedule.bytes_moved().items() if stream == "nvme.write")
     return Prediction(
         **_facts(plan, workload, machine),  # type: ignore[arg-type]
         schedule=schedule,
         steady=steady,
         utilization=_utilization(schedule, steady, machine),
-        lifetime_s=_lifetime_s(machine, written, steady.period_s),
+        lifetime_s=lifetime_s(machine, written_bytes(schedule), steady.period_s),
     )
 
 
@@ -211,11 +211,3 @@ def _utilization(schedule: Schedule, steady: SteadyState, machine: Machine) -> d
         for limit, per_s in cost.demand.items():
             seconds[limit] = seconds.get(limit, 0.0) + per_s * cost.work_s / limits[limit]
     return {name: busy / steady.period_s for name, busy in seconds.items() if busy > 0}
-
-
-def _lifetime_s(machine: Machine, written_bytes: int, step_s: float) -> float | None:
-    """SSDTrain's projection: rated endurance over the rate of writing."""
-    rated, drives = (machine.description.get(name) for name in ("nvme.endurance", "nvme.drives"))
-    if not written_bytes or not isinstance(rated, Mapping) or not isinstance(drives, Mapping):
-        return None
-    return float(rated["value"]) * float(drives["value"]) * step_s / written_bytes

@@ -25,6 +25,8 @@ Terms = list[tuple[float, int]]
 """A linear expression: (coefficient, column) pairs, columns may repeat."""
 SolverName = Literal["highs", "cbc"]
 TOLERANCE = 1e-5
+OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.05
+"""Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
 
 
 class SolverError(RuntimeError):
@@ -94,12 +96,19 @@ class Solution:
     solver: str
     iterations: int = 0
     """Of the simplex method: what solving cost, whatever else the computer does."""
+    size: int = 0
+    """Coefficients of the program."""
     basis: object = field(default=None, repr=False, compare=False)
     """Where the simplex method ended; another program of the same columns and rows may start from there."""
 
     @property
     def usable(self) -> bool:
         return self.status in ("optimal", "feasible")
+
+    @property
+    def work_ops(self) -> float:
+        """What building and solving cost, in simulated ops that take as long: a count, which no clock changes."""
+        return OPS_PER_ITERATION * self.iterations + OPS_PER_COEFFICIENT * self.size
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -183,12 +192,13 @@ def _solve_highs(
     model = lp.solverModel
     status, info = model.getModelStatus(), model.getInfo()
     values = tuple(float(v) for v in model.getSolution().col_value)
+    iterations, size = max(int(info.simplex_iteration_count), 0), sum(len(r[0]) for r in program.rows)
     kinds = highspy.HighsModelStatus
     seconds = time.perf_counter() - started
     if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
-        return Solution("infeasible", inf, inf, (), (), seconds, "HiGHS")
+        return Solution("infeasible", inf, inf, (), (), seconds, "HiGHS", iterations, size)
     if not values or not isfinite(info.objective_function_value) or _broken(program, values, integral):
-        return Solution("none", inf, -inf, (), (), seconds, "HiGHS")
+        return Solution("none", inf, -inf, (), (), seconds, "HiGHS", iterations, size)
     bound = info.mip_dual_bound if has_integers else info.objective_function_value
     duals = () if has_integers else tuple(float(v) for v in model.getSolution().row_dual)
     if len(duals) != len(program.rows):
@@ -196,9 +206,10 @@ def _solve_highs(
     kind: Literal["optimal", "feasible"] = "optimal" if status == kinds.kOptimal else "feasible"
     if kind == "feasible" and not has_integers:
         bound = -inf
-    iterations = max(int(info.simplex_iteration_count), 0)
     basis = None if has_integers else model.getBasis()
-    return Solution(kind, info.objective_function_value, bound, values, duals, seconds, "HiGHS", iterations, basis)
+    return Solution(
+        kind, info.objective_function_value, bound, values, duals, seconds, "HiGHS", iterations, size, basis
+    )
 
 
 def _solve_cbc(program: Program, integral: bool, time_limit_s: float, gap: float, seed: int) -> Solution:

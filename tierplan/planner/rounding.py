@@ -15,7 +15,7 @@ from tierplan.planner.fluid import MODES, Problem
 from tierplan.planner.milp import ACTIONS, Fractions
 from tierplan.planner.plan import Plan, UnitPlan
 
-__all__ = ["round_to_plan"]
+__all__ = ["actions_of", "round_to_plan"]
 
 Action = Literal["keep", "recompute", "host", "nvme"]
 Name = TypeVar("Name", int, str)
@@ -42,6 +42,14 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
     return Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
+
+
+def actions_of(problem: Problem, plan: Plan) -> list[list[str]]:
+    """By unit and group of tensors: the plan's action."""
+    return [
+        [choice.action(group.slots[0]) if group.slots else choice.input for group in unit.groups]
+        for unit, choice in zip(problem.units, plan.units, strict=True)
+    ]
 
 
 def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:

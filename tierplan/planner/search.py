@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.fluid import MODES, Mode, Problem
+from tierplan.planner.endurance import written_bytes
+from tierplan.planner.fluid import GB, MODES, Mode, Problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp import ACTIONS
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
-from tierplan.sim.engine import OutOfMemory
+from tierplan.sim.completion import OutOfMemory, completes, out_of_memory
+from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
@@ -56,6 +58,8 @@ class Candidate:
     steady: SteadyState | None = None
     short_tier: str = ""
     short_bytes: int = 0
+    wear: float = 0.0
+    """What it writes to NVMe per second, over what it may for the drives to last; above 1 it has no step time."""
 
     @property
     def fits(self) -> bool:
@@ -74,6 +78,8 @@ class Budget:
     started: float = field(default_factory=time.perf_counter)
     started_cpu: float = field(default_factory=time.process_time)
     ops_left: float = 0.0
+    last_s: float = 0.0
+    """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
     def __post_init__(self) -> None:
         self.restart()
@@ -101,15 +107,18 @@ class Budget:
     @property
     def is_late(self) -> bool:
         """The clock ran out before the budget did: only then the result depends on how quick this computer is."""
-        computed_s = time.process_time() - self.started_cpu
+        computed_s = time.process_time() - self.started_cpu + self.last_s
         return computed_s >= self.time_limit_s or self.seconds >= WALL_TIMES * self.time_limit_s
 
 
 class Evaluator:
-    """Lowers and simulates plans, each one once."""
+    """Lowers and simulates plans, each one once. With a limit on writing to NVMe, plans that exceed it do not fit."""
 
-    def __init__(self, workload: Workload, machine: Machine, budget: Budget) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, budget: Budget, *, write_limit_bytes_per_s: float = float("inf")
+    ) -> None:
         self.workload, self.machine, self.budget = workload, machine, budget
+        self.write_limit_bytes_per_s = write_limit_bytes_per_s
         self.seen: dict[tuple[object, ...], Candidate] = {}
         self.num_simulated = 0
 
@@ -118,7 +127,9 @@ class Evaluator:
         key = tuple(getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
         known = self.seen.get(key)
         if known is None:
+            began_s = time.process_time()
             known = self._simulate(plan)
+            self.budget.last_s = time.process_time() - began_s
             self.seen[key] = known
         return replace(known, plan=plan)
 
@@ -128,7 +139,9 @@ class Evaluator:
             return too_large
         try:
             schedule = lower(plan, self.workload, self.machine)
-            self.budget.ops_left -= 6 * len(schedule.ops)  # four steps and the ordering, which costs about two
+            self.budget.ops_left -= 2 * len(schedule.ops)  # what the ordering costs
+            check_memory(schedule)
+            self.budget.ops_left -= 4 * len(schedule.ops)
             steady = steady_state(schedule, self.machine, max_steps=8)
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
@@ -141,7 +154,15 @@ class Evaluator:
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, str(error))
-        return Candidate(plan, steady.period_s, "", schedule, steady)
+        written = written_bytes(schedule)
+        wear = written / steady.period_s / self.write_limit_bytes_per_s
+        if wear > 1:
+            reason = (
+                f"writes {written / GB:.1f} GB to NVMe in a step of {steady.period_s:.3g} s, {wear:.3g} times what the "
+                "drives may take to last as long as was asked"
+            )
+            return Candidate(plan, None, reason, wear=wear)
+        return Candidate(plan, steady.period_s, "", schedule, steady, wear=wear)
 
     def _too_large(self, plan: Plan) -> Candidate | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
@@ -165,6 +186,12 @@ class Evaluator:
                     short_bytes=size - tier.capacity_bytes,
                 )
         return None
+
+
+def check_memory(schedule: Schedule) -> None:
+    """Raises `OutOfMemory` where not even one step fits, which is known without simulating several."""
+    if not completes(schedule):
+        raise out_of_memory(graph_of(schedule))
 
 
 def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
+from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.fluid import GB, Order, Problem, problem
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
@@ -27,6 +28,7 @@ from tierplan.planner.program import solve
 from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_windows
+from tierplan.planner.whole import solve_whole
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState
 from tierplan.sim.workload import Workload, WorkloadError
@@ -37,8 +39,9 @@ Batches = Literal["each", "shared"]
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
-MILP_GAP = 0.005
-MILP_TIME_LIMIT_S = 4.0
+LP_TIME_LIMIT_S = 10.0
+WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
+"""Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
 SHARE_OF_PACKS = 0.6
 """Of the budget, what the search over packs of several devices may take."""
@@ -54,7 +57,7 @@ SHARES_OF_TUNING = (0.45, 0.6, 0.65)
 
 @dataclass
 class InfeasiblePlan(PlanError):
-    """No plan fits into memory."""
+    """No plan fits into memory, or none spares the drives as was asked."""
 
     model: str
     machine: str
@@ -63,8 +66,12 @@ class InfeasiblePlan(PlanError):
     largest_batch: int | None = None
     """Sequences per micro-batch that would fit, where that was searched."""
     reason: str = ""
+    endurance: str = ""
+    """Why none spares the drives, where memory is not what is short."""
 
     def __str__(self) -> str:
+        if self.endurance:
+            return f"no plan for {self.model!r} spares the drives of {self.machine!r}: {self.endurance}"
         lines = [f"no plan fits {self.model!r} into the memory of {self.machine!r}"]
         for s in self.shortages:
             lines.append(
@@ -115,6 +122,10 @@ class PlanResult:
     solver: str = ""
     seed: int = 0
     notes: tuple[str, ...] = field(default=())
+    milp_gap: float | None = None
+    """How far whole actions were above the bound of the program without integers; None where that was not solved."""
+    drive_lifetime_s: float | None = None
+    """Seconds of training until the drives have taken what they are rated for; None where nothing wears them."""
 
     @property
     def gap(self) -> float:
@@ -138,6 +149,7 @@ def plan(
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
     batches: Batches | None = None,
+    drive_lifetime_years: float | None = None,
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
@@ -157,13 +169,18 @@ def plan(
     batches
         On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
         either, whichever takes least time for the same work.
+    drive_lifetime_years
+        Years of training without pause that the drives are to last: plans that write more are no candidates.
 
     Raises
     ------
     InfeasiblePlan
-        When nothing fits; with what is missing.
+        When nothing fits, with what is missing; or when nothing that fits spares the drives.
     """
-    return _Loop(workload, machine, semantics, time_limit_s, seed, batches).run(policies, orders)
+    write_limit = float("inf")
+    if drive_lifetime_years is not None:
+        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    return _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit).run(policies, orders)
 
 
 class _Loop:
@@ -175,6 +192,7 @@ class _Loop:
         time_limit_s: float,
         seed: int,
         batches: Batches | None = None,
+        write_limit_bytes_per_s: float = float("inf"),
     ) -> None:
         clips = workload.training.max_grad_norm is not None
         self.workload, self.machine, self.seed = workload, machine, seed
@@ -188,9 +206,12 @@ class _Loop:
         self.batches = batches if self.num_devices > 1 else None
         self.started = time.perf_counter()
         self.budget = Budget(time_limit_s)
-        self.evaluate = Evaluator(workload, machine, self.budget)
+        self.write_limit_bytes_per_s = write_limit_bytes_per_s
+        self.evaluate = Evaluator(workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s)
         self.solve_s = 0.0
         self.solver = ""
+        self.basis: dict[tuple[Order, int], object] = {}
+        """By order and tiles: where the last solve ended, from where the next one starts."""
         self.best: Candidate | None = None
         self.plain: Candidate | None = None
         """The best that local moves can start from."""
@@ -199,10 +220,18 @@ class _Loop:
         self.has_planned = False
         """Whether a plan of the program itself has fitted."""
         self.notes: list[str] = []
+        self.milp_gap: float | None = None
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
         problems = [
-            problem(self.workload, self.machine, semantics=self.semantics, order=order, tiles=tiles)
+            problem(
+                self.workload,
+                self.machine,
+                semantics=self.semantics,
+                order=order,
+                tiles=tiles,
+                write_limit_bytes_per_s=self.write_limit_bytes_per_s,
+            )
             for order, tiles in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
         ]
         bounds = [self._bound(p) for p in problems]
@@ -231,7 +260,7 @@ class _Loop:
             status = "interrupted"
             self.notes.append("the search was interrupted; this is the best plan found until then")
         if self.best is None:
-            raise self._infeasible(problems)
+            raise self._infeasible(problems, bounds)
         bound = self._bound_of_all(problems, bounds)
         if status == "searched":
             close = self.best.step_s is not None and self.best.step_s <= bound.step_s * (1 + GOOD_FRAC)
@@ -244,6 +273,8 @@ class _Loop:
         started = time.perf_counter()
         bound = lower_bound(p)
         self.solve_s += time.perf_counter() - started
+        if bound.solution is not None:
+            self.budget.ops_left -= bound.solution.work_ops
         return bound
 
     def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
@@ -310,12 +341,24 @@ class _Loop:
             return True
         return False
 
-    def _solve(self, p: Problem, margins: Margins, *, integral: bool = False) -> Plan | None:
-        model = build(p, margins=margins, integral=integral)
-        solution = solve(model.program, integral=integral, time_limit_s=MILP_TIME_LIMIT_S, gap=MILP_GAP, seed=self.seed)
+    def _solve(self, p: Problem, margins: Margins) -> Plan | None:
+        model = build(p, margins=margins)
+        start = self.basis.get((p.order, p.tiles))
+        solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=self.seed, start=start)
+        self.basis[p.order, p.tiles] = solution.basis or start
         self.solve_s += solution.seconds
+        self.budget.ops_left -= solution.work_ops
         self.solver = solution.solver
         return round_to_plan(p, fractions(model, solution)) if solution.usable else None
+
+    def _solve_whole(self, p: Problem, margins: Margins) -> Plan | None:
+        found = solve_whole(p, margins, seed=self.seed, start=self.basis.get((p.order, p.tiles)))
+        if found is None:
+            return None
+        self.solve_s += found.seconds
+        self.budget.ops_left -= found.work_ops
+        self.milp_gap = found.gap
+        return found.plan
 
     def _plan_order(self, p: Problem, bound: Bound, *, share: float) -> None:
         """One order: tune the knobs by simulation, then take the integral program's plan at the best knobs too.
@@ -323,20 +366,27 @@ class _Loop:
         `share` is the part of the whole budget that may be spent when this ends.
         """
         goal_s = bound.step_s * (1 + GOOD_FRAC)
+        if bound.solution is not None:
+            self.basis[p.order, p.tiles] = bound.solution.basis
         solved: dict[tuple[float, ...], Plan | None] = {}
         units = _granules(p)
 
         def trial(knobs: Knobs) -> Candidate | None:
-            key = (knobs.rate_frac, knobs.device, knobs.host)
-            if key not in solved:
-                solved[key] = self._solve(p, knobs.margins(p, *units))
-            made = solved[key]
-            if made is None:
-                return None
-            tried = self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows))
-            self._consider(tried)
-            self.has_planned = self.has_planned or tried.step_s is not None
-            return tried
+            write_frac = 1.0
+            while True:
+                key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
+                if key not in solved:
+                    solved[key] = self._solve(p, replace(knobs.margins(p, *units), write_frac=write_frac))
+                made = solved[key]
+                if made is None:
+                    return None
+                tried = self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows))
+                self._consider(tried)
+                self.has_planned = self.has_planned or tried.step_s is not None
+                if tried.wear <= 1.0 or write_frac == 0.0:
+                    return tried
+                # the program may have waited where the simulation does not: write less, in the end nothing at all
+                write_frac = next((f for f in WRITE_FRACS if f * tried.wear < write_frac), 0.0)
 
         def is_over() -> bool:
             return self.budget.is_late or (self.has_planned and self.budget.spent_frac > share)
@@ -350,7 +400,7 @@ class _Loop:
         knobs, best_s = found
         self.notes.append(f"{p.order}, {p.tiles} tiles: {knobs}")
         if best_s > goal_s and not self.budget.is_late:
-            made = self._solve(p, knobs.margins(p, *units), integral=True)
+            made = self._solve_whole(p, knobs.margins(p, *units))
             if made is not None:
                 self._consider(self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows)))
 
@@ -370,7 +420,17 @@ class _Loop:
         if self.num_devices > 1 and self.plain is not None:
             self._consider(self.evaluate(replace(self.plain.plan, devices=self.num_devices)))
 
-    def _infeasible(self, problems: list[Problem]) -> InfeasiblePlan:
+    def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
+        if worn := [c for c in self.evaluate.seen.values() if c.wear > 1.0]:
+            gentlest = min(worn, key=lambda c: c.wear)
+            least_s = min(bound.step_s for bound in bounds)
+            why = (
+                f"the gentlest of {len(worn)} plans {gentlest.reason}. A step would have to take {least_s:.3g} s or "
+                "more; micro-batches that are accumulated make it longer without writing more (--accumulation). Or "
+                "use more drives, or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for "
+                "a shorter lifetime"
+            )
+            return InfeasiblePlan(self.workload.name, self.machine.name, (), None, endurance=why)
         lacking = tuple(shortages(problems[0]))
         reason = next((c.reason for c in self.evaluate.seen.values() if c.reason), "")
         return InfeasiblePlan(self.workload.name, self.machine.name, lacking, None, reason)
@@ -397,6 +457,8 @@ class _Loop:
             solver=self.solver,
             seed=self.seed,
             notes=tuple(self.notes),
+            milp_gap=self.milp_gap,
+            drive_lifetime_s=lifetime_s(self.machine, written_bytes(best.schedule), best.step_s),
         )
 
 
@@ -406,7 +468,7 @@ def _per_device_s(candidate: Candidate) -> float:
 
 
 def _granules(p: Problem) -> tuple[float, float]:
-    """What margins are counted in, in GB: the largest thing that comes to the device, or to the host for an update."""
+    """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
     device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
-    host = max(u.grads_gb + u.params_gb + u.states_gb for u in p.units)
+    host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
     return device, host
