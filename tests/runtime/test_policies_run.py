@@ -9,7 +9,9 @@ import pytest
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine, one_thread
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
+from tierplan.runtime.trainer import Trainer, TrainingError
 
 __all__ = ["one_thread"]
 
@@ -23,6 +25,7 @@ RUN = (
     "sliding-window",
     "vertical",
 )
+"""With their defaults; harmony, which has no clipping, has a test of its own."""
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
@@ -32,6 +35,61 @@ def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Pa
     workload = observed_workload(model, make_batches(1)[0], training)
     plan = decide("full-recompute", workload, machine(), {"every": every})
     check(model, training, plan, tmp_path, workload=workload)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("pack", "pack_forward"), [(1, 1), (2, 3), (9, 9)])
+def test_packs_visit_the_device(
+    pack: int, pack_forward: int, accumulation: int, dtype: str, family: str, tmp_path: Path
+) -> None:
+    """Harmony on one device: tied and untied heads, packs that hold the embedding or the head alone, or everything."""
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    model = make_model(family, num_blocks=5, dropout=0.1, dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    plan = decide("harmony", workload, machine(), {"pack": pack, "pack_forward": pack_forward})
+    check(model, training, plan, tmp_path, workload=workload)
+
+
+OPTIONS: list[tuple[str, dict[str, object], float | None]] = [
+    ("zero-offload", {"semantics": "delayed-1"}, None),
+    ("zero-offload", {"device_frac": 0.5, "checkpointing": "off"}, 1.0),
+    *(("zero-infinity", {"params": p, "optimizer": o, "checkpoints": c, "host_buffers": "none"}, 1.0)
+      for p, o, c in [("host", "host", "device"), ("host", "nvme", "nvme"), ("nvme", "host", "host"),
+                      ("device", "device", "host"), ("device", "host", "nvme"), ("nvme", "nvme", "device")]),
+    ("fuyou", {"swap": "all", "write_back": "delayed"}, None),
+    ("fuyou", {"swap": "none"}, None),
+    ("sliding-window", {"window": 2}, None),
+    ("vertical", {"prefetch": 2}, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "options", "clip"), OPTIONS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_policy_s_options(
+    policy: str, options: dict[str, object], clip: float | None, dtype: str, tmp_path: Path
+) -> None:
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=2, max_grad_norm=clip)  # type: ignore[arg-type]
+    model = make_model("gpt2", dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    plan = decide(policy, workload, machine(), options)
+    check(model, training, plan, tmp_path, workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("virtual-memory", {}, "pages weights out after every use"),
+        ("zero-infinity", {"operator_tiles": 2, "host_buffers": "none"}, r"cuts operators into tiles \('L0.0'\)"),
+    ],
+)
+def test_what_is_only_simulated_is_refused(policy: str, options: dict[str, object], message: str) -> None:
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    schedule = lower(decide(policy, workload, machine(), options), workload, machine())
+    with pytest.raises(TrainingError, match=message):
+        Trainer(schedule, model)
 
 
 @pytest.mark.parametrize("policy", RUN)

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.building import COMPUTE, DEVICE, HOST, NVME, Builder
 from tierplan.planner.lowering_packs import lower_packs
+from tierplan.planner.lowering_packs_alone import lower_packs_alone
 from tierplan.planner.lowering_paged import lower_paged
 from tierplan.planner.lowering_updates import Updates, is_late
 from tierplan.planner.partition import partition
@@ -40,7 +41,8 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
     if plan.devices > have:
         raise PlanError(f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {have}")
     if plan.packs is not None:
-        return lower_packs(plan, plan.packs, workload, machine)
+        lower_them = lower_packs if plan.packs.devices > 1 else lower_packs_alone
+        return lower_them(plan, plan.packs, workload, machine)
     if plan.paged_devices:
         return lower_paged(plan, workload, machine)
     if plan.tiles > 1:

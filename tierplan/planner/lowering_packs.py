@@ -5,6 +5,9 @@ micro-batches through, one ahead of compute (double buffers), and leaves: a forw
 backward tasks recompute, a backward task sends its gradients to host memory, where the pack is updated at once while
 the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
 peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
+
+One op stands for a whole pack. That is enough to choose packs by; on one device `lowering_packs_alone` has the ops of
+each unit, for the runtime.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workload import Unit, Workload
 
-__all__ = ["lower_packs"]
+__all__ = ["PackLowering", "Task", "check_packs", "lower_packs"]
 
 
 def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
-    _check(packs, workload, machine)
-    schedule = _PackLowering(plan, packs, workload).schedule(machine)
+    check_packs(packs, workload, machine)
+    schedule = PackLowering(plan, packs, workload).schedule(machine)
     if packs.devices == 1:
         return validate(order_by_readiness(schedule, price(schedule, machine)))
     return validate(order_under_contention(schedule, machine))
 
 
-def _check(packs: Packs, workload: Workload, machine: Machine) -> None:
+def check_packs(packs: Packs, workload: Workload, machine: Machine) -> None:
     have = sum(tier.kind == "device" for tier in machine.tiers)
     if not 1 <= packs.devices <= have:
         raise PlanError(f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {have}")
@@ -49,7 +52,7 @@ def _check(packs: Packs, workload: Workload, machine: Machine) -> None:
 
 
 @dataclass
-class _Task:
+class Task:
     """One pack's turn on one device."""
 
     phase: str
@@ -70,7 +73,7 @@ class _Task:
     """Key of the op that ends the turn."""
 
 
-class _PackLowering:
+class PackLowering:
     def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
         self.plan, self.packs, self.workload = plan, packs, workload
         self.units, self.training = workload.units, workload.training
@@ -85,7 +88,7 @@ class _PackLowering:
 
     # ---- tasks and their order ----
 
-    def _rounds(self) -> list[list[_Task]]:
+    def _rounds(self) -> list[list[Task]]:
         """Tasks in order; those of one round have the same pack on all devices (data) or are alone (pipeline)."""
         packs, total = self.packs, self.training.gradient_accumulation_steps
         turns = [("fwd", a, b) for a, b in packs.forward] + [("bwd", a, b) for a, b in reversed(packs.backward)]
@@ -97,16 +100,16 @@ class _PackLowering:
                 device = k % packs.devices
                 if phase == "bwd":
                     self.takes_backward[a] = device
-                rounds.append([_Task(phase, a, b, device, is_last, tuple(range(total)))])
+                rounds.append([Task(phase, a, b, device, is_last, tuple(range(total)))])
             else:
                 share = [tuple(range(d * total // packs.devices, (d + 1) * total // packs.devices))
                          for d in range(packs.devices)]  # fmt: skip
-                rounds.append([_Task(phase, a, b, d, is_last, share[d]) for d in range(packs.devices) if share[d]])
+                rounds.append([Task(phase, a, b, d, is_last, share[d]) for d in range(packs.devices) if share[d]])
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:
         self._declare_homes()
-        before: dict[int, list[_Task]] = {d: [] for d in range(self.packs.devices)}
+        before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
         for tasks in self._rounds():
             made = [self._turn(task, before[task.device]) for task in tasks]
             if tasks[0].phase == "bwd":
@@ -116,7 +119,10 @@ class _PackLowering:
                 before[task.device].append(task)
             if tasks[0].phase == "bwd":
                 self._update(tasks[0])
-        meta = {
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, self.meta(machine))
+
+    def meta(self, machine: Machine) -> dict[str, object]:
+        return {
             "policy": self.plan.policy,
             "semantics": self.plan.semantics,
             "model": self.workload.name,
@@ -125,7 +131,6 @@ class _PackLowering:
             "devices": self.packs.devices,
             "form": self.packs.form,
         }
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, meta)
 
     def _declare_homes(self) -> None:
         for unit in self.units:
@@ -138,14 +143,14 @@ class _PackLowering:
 
     # ---- names and units ----
 
-    def name(self, task: _Task) -> str:
+    def name(self, task: Task) -> str:
         pack = f"{self.units[task.first].name}-{self.units[task.end - 1].name}"
         return f"{pack}/gpu{task.device}" if self.packs.devices > 1 else pack
 
     def between(self, first: int, end: int) -> tuple[Unit, ...]:
         return self.units[first:end]
 
-    def shared_params(self, task: _Task) -> list[str]:
+    def shared_params(self, task: Task) -> list[str]:
         """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
         own = [u.name for u in self.between(task.first, task.end) if u.num_parameters]
         tied = [u.shares for u in self.between(task.first, task.end) if u.shares and u.shares not in own]
@@ -153,7 +158,7 @@ class _PackLowering:
 
     # ---- one turn ----
 
-    def _turn(self, task: _Task, before: list[_Task]) -> str | None:
+    def _turn(self, task: Task, before: list[Task]) -> str | None:
         """The ops of one task but for its end; the buffer with its gradients, in backward."""
         gpu, name = f"gpu{task.device}", self.name(task)
         left = before[-1] if before else None
@@ -184,8 +189,7 @@ class _PackLowering:
                 x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
                 dy = None
             else:
-                x = self.made.copy(f"fetch_stash/{self.units[task.first].name}/mb{m}", f"{gpu}.h2d",
-                              self.stash.pop((task.first, m)), gpu, after=may_come, m=m)  # fmt: skip
+                x = self._stash_arrives(task, m, may_come)
                 dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
             if i == 0 and not params_first:
                 fetch_params()
@@ -193,7 +197,7 @@ class _PackLowering:
         task.gone, task.params = f"leave/{task.phase}/{name}", params
         return grads
 
-    def _one_ahead(self, task: _Task, i: int, left: _Task | None, left2: _Task | None) -> list[str]:
+    def _one_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
         """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
         if i >= 2:
             return [task.computes[i - 2]]
@@ -205,7 +209,7 @@ class _PackLowering:
             return [left.computes[-2]]
         return [left2.gone] if left2 else []
 
-    def _gradient_ahead(self, task: _Task, i: int, left: _Task | None, left2: _Task | None) -> list[str]:
+    def _gradient_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
         if i >= 1:
             return [task.again[i - 1]]
         if left is None:
@@ -214,8 +218,14 @@ class _PackLowering:
             return left.again[-1:] or left.computes[-1:]
         return self._one_ahead(task, 0, left, left2)
 
+    def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
+        """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
+        gpu, label = f"gpu{task.device}", f"{self.units[task.first].name}/mb{m}"
+        stashed = self.stash.pop((task.first, m))
+        return self.made.copy(f"fetch_stash/{label}", f"{gpu}.h2d", stashed, gpu, after=after, m=m)
+
     def _arrives(
-        self, what: str, unit: int, m: int, task: _Task, after: list[str], *, first: bool = False
+        self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
     ) -> str | None:
         """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
         if first:
@@ -227,14 +237,14 @@ class _PackLowering:
             return self.made.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
         return self.made.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: _Task, to_device: int) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
         if to_device == task.device:
             label = f"offload_{what}/{self.units[unit].name}/mb{m}"
             buffer = self.made.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
 
-    def _forward(self, task: _Task, i: int, m: int, x: str | None, params: list[str], left: _Task | None) -> None:
+    def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
         gpu = f"gpu{task.device}"
         cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
         key = ""
@@ -264,7 +274,7 @@ class _PackLowering:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
         return self.made.home(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts")
 
-    def _stash(self, task: _Task, unit: int, m: int, x: str, after: list[str]) -> None:
+    def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
         label = f"{self.units[unit].name}/mb{m}"
         stashed = self.made.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
@@ -278,11 +288,11 @@ class _PackLowering:
             stashed = again
         self.stash[unit, m] = stashed
 
-    def _device_after(self, task: _Task) -> int:
+    def _device_after(self, task: Task) -> int:
         return (task.device + 1) % self.packs.devices if self.packs.form == "pipeline" else task.device
 
     def _backward(
-        self, task: _Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
+        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
     ) -> str | None:
         gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
         label = f"{units[0].name}-{units[-1].name}/mb{m}"
@@ -313,7 +323,7 @@ class _PackLowering:
 
     # ---- the end of a turn ----
 
-    def _gradients(self, tasks: list[_Task], grads: list[str]) -> None:
+    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
         """All-reduces the gradients of a round (data) and takes them to host memory."""
         reduced = grads
         if len(tasks) > 1:
@@ -331,14 +341,17 @@ class _PackLowering:
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
 
-    def _clean_up(self, task: _Task) -> None:
+    def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
-        name = self.name(task)
-        after = [task.computes[-1], *([f"offload_grads/{name}"] if task.phase == "bwd" else [])]
+        after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
         self.made.op(task.gone, f"gpu{task.device}.compute", "leave", work={"s": self.packs.cleanup_s},
                 reads=task.params, after=after)  # fmt: skip
 
-    def _update(self, task: _Task) -> None:
+    def _gradients_gone(self, task: Task) -> list[str]:
+        """Keys of the ops that have taken the gradients of a turn to host memory."""
+        return [f"offload_grads/{self.name(task)}"]
+
+    def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run."""
         grads = self.arrived_grads[task.first]
         for unit in self.between(task.first, task.end):

@@ -14,7 +14,7 @@ from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, sta
 from tierplan.runtime.arena import Block, Pool, map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
-from tierplan.runtime.held import Held, InputThing, SavedThing, held_of
+from tierplan.runtime.held import GradientThing, Held, InputThing, SavedThing, held_of
 from tierplan.runtime.lanes import Lane
 from tierplan.runtime.state_parts import parameters_of
 from tierplan.runtime.store import Extent, Store
@@ -75,6 +75,7 @@ class Bodies:
             "norm": self._norm,
             "clip": self._clip,
             "update": self._update,
+            "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._take_gradient) for u in self.units for _, p in u.parameters
@@ -245,7 +246,9 @@ class Bodies:
         lane.run_backward(index)
         for instance in call.writes:
             if instance.buffer.content.startswith("dx/"):
-                expect(instance, sum(leaf.grad.nbytes for leaf in lane.runs[index].leaves if leaf.grad is not None))
+                leaves = lane.runs[index].leaves
+                expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
+                instance.value = Held(thing=GradientThing(leaves))
         self._finish_gradients(call)
         if index == 0:
             del self._lanes[key]

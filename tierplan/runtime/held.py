@@ -19,7 +19,7 @@ from tierplan.runtime.saved import Slot, memory_of
 from tierplan.runtime.store import Extent
 from tierplan.runtime.units import placeholder
 
-__all__ = ["Held", "InputThing", "SavedThing", "Thing", "held_of"]
+__all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "held_of"]
 
 
 class Thing:
@@ -96,6 +96,32 @@ class InputThing(Thing):
                     if stride is None
                     else flat.new_empty_strided(shape, stride).copy_(flat.view(shape))
                 )
+
+
+class GradientThing(Thing):
+    """The gradient of a unit's input: that of its leaves."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = [leaf for leaf in leaves if leaf.grad is not None]
+        self._strides = [leaf.grad.stride() for leaf in self.leaves if leaf.grad is not None]
+
+    def memory(self) -> torch.Tensor:
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        assert len(gradients) == len(self.leaves), "a gradient that has been used is not moved"
+        parts = [gradient.contiguous().view(-1).view(torch.uint8) for gradient in gradients]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        at = 0
+        for leaf, stride in zip(self.leaves, self._strides, strict=True):
+            if memory is None:
+                leaf.grad = None
+                continue
+            flat = memory[at : at + leaf.nbytes].view(leaf.dtype)
+            at += leaf.nbytes
+            gradient = flat.new_empty_strided(leaf.shape, stride)
+            leaf.grad = flat.view(leaf.shape) if gradient.is_contiguous() else gradient.copy_(flat.view(leaf.shape))
 
 
 @dataclass(eq=False, slots=True)

@@ -25,6 +25,7 @@ from tierplan.runtime.arena import PAGE_BYTES
 from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies
 from tierplan.runtime.device import Device
 from tierplan.runtime.durability import Durability
+from tierplan.runtime.executable import check_executable
 from tierplan.runtime.executor import Executor
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.placement import Placement, TrainingError
@@ -128,12 +129,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         meta = self.schedule.meta
-        training: Any = meta.get("training")
-        if not isinstance(training, Mapping) or not meta.get("units"):
-            raise TrainingError(
-                f"schedule {self.schedule.name!r} does not say what it trains: its meta lacks 'training' or 'units'; "
-                "make it with `tierplan plan`"
-            )
+        check_executable(self.schedule)
+        training: Any = meta["training"]
         self._training = training
         self._num_micro_batches = int(training["gradient_accumulation_steps"])
         self._dtype = TORCH_DTYPES[training["dtype"]]
