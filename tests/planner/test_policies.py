@@ -162,13 +162,16 @@ def test_zero_infinity_needs_host_memory_for_all_gradients_twice_while_it_starts
     (22 Mi in fp32, rounded up); five parameter buffers in one pinned piece of 256 MiB; 64 MiB of parameters."""
     workload = toy_workload(4)
     need = 2 * workload.num_parameters + (64 + 4 * 128 + 256 + 64) * MIB
-    assert startup_bytes(workload, params="nvme", optimizer="nvme", devices=1) == need
+    assert startup_bytes(workload, params="nvme", optimizer="nvme", devices=1, pinned=True) == need
+    without = startup_bytes(workload, params="nvme", optimizer="nvme", devices=1, pinned=False)
+    assert without == need - 64 * MIB
     assert predict("zero-infinity", workload, toy_machine(host_bytes=need)).fits
     short = predict("zero-infinity", workload, toy_machine(host_bytes=need - 1))
     assert not short.fits
     assert f"needs {need:,} bytes of host memory while it starts" in short.why_not
     assert predict("zero-infinity", workload, toy_machine(host_bytes=need - 1), {"host_buffers": "none"}).fits
-    assert startup_bytes(workload, params="device", optimizer="device", devices=1) == 0
+    assert predict("zero-infinity", workload, toy_machine(host_bytes=need - 1), {"pin_memory": "off"}).fits
+    assert startup_bytes(workload, params="device", optimizer="device", devices=1, pinned=True) == 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,15 @@ def test_step_times_that_were_never_fitted_are_met(reports: dict[str, Report], s
     assert report.kendall_tau >= TAU_LIMIT
 
 
+@pytest.mark.parametrize("system", ["fuyou", "zero"])
+def test_what_is_published_to_fit_fits_and_what_is_published_to_fail_does_not(
+    reports: dict[str, Report], system: str
+) -> None:
+    rows = [row for row in reports[system].checked if row.quantity == "fits"]
+    assert {row.value for row in rows} == {0.0, 1.0}
+    assert all(row.error == 0 for row in rows), [row.label for row in rows if row.error]
+
+
 def test_calibrated_rows_are_met_by_the_constants_that_they_fixed(reports: dict[str, Report]) -> None:
     rows = [row for row in reports["fuyou"].rows if row.role == "calibrate"]
     assert len(rows) == 3

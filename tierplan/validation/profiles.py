@@ -72,12 +72,14 @@ def tensor_parallel_workload(
     seq: int,
     tensor_parallel: int,
     chunks: Sequence[Mapping[str, Any]],
+    head_saves: Sequence[Mapping[str, Any]] = (),
 ) -> Workload:
     """One GPU's part of a transformer trained with tensor parallelism and SGD in fp16 (SSDTrain's models).
 
     Each layer is a chain of chunks, each with its share of the layer's FLOPs and what it saves beside its input, in
-    units of `seq * batch * hidden` bytes (`units`, the same on each GPU, and `parallel_units`, divided among them). The
-    loss saves logits in fp16 and their softmax in fp32, divided by vocabulary.
+    units of `seq * batch * hidden` bytes (`units`, the same on each GPU, and `parallel_units`, divided among them); so
+    does the head (`head_saves`). The loss saves logits in fp16 and their softmax in fp32, divided by vocabulary, and
+    its backward makes their gradient in fp16.
     """
     unit_bytes = seq * batch * hidden
     border = 2 * unit_bytes
@@ -115,14 +117,19 @@ def tensor_parallel_workload(
         name="embed", kind="embed", num_parameters=0, forward={}, backward={}, output_bytes=border, saves_input=False
     )
     logits = seq * batch * vocabulary // tensor_parallel
+    of_head = [(tensor["name"], round(_units(tensor, tensor_parallel) * unit_bytes)) for tensor in head_saves]
+    of_head.append(("logits and softmax", 6 * logits))
     head = Unit(
         name="head",
         kind="head",
         num_parameters=0,
         forward={},
         backward={},
-        saved=(SavedTensor(index=0, name="logits and softmax", size_bytes=6 * logits, dtype="fp16"),),
+        saved=tuple(
+            SavedTensor(index=i, name=name, size_bytes=size, dtype="fp16") for i, (name, size) in enumerate(of_head)
+        ),
         input_bytes=border,
+        backward_work_bytes=2 * logits,
     )
     return Workload(
         name=name,

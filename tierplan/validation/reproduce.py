@@ -23,6 +23,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
+from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.models import load_workload, workload_of
 from tierplan.sim.pricing import simulate_on
@@ -71,8 +72,8 @@ class Row:
         return self.predicted - nearest if self.quantity in DIFFERENCES else self.predicted / nearest - 1
 
 
-DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute")
-"""Quantities that are shares of something: their error is the difference."""
+DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute", "fits")
+"""Quantities that are shares of something, or yes (1) or no (0): their error is the difference."""
 TIMES = ("step_s", "phases_s", "iteration_s")
 
 
@@ -161,14 +162,16 @@ def _rows(table: Settings, result: Settings) -> Iterator[dict[str, Any]]:
 
 def label_of(settings: Settings) -> str:
     """A row's distinguishing settings, for people."""
-    names = ("policy", "model", "parameters", "hidden", "layers", "drives", "devices", "batch", "contention", "phase")
+    names = ("policy", "head", "model", "parameters", "hidden", "layers", "drives", "devices", "batch",
+             "accumulation", "contention", "phase")  # fmt: skip
     parts = []
     for name in names:
         if name in settings:
             value = settings[name]
-            parts.append(str(value) if name in ("policy", "model", "phase") else f"{name} {value:g}"
+            parts.append(str(value) if name in ("policy", "head", "model", "phase") else f"{name} {value:g}"
                          if isinstance(value, (int, float)) else f"{name}: {value}")  # fmt: skip
     parts += [f"{name}={value}" for name, value in settings.get("options", {}).items()]
+    parts += settings.get("set", [])
     return ", ".join(parts)
 
 
@@ -210,6 +213,7 @@ def _machine(settings: Settings) -> Machine:
 def _workload(settings: Settings) -> Workload:
     training = Training(
         per_device_train_batch_size=settings["batch"],
+        gradient_accumulation_steps=settings.get("accumulation", 1),
         sequence_length=settings["seq"],
         dtype=settings.get("dtype", "fp16"),
     )
@@ -243,6 +247,15 @@ def _step(table: Settings, settings: Settings) -> Prediction:
     return predict(settings["policy"], _workload(settings), _machine(settings), settings.get("options"))
 
 
+def _fits(table: Settings, settings: Settings) -> float:
+    """1 where it fits, 0 where it does not."""
+    return float(_step(table, settings).fits)
+
+
+def _tflops(table: Settings, settings: Settings) -> float | None:
+    return _step(table, settings).tflops_8nd
+
+
 def _best_tflops(table: Settings, settings: Settings) -> float | None:
     """The best throughput over batches, as the papers count it."""
     found = []
@@ -254,7 +267,10 @@ def _best_tflops(table: Settings, settings: Settings) -> float | None:
 
 
 def _phase(table: Settings, settings: Settings) -> float | Prediction:
-    """One phase of a step that does its updates after backward. Gradients' way to their place ends backward."""
+    """One phase of a step that does its updates after backward. Gradients' way to their place ends backward.
+
+    What still waits in buffers for its way to NVMe does not: DeepSpeed's writes go on while the update begins.
+    """
     scenario = {name: value for name, value in settings.items() if name not in ("phase", "value", "low", "high")}
     prediction, seconds = _phases(json.dumps(scenario, sort_keys=True))
     return prediction if settings["phase"] == "step" or not prediction.fits else seconds[settings["phase"]]
@@ -270,8 +286,18 @@ def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
         return prediction, {}
     trace = simulate_on(prediction.schedule, machine)
     forward_end_s = min(s.start_ns for s in trace.spans if s.key.startswith(("recompute/", "bwd/"))) / 1e9
-    backward = ("bwd/", "offload_grads/", "write_grads/", "widen/")
-    backward_end_s = max(s.end_ns for s in trace.spans if s.key.startswith(backward)) / 1e9
+    backward = ("bwd/", "offload_grads/", "widen/")
+    ends_ns = [s.end_ns for s in trace.spans if s.key.startswith(backward)]
+    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if op.key.startswith("write_grads/")}
+    devices = prediction.plan.devices if prediction.plan else 1
+    own = min(prediction.num_parameters // devices, SUB_GROUP_PARAMETERS)
+    buffered = 4.0 * OPTIMIZER_BUFFERS * own * devices  # fp32 in pinned buffers
+    for span in sorted((s for s in trace.spans if s.key in size), key=lambda s: -s.end_ns):
+        buffered -= size[span.key]
+        if buffered < 0:
+            ends_ns.append(span.end_ns)
+            break
+    backward_end_s = max(ends_ns) / 1e9
     return prediction, {
         "forward": forward_end_s,
         "backward": backward_end_s - forward_end_s,
@@ -350,6 +376,7 @@ def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
         seq=settings["seq"],
         tensor_parallel=settings["tensor_parallel"],
         chunks=table["chunk"],
+        head_saves=table["head"][settings["head"]]["saves"],
     )
 
 
@@ -390,6 +417,8 @@ def _below_recompute(table: Settings, settings: Settings) -> float:
 
 QUANTITIES: Mapping[str, Callable[[Settings, Settings], float | Prediction | None]] = {
     "step_s": _step,
+    "fits": _fits,
+    "tflops_8nd": _tflops,
     "best_tflops_8nd": _best_tflops,
     "phases_s": _phase,
     "efficiency": _efficiency,

@@ -44,6 +44,7 @@ OPTIONS: Mapping[str, object] = {
     "prefetch": 2,
     "pipeline": "off",  # or on: reads and writes of the optimizer beside its updates
     "host_buffers": "deepspeed",  # or none
+    "pin_memory": None,  # on or off; default: on where parameters are offloaded too, as in DeepSpeed's examples
     "operator_tiles": 1,
     "devices": None,  # default: all that the machine has
     "semantics": None,
@@ -74,8 +75,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         need_nvme(NAME, machine)
     ahead = int(number(NAME, options, "prefetch", low=0))
     pipelined = choice(NAME, options, "pipeline", ("off", "on")) == "on"
+    options["pin_memory"] = options["pin_memory"] or ("off" if params == "device" else "on")
+    pinned = choice(NAME, options, "pin_memory", ("on", "off")) == "on"
     if choice(NAME, options, "host_buffers", ("deepspeed", "none")) == "deepspeed":
-        _check_startup(workload, machine, params, optimizer, devices)
+        need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices, pinned=pinned)
+        _check_startup(need, machine)
     units = tuple(
         UnitPlan(
             params=params,
@@ -104,18 +108,19 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     )
 
 
-def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, devices: int) -> int:
+def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, devices: int, pinned: bool) -> int:
     """Host memory that DeepSpeed's buffers take while it starts, over all devices.
 
-    An optimizer off the device has one buffer for the 16-bit gradients of all parameters of a rank: zeros, of which a
-    pinned copy is then made, so both exist at once (`grad_partitions_flat_buffer` in `runtime/zero/stage3.py`).
-    PyTorch's allocator of pinned memory rounds up to a power of two. The pinned buffers that swapping uses stand beside
-    it (`runtime/swap_tensor`): of fp32 for the optimizer, of 16 bits for parameters, with their documented sizes.
+    An optimizer off the device has one buffer for the 16-bit gradients of all parameters of a rank: zeros, of which
+    with `pin_memory` a pinned copy is then made, so both exist at once (`grad_partitions_flat_buffer` in
+    `runtime/zero/stage3.py`). PyTorch's allocator of pinned memory rounds up to a power of two. The pinned buffers that
+    swapping uses stand beside it (`runtime/swap_tensor`): of fp32 for the optimizer, of 16 bits for parameters, with
+    their documented sizes.
     """
     t, own = workload.training, -(-workload.num_parameters // devices)
     total = 0
     if optimizer != "device":
-        total += own * t.grad_bytes + _pinned(own * t.grad_bytes)
+        total += own * t.grad_bytes + (_pinned(own * t.grad_bytes) if pinned else 0)
     if optimizer == "nvme":
         total += OPTIMIZER_BUFFERS * _pinned(min(own, SUB_GROUP_PARAMETERS) * FP32_BYTES)
     if params == "nvme":
@@ -128,14 +133,13 @@ def _pinned(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
-def _check_startup(workload: Workload, machine: Machine, params: Place, optimizer: Place, devices: int) -> None:
-    need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices)
+def _check_startup(need: int, machine: Machine) -> None:
     have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
     if need > have:
         raise PlanError(
             f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers and "
             f"the gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too few; "
-            "take more host memory or a smaller model, or option host_buffers=none for the step's own bytes alone"
+            "take more host memory, a smaller model, or option pin_memory=off; host_buffers=none counts the step alone"
         )
 
 
