@@ -15,6 +15,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.groups import without_decay
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.trainer import TrainingError
 from tierplan.sim.schedule import Schedule
@@ -71,10 +72,10 @@ def schedule_for(accumulation: int, clip: float | None) -> Schedule:
     return lower(plan, workload, machine())
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, None), (2, 0.5)])
-def test_against_the_plain_trainer(accumulation: int, clip: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulation", "clip", "decay"), [(1, None, 0.0), (2, None, 0.3), (2, 0.5, 0.3)])
+def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay: float, tmp_path: Path) -> None:
     plain, model = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
-    args = arguments(tmp_path, accumulation, clip)
+    args = arguments(tmp_path, accumulation, clip, weight_decay=decay)
     hf.set_seed(1)
     expected = hf.Trainer(model=plain, args=args, train_dataset=examples(40))
     expected._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
@@ -95,9 +96,14 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, tmp_pa
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("per_device_train_batch_size", 4), ("weight_decay", 0.1), ("max_grad_norm", 1.0)]
-)
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert", "t5"])
+def test_what_the_trainer_spares_weight_decay(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    decayed = set(hf.Trainer(model=model, args=arguments(tmp_path, 1, None)).get_decay_parameter_names(model))
+    assert set(without_decay(model).names) == {name for name, _ in model.named_parameters()} - decayed
+
+
+@pytest.mark.parametrize(("setting", "value"), [("per_device_train_batch_size", 4), ("max_grad_norm", 1.0)])
 def test_arguments_that_are_not_the_schedule_s_are_refused(setting: str, value: float, tmp_path: Path) -> None:
     assert CPU.max_grad_norm is None
     args = arguments(tmp_path, 1, None, **{setting: value})

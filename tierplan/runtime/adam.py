@@ -19,7 +19,14 @@ from typing import Literal
 
 import torch
 
-__all__ = ["NonFiniteGradientError", "OptimizerSettings", "state_regions", "update_flat"]
+__all__ = [
+    "NonFiniteGradientError",
+    "OptimizerSettings",
+    "ParameterGroup",
+    "Segment",
+    "state_regions",
+    "update_flat",
+]
 
 CHUNK_ELEMENTS = 1 << 20
 VECTOR_ELEMENTS = 16
@@ -32,6 +39,27 @@ class NonFiniteGradientError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are treated differently from the rest, by their names in the model."""
+
+    names: tuple[str, ...]
+    weight_decay: float | None = None
+    """None for that of the rest."""
+    lr_factor: float = 1.0
+    """Of the learning rate that the rest have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Neighbours in a flat buffer that are updated alike."""
+
+    length: int
+    weight_decay: float
+    lr_factor: float = 1.0
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """Hyper-parameters, under PyTorch's names."""
 
@@ -40,6 +68,8 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    groups: tuple[ParameterGroup, ...] = ()
+    """See `tierplan.runtime.groups`."""
 
 
 def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> dict[str, torch.Tensor]:
@@ -60,6 +90,7 @@ def update_flat(
     lr: float,
     clip: torch.Tensor | None = None,
     odd_lengths: Sequence[int] = (),
+    segments: Sequence[Segment] = (),
     begin: int = 0,
     num_parameters: int | None = None,
     label: str = "",
@@ -81,6 +112,8 @@ def update_flat(
         Coefficient of global-norm clipping, a scalar tensor of the dtype that `clip_grad_norm_` has made it.
     odd_lengths
         Lengths of the parameters at the end of the buffer that are not whole vectors, in their order.
+    segments
+        Of the whole buffer, in place of `odd_lengths`, where not all of it is updated alike.
     begin, num_parameters
         Of a part: where it begins in the buffer, and how many elements the whole buffer has.
     label
@@ -93,23 +126,37 @@ def update_flat(
     target = params if master is None else master
     step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
     tensors = [params if master is None else master, *(regions[name] for name in REGIONS[settings.name])]
-    for piece in _pieces(num_parameters or grads.numel(), odd_lengths, chunk_elements):
+    if not segments:
+        lengths = ((num_parameters or grads.numel()) - sum(odd_lengths), *odd_lengths)
+        segments = [Segment(length=length, weight_decay=settings.weight_decay) for length in lengths]
+    for piece, segment in _pieces(segments, chunk_elements):
+        rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor
         for here, in_vector in _overlaps(piece, slice(begin, begin + grads.numel())):
             part = slice(here.start - begin, here.stop - begin)
+            if segment.is_frozen:
+                if master is not None:
+                    params[part].copy_(master[part])  # the working copy may be in new memory
+                continue
             grad = grads[part]
             if clip is not None:
                 grad = grad * clip.to(grad.device)
             grad = grad.to(target.dtype)
             if in_vector is None:
-                _step([tensor[part] for tensor in tensors], grad, settings, step_tensor, lr)
+                _step([tensor[part] for tensor in tensors], grad, settings, step_tensor, rate, segment.weight_decay)
             else:
-                _step_in_vector([tensor[part] for tensor in tensors], grad, settings, step_tensor, lr, in_vector)
+                here_tensors = [tensor[part] for tensor in tensors]
+                _step_in_vector(here_tensors, grad, settings, step_tensor, rate, segment.weight_decay, in_vector)
             if master is not None:
                 params[part].copy_(master[part])
 
 
 def _step(
-    tensors: Sequence[torch.Tensor], grad: torch.Tensor, settings: OptimizerSettings, step: torch.Tensor, lr: float
+    tensors: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    settings: OptimizerSettings,
+    step: torch.Tensor,
+    lr: float,
+    weight_decay: float,
 ) -> None:
     """The optimizer's kernel on what is updated and its moments."""
     target, *moments = tensors
@@ -124,14 +171,14 @@ def _step(
             lr=lr,
             beta1=settings.betas[0],
             beta2=settings.betas[1],
-            weight_decay=settings.weight_decay,
+            weight_decay=weight_decay,
             eps=settings.eps,
             amsgrad=False,
             maximize=False,
         )
     else:
-        if settings.weight_decay:
-            grad = grad.add(target, alpha=settings.weight_decay)
+        if weight_decay:
+            grad = grad.add(target, alpha=weight_decay)
         target.add_(grad, alpha=-lr)
 
 
@@ -141,6 +188,7 @@ def _step_in_vector(
     settings: OptimizerSettings,
     step: torch.Tensor,
     lr: float,
+    weight_decay: float,
     in_vector: tuple[int, int],
 ) -> None:
     """`_step` on some elements of a vector, where they stand in it: (offset, length of the vector)."""
@@ -149,18 +197,19 @@ def _step_in_vector(
     padded = [torch.zeros(length, dtype=grad.dtype, device=grad.device) for _ in (grad, *tensors)]
     for whole, own in zip(padded, (grad, *tensors), strict=True):
         whole[here].copy_(own)
-    _step(padded[1:], padded[0], settings, step, lr)
+    _step(padded[1:], padded[0], settings, step, lr, weight_decay)
     for whole, own in zip(padded[1:], tensors, strict=True):
         own.copy_(whole[here])
 
 
-def _pieces(num_elements: int, odd_lengths: Sequence[int], chunk_elements: int) -> Iterator[slice]:
+def _pieces(segments: Sequence[Segment], chunk_elements: int) -> Iterator[tuple[slice, Segment]]:
+    """Chunks of what is updated, none across two segments."""
     step = max(VECTOR_ELEMENTS, chunk_elements // VECTOR_ELEMENTS * VECTOR_ELEMENTS)
     begin = 0
-    for length in (num_elements - sum(odd_lengths), *odd_lengths):
-        end = begin + length
+    for segment in segments:
+        end = begin + segment.length
         for at in range(begin, end, step):
-            yield slice(at, min(at + step, end))
+            yield slice(at, min(at + step, end)), segment
         begin = end
 
 

@@ -14,6 +14,7 @@ from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, sta
 from tierplan.runtime.arena import Block, Pool, map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
+from tierplan.runtime.groups import segments
 from tierplan.runtime.held import GradientThing, Held, InputThing, SavedThing, held_of
 from tierplan.runtime.lanes import Lane
 from tierplan.runtime.state_parts import parameters_of
@@ -62,6 +63,8 @@ class Bodies:
 
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
+        self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
+        """By unit, what of it is updated how."""
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
@@ -78,7 +81,10 @@ class Bodies:
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._take_gradient) for u in self.units for _, p in u.parameters
+            p.register_post_accumulate_grad_hook(self._take_gradient)
+            for u in self.units
+            for _, p in u.parameters
+            if p.requires_grad
         ]
 
     def __call__(self, call: Call) -> None:
@@ -329,6 +335,7 @@ class Bodies:
             norms = [
                 (self._position[id(p)], torch.linalg.vector_norm(view, 2.0).cpu())
                 for (_, p), view in zip(unit.parameters, views, strict=True)
+                if p.requires_grad
             ]
         call.writes[0].value = Held(norms=norms)
 
@@ -384,7 +391,7 @@ class Bodies:
             step=num_updates + 1,
             lr=self.learning_rate(num_updates),
             clip=clip,
-            odd_lengths=unit.odd_lengths,
+            segments=self.segments[unit.name],
             begin=part.start,
             num_parameters=unit.num_parameters,
             label=unit.name,

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer, TrainingError
 from tierplan.sim.schedule import Schedule
 
@@ -51,6 +51,8 @@ class ScheduleTrainer(transformers.Trainer):
         self._num_micro_batches = int(training["gradient_accumulation_steps"])
         self._waiting: list[Mapping[str, Any]] = []
         args = self.args
+        decayed = set(self.get_decay_parameter_names(self.model))
+        spared = tuple(name for name, _ in self.model.named_parameters() if name not in decayed)
         self._engine = Trainer(
             schedule,
             self.model,
@@ -59,7 +61,8 @@ class ScheduleTrainer(transformers.Trainer):
                 lr=args.learning_rate,
                 betas=(args.adam_beta1, args.adam_beta2),
                 eps=args.adam_epsilon,
-                weight_decay=0.0,
+                weight_decay=args.weight_decay,
+                groups=(ParameterGroup(names=spared, weight_decay=0.0),),
             ),
             learning_rate=lambda step: self._current_rate(),
             seed=None,
@@ -77,7 +80,6 @@ class ScheduleTrainer(transformers.Trainer):
             "gradient_accumulation_steps": training["gradient_accumulation_steps"],
             "max_grad_norm": training["max_grad_norm"] or 0.0,
             "gradient_checkpointing": False,
-            "weight_decay": 0.0,  # the Trainer spares some parameters, a schedule's update treats all alike
             "fp16": False,
             "bf16": False,
         }

@@ -421,7 +421,12 @@ class Lane:
             self._close()
             roots = self.runs[index - 1].roots
             flat = self._cut(flat, roots, is_passed_on=True)
-            run.leaves = [leaf for _, leaf in roots]
+            if not roots:  # a frozen embedding: its output stands for it all the same
+                first = next(k for k, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.is_floating_point())
+                flat[first] = flat[first].detach().requires_grad_()  # type: ignore[attr-defined]
+                run.leaves = [flat[first]]  # type: ignore[list-item]
+            else:
+                run.leaves = [leaf for _, leaf in roots]
             self._yield()
         args, kwargs = tree_unflatten(flat, spec)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]

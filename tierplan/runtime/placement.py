@@ -127,7 +127,7 @@ class Placement:
                 step=done,
                 lr=bodies.learning_rate(done - 1),
                 clip=None,
-                odd_lengths=self._unit(name).odd_lengths,
+                segments=bodies.segments[name],
                 label=name,
             )
         return found

@@ -76,7 +76,8 @@ def train_plainly(
     parameters = [p for p in model.parameters() if p.requires_grad]
     has_master = master_weights and any(p.dtype != torch.float32 for p in parameters)
     masters = [nn.Parameter(p.detach().float()) if has_master else p for p in parameters]
-    torch_optimizer = _optimizer(masters, settings)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    torch_optimizer = _optimizer(dict(zip(names, masters, strict=True)), settings)
     num_updates = 0
     waiting: list[torch.Tensor] | None = None
     source, losses = iter(batches), []
@@ -99,7 +100,8 @@ def train_plainly(
             gradients, waiting = waiting or [], gradients  # type: ignore[assignment]
         if gradients:
             for group in torch_optimizer.param_groups:
-                group["lr"] = learning_rate(num_updates) if learning_rate else settings.lr
+                rate = learning_rate(num_updates) if learning_rate else settings.lr
+                group["lr"] = rate * group["lr_factor"]
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = None if gradient is None else gradient.to(master.dtype)
             torch_optimizer.step()
@@ -116,14 +118,15 @@ def train_plainly(
     return losses
 
 
-def _optimizer(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _optimizer(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    rest = dict(parameters)
+    groups: list[dict[str, Any]] = []
+    for group in settings.groups:
+        chosen = [rest.pop(name) for name in group.names if name in rest]  # frozen ones are not here
+        decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+        groups.append({"params": chosen, "weight_decay": decay, "lr_factor": group.lr_factor})
+    groups.append({"params": list(rest.values()), "weight_decay": settings.weight_decay, "lr_factor": 1.0})
+    groups = [group for group in groups if group["params"]]
     if settings.name == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay, foreach=False)
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+        return torch.optim.SGD(groups, lr=settings.lr, foreach=False)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)

@@ -27,6 +27,7 @@ from tierplan.runtime.device import Device
 from tierplan.runtime.durability import Durability
 from tierplan.runtime.executable import check_executable
 from tierplan.runtime.executor import Executor
+from tierplan.runtime.groups import check_groups
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.placement import Placement, TrainingError
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
@@ -307,6 +308,7 @@ class Trainer:
     def _set_up(self, first: Batch) -> None:
         self._device = Device(torch.device(self.device))
         self._units = split_model(self.model, first)
+        check_groups(self.optimizer, [name for unit in self._units for name, _ in unit.parameters])
         self._check_units()
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))

@@ -62,11 +62,6 @@ class ModelUnit:
     def num_parameters(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def odd_lengths(self) -> list[int]:
-        """Lengths of the parameters at the end that are not whole vectors: see `adam.update_flat`."""
-        return [n for n in self.lengths if n % VECTOR_ELEMENTS]
-
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a flat tensor with one element per parameter, in their shapes."""
         return [part.view(shape) for part, shape in zip(flat.split(self.lengths), self.shapes, strict=True)]
@@ -121,11 +116,8 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
     in_block = {id(p): name for name, block in blocks for p in block.parameters()}
     used = _used_outside(model, [name for name, _ in blocks], batch)
     parameters = dict(model.named_parameters())
-    frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    if frozen:
-        raise ModelError(
-            f"parameter {frozen[0]!r} is frozen (requires_grad is False); the runtime trains all parameters"
-        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
     last = len(blocks)
     outside: dict[int, list[tuple[str, nn.Parameter]]] = {0: [], **{at: [] for at in sorted(used)}, last: []}
     sharing: set[int] = set()
