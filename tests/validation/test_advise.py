@@ -10,7 +10,9 @@ import pytest
 
 from tierplan.hwmodels import load_description
 from tierplan.validation.advice_text import advice_lines, write_advice
-from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Prices, advise
+from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Prices, _wishes, advise
+from tierplan.validation.evaluate import evaluate_point
+from tierplan.validation.study import Point
 
 POLICIES = ("in-memory", "fuyou")
 
@@ -59,6 +61,38 @@ def test_another_drive_helps_where_the_drive_is_the_limit(advice: Advice) -> Non
     assert drives.gain_per_1000_usd == pytest.approx(drives.gain_frac * 100 / 160 * 1000)
     gains = [c.gain_per_1000_usd or 0.0 for c in advice.changes if c.fits]
     assert gains == sorted(gains, reverse=True)
+
+
+def test_a_gpu_that_is_in_nothing_better_is_not_offered() -> None:
+    """A 3090 has the memory of a 4090 and half its speed; for a 1080 Ti it would be a gain in all figures."""
+    own = [what for what, _, _ in _wishes(load_description("desktop-4090"), Prices())]
+    assert not any("GPU" in what for what in own)
+    older = load_description("desktop-4090", ["gpu.part=gtx-1080-ti"])
+    assert {what for what, _, _ in _wishes(older, Prices()) if "GPU" in what} == {
+        "a rtx-3090 as GPU",
+        "a rtx-4090 as GPU",
+    }
+
+
+def test_nothing_is_simulated_whose_answer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In-memory training does not fit one sequence, so it is not tried with more, nor with a second drive."""
+    asked: list[Point] = []
+
+    def noted(point: Point) -> dict[str, object]:
+        asked.append(point)
+        return evaluate_point(point)
+
+    monkeypatch.setattr("tierplan.validation.evaluate.evaluate_point", noted)
+    found = advise("gpt-6.7b", "desktop-4090", batches=(1, 16), policies=POLICIES, planner_s=0)
+    mine = [p for p in asked if p.model == "gpt-6.7b"]
+    assert [p.batch for p in mine if p.policy == "in-memory" and not p.overrides] == [1]
+    assert {p.policy for p in mine if set(p.overrides) == {"nvme.drives"}} == {"fuyou"}
+    assert {p.policy for p in asked if p.model != "gpt-6.7b"} == {"fuyou"}
+    everything = {
+        m: evaluate_point(Point(model=m, machine="desktop-4090", policy="fuyou")) for m in ("gpt-135b", "gpt-175b")
+    }
+    assert [bool(row["fits"]) for row in everything.values()] == [True, False]
+    assert found.largest_model == "gpt-135b"
 
 
 def test_what_does_not_fit_says_why_and_what_would() -> None:

@@ -1,8 +1,8 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
-Simulates the policies and the planner at several batch sizes on the machine as it is, and again with one thing changed
-at a time: a drive, DRAM, another GPU. Says time and cost per billion tokens, how long the drives live, and the largest
-model that fits.
+Simulates the policies at several batch sizes on the machine as it is, asks the planner at the best of them, and
+simulates again with one thing changed at a time: a drive, DRAM, another GPU. Says time and cost per billion tokens,
+how long the drives live, and the largest model that fits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=1024, metavar="S", help="tokens in one sequence (default 1024)")
     parser.add_argument("--batch", type=int, action="append", metavar="B",
                         help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip
-    parser.add_argument("--planner-s", type=float, default=10.0, metavar="S",
-                        help="time limit of the planner per machine; 0 leaves it out (default 10)")  # fmt: skip
+    parser.add_argument("--planner-s", type=float, default=3.0, metavar="S",
+                        help="time limit of the planner; 0 leaves it out (default 3)")  # fmt: skip
     parser.add_argument("--electricity", type=float, default=0.20, metavar="USD", help="per kWh (default 0.20)")
     parser.add_argument("--years", type=float, default=3.0, help="over which the machine is written off (default 3)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default 1: most questions take seconds)")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
     parser.add_argument("-o", "--out", metavar="PAGE.html", help="also write it as a page")
 

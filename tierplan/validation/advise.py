@@ -1,15 +1,18 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
-Every answer is a simulation: the policies and the planner at several batch sizes on the machine as it is, then the same
-with one thing changed at a time. Prices that neither the machine's description nor the user gives are assumptions, and
-are said to be.
+Every answer is a simulation: the policies at several batch sizes on the machine as it is, the planner at the best of
+them, then the policies with one thing changed at a time. What cannot differ is not simulated: a policy that does not
+fit with a few sequences does not with more, nor with a larger model, nor does another drive give it memory. Prices that
+neither the machine's description nor the user gives are assumptions, and are said to be.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,6 +30,7 @@ MODELS = (
     "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
 )  # fmt: skip
 """Named configurations by rising size, for the largest model."""
+GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
 SECONDS_PER_YEAR = 365.25 * 86_400
 
 
@@ -57,7 +61,8 @@ class Change:
     batch: int = 0
     tokens_per_s: float = 0.0
     gain_frac: float | None = None
-    """Of tokens per second, relative to the machine as it is; None where that cannot train the model at all."""
+    """Of tokens per second, relative to the machine as it is, both under the policies alone; None where those cannot
+    train the model there at all."""
 
     @property
     def gain_per_1000_usd(self) -> float | None:
@@ -106,7 +111,7 @@ def advise(
     batches: Sequence[int] = BATCHES,
     seq: int = 1024,
     policies: Sequence[str] = POLICIES,
-    planner_s: float = 10.0,
+    planner_s: float = 3.0,
     prices: Prices | None = None,
     executor: Executor | None = None,
     num_workers: int | None = None,
@@ -119,31 +124,47 @@ def advise(
     batches
         Micro-batch sizes to try; the one with most tokens per second is taken.
     planner_s
-        Seconds that the planner may take at the best batch of each machine that is looked at; 0 leaves it out.
+        Seconds that the planner may take at the best batch, on the machine as it is; 0 leaves it out. It is asked about
+        a changed machine only where the policies fit neither there nor here.
+    num_workers
+        Processes; by default this one alone, since most questions take less than starting others.
     """
     prices = prices or Prices()
     overrides = dict(overrides or {})
     description = load_description(machine, [f"{k}={v}" for k, v in overrides.items()])
-    ask = _Asker(
-        base=Point(model=model, machine=machine, seq=seq, overrides=overrides, planner_s=planner_s),
-        batches=tuple(batches),
-        policies=tuple(policies),
-        with_planner=planner_s > 0,
-        settings={"executor": executor, "num_workers": num_workers, "progress": progress},
-    )
-    wished = _wishes(description, prices)
-    as_is, *changed = ask([{}, *(changes for _, changes, _ in wished)])
-    assumptions = _assumptions(description, prices)
-    if all("error" in row for row in as_is):
-        raise MachineError(str(as_is[0]["error"]))
+    with ExitStack() as life:
+        if executor is None and (num_workers or 1) > 1:
+            pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
+            executor = life.enter_context(pool)
+        ask = _Asker(
+            base=Point(model=model, machine=machine, seq=seq, overrides=overrides, planner_s=planner_s),
+            batches=tuple(sorted(batches)),
+            policies=tuple(policies),
+            settings={"executor": executor, "num_workers": 1, "progress": progress},
+        )
+        as_is = ask.as_it_is()
+        if all("error" in row for row in as_is):
+            raise MachineError(str(as_is[0]["error"]))
+        reference = _fastest(as_is)
+        if planner_s > 0:
+            as_is += ask.planner([{}], reference)[0]
+        best = _fastest(as_is)
+        wished = _wishes(description, prices)
+        changed = ask.changed([changes for _, changes, _ in wished], as_is)
+        if planner_s > 0 and best is None:
+            hopeless = [i for i, rows in enumerate(changed) if _fastest(rows) is None]
+            for i, rows in zip(hopeless, ask.planner([wished[i][1] for i in hopeless], None), strict=True):
+                changed[i] += rows
+        largest_model = _largest_model(ask, as_is)
     advice = Advice(
-        model=model, machine=description.name, seq=seq, fits=False, rows=tuple(as_is), assumptions=assumptions
-    )
-    best = _fastest(as_is)
-    advice = replace(
-        advice,
-        changes=_changes(wished, changed, best),
-        largest_model=_largest_model(ask),
+        model=model,
+        machine=description.name,
+        seq=seq,
+        fits=False,
+        rows=tuple(as_is),
+        changes=_changes(wished, changed, reference),
+        largest_model=largest_model,
+        assumptions=_assumptions(description, prices),
     )
     if best is None:
         first = {str(r["policy"]): str(r.get("why_not", r.get("error"))) for r in as_is if r["batch"] == min(batches)}
@@ -153,37 +174,66 @@ def advise(
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """Asks for several machines at once, so that the executor has much to do."""
+    """Asks the simulator, and only what it does not know the answer of."""
 
     base: Point
     batches: tuple[int, ...]
+    """Rising."""
     policies: tuple[str, ...]
-    with_planner: bool
     settings: Mapping[str, Any]
 
-    def __call__(self, machines: Sequence[Mapping[str, object]]) -> list[list[Row]]:
-        """The rows of each machine, given by its changes."""
-        bases = [replace(self.base, overrides={**self.base.overrides, **changes}) for changes in machines]
-        per_machine = [
-            [replace(base, policy=p, batch=b) for b in self.batches for p in self.policies] for base in bases
-        ]
-        rows = sweep([point for points in per_machine for point in points], **self.settings)
-        size = len(self.batches) * len(self.policies)
-        found = [rows[i * size : (i + 1) * size] for i in range(len(bases))]
-        if self.with_planner:
-            planned = []
-            for base, its_rows in zip(bases, found, strict=True):
-                fastest = _fastest(its_rows)
-                batch = fastest["batch"] if fastest is not None else min(self.batches)
-                planned.append(replace(base, policy="planner", batch=batch))
-            for its_rows, row in zip(found, sweep(planned, **self.settings), strict=True):
-                its_rows.append(row)
+    def _ask(self, points: Sequence[Point]) -> list[Row]:
+        return sweep(points, **self.settings)
+
+    def _rising(self, base: Point, policies: Sequence[str], batches: Sequence[int]) -> list[Row]:
+        """The policies at rising batch sizes, each until one does not fit."""
+        found: list[Row] = []
+        for batch in batches:
+            rows = self._ask([replace(base, policy=p, batch=batch) for p in policies])
+            found += rows
+            policies = [str(row["policy"]) for row in rows if row.get("fits")]
+            if not policies:
+                break
         return found
 
-    def fits(self, model: str) -> bool:
-        """Whether the model fits with one sequence under any policy."""
-        points = [replace(self.base, model=model, policy=p, batch=1) for p in self.policies]
-        return any(row.get("fits") for row in sweep(points, **self.settings))
+    def as_it_is(self) -> list[Row]:
+        """The machine as it is."""
+        return self._rising(self.base, self.policies, self.batches)
+
+    def planner(self, machines: Sequence[Mapping[str, object]], reference: Row | None) -> list[list[Row]]:
+        """The planner's row for each machine, given by its changes, at the batch of the reference."""
+        batch = self.batches[0] if reference is None else int(reference["batch"])
+        return [[row] for row in self._ask([replace(self._on(m), policy="planner", batch=batch) for m in machines])]
+
+    def changed(self, machines: Sequence[Mapping[str, object]], as_is: Sequence[Row]) -> list[list[Row]]:
+        """The rows of each machine, given by its changes.
+
+        What fits as it is is tried from its best batch on; the rest from the smallest one on, but not for drives, which
+        give no memory to anything.
+        """
+        fitting = [p for p in self.policies if any(r["policy"] == p and r.get("fits") for r in as_is)]
+        others = [p for p in self.policies if p not in fitting]
+        found = []
+        for changes in machines:
+            base, rows = self._on(changes), []
+            for policy in fitting:
+                best = _fastest([r for r in as_is if r["policy"] == policy])
+                assert best is not None
+                rows += self._rising(base, [policy], [b for b in self.batches if b >= best["batch"]])
+                if not any(row.get("fits") for row in rows if row["policy"] == policy):
+                    rows += self._rising(base, [policy], [b for b in self.batches if b < best["batch"]])
+            if not fitting or set(changes) != {"nvme.drives"}:
+                rows += self._rising(base, others, self.batches)
+            found.append(rows)
+        return found
+
+    def fits(self, model: str, policies: Sequence[str]) -> bool:
+        """Whether the model fits with one sequence under any of the policies."""
+        points = (replace(self.base, model=model, policy=p, batch=1) for p in policies)
+        return any(row.get("fits") for point in points for row in self._ask([point]))
+
+    def _on(self, changes: Mapping[str, object]) -> Point:
+        return replace(self.base, overrides={**self.base.overrides, **changes})
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
@@ -215,10 +265,17 @@ def _wishes(description: Description, prices: Prices) -> list[tuple[str, dict[st
             found.append((what, {"host.capacity": f"{gib:.2f} GiB"}, added * prices.dram_usd_per_gib))
     part = description.quantity("gpu.part")
     for name in catalog_names("gpus"):
-        its_price = load_part("gpu", name).number("gpu.price")
-        if its_price and (part is None or name != part.value):
+        other = load_part("gpu", name)
+        its_price = other.number("gpu.price")
+        if its_price and (part is None or (name != part.value and not _is_lesser(other, description))):
             found.append((f"a {name} as GPU", {"gpu.part": name}, its_price))
     return found
+
+
+def _is_lesser(gpu: Description, description: Description) -> bool:
+    """Whether the GPU is in nothing better than the machine's own, by the figures that its part has."""
+    own = {key: description.number(key) or 0.0 for key in description.part_values if key in GPU_FIGURES}
+    return bool(own) and all((gpu.number(key) or 0.0) <= 1.01 * value for key, value in own.items())
 
 
 def _plural(drives: int) -> str:
@@ -251,12 +308,18 @@ def _changes(
     return tuple(sorted(changes, key=lambda c: (not c.fits, -(c.gain_per_1000_usd or 0.0), c.price_usd)))
 
 
-def _largest_model(ask: _Asker) -> str:
+def _largest_model(ask: _Asker, as_is: Sequence[Row]) -> str:
     """By bisection: a larger model never needs less memory."""
-    low, high = 0, len(MODELS)
+    low, high, policies = 0, len(MODELS), ask.policies
+    if ask.base.model in MODELS:
+        fitting = {str(row["policy"]) for row in as_is if row.get("fits")}
+        if fitting & set(policies):
+            low, policies = MODELS.index(ask.base.model) + 1, tuple(p for p in policies if p in fitting)
+        elif ask.batches[0] == 1:
+            high = MODELS.index(ask.base.model)
     while low < high:
         middle = (low + high) // 2
-        if ask.fits(MODELS[middle]):
+        if ask.fits(MODELS[middle], policies):
             low = middle + 1
         else:
             high = middle
