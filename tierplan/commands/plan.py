@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write plan and schedule, for `tierplan run`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="S", help="seconds that each search may compute (default 10)"
+        "--time-limit", type=float, default=8.0, metavar="S", help="seconds that each search may compute (default 8)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(

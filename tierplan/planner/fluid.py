@@ -261,10 +261,10 @@ def problem(
     )
 
 
-def runs_of(num_units: int) -> tuple[range, ...]:
+def runs_of(num_units: int, max_runs: int = MAX_RUNS) -> tuple[range, ...]:
     """Units by window: one each, but in long chains several between the ends, so that the program hardly grows."""
     between = max(0, num_units - 2 * NUM_ALONE)
-    size = max(1, -(-between // MAX_RUNS))
+    size = max(1, -(-between // max_runs))
     first = range(min(NUM_ALONE, num_units))
     last = range(max(NUM_ALONE, num_units - NUM_ALONE), num_units)
     end = NUM_ALONE + between

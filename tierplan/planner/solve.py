@@ -18,7 +18,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
 from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.fluid import GB, Order, Problem, problem
+from tierplan.planner.fluid import GB, Order, Problem, problem, runs_of
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
 from tierplan.planner.packs import improve_packs
@@ -39,7 +39,9 @@ Batches = Literal["each", "shared"]
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
-LP_TIME_LIMIT_S = 10.0
+LP_TIME_LIMIT_S = 60.0
+PLANNED_RUNS = 48
+"""Windows per pass, at most, in the programs that plans are rounded from; bounds are taken in finer ones."""
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
@@ -366,17 +368,18 @@ class _Loop:
         `share` is the part of the whole budget that may be spent when this ends.
         """
         goal_s = bound.step_s * (1 + GOOD_FRAC)
-        if bound.solution is not None:
+        coarse = coarser(p)
+        if bound.solution is not None and coarse.runs == p.runs:
             self.basis[p.order, p.tiles] = bound.solution.basis
         solved: dict[tuple[float, ...], Plan | None] = {}
-        units = _granules(p)
+        units = granules(p)
 
         def trial(knobs: Knobs) -> Candidate | None:
             write_frac = 1.0
             while True:
                 key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
                 if key not in solved:
-                    solved[key] = self._solve(p, replace(knobs.margins(p, *units), write_frac=write_frac))
+                    solved[key] = self._solve(coarse, replace(knobs.margins(p, *units), write_frac=write_frac))
                 made = solved[key]
                 if made is None:
                     return None
@@ -400,7 +403,7 @@ class _Loop:
         knobs, best_s = found
         self.notes.append(f"{p.order}, {p.tiles} tiles: {knobs}")
         if best_s > goal_s and not self.budget.is_late:
-            made = self._solve_whole(p, knobs.margins(p, *units))
+            made = self._solve_whole(coarse, knobs.margins(p, *units))
             if made is not None:
                 self._consider(self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows)))
 
@@ -467,7 +470,12 @@ def _per_device_s(candidate: Candidate) -> float:
     return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.devices
 
 
-def _granules(p: Problem) -> tuple[float, float]:
+def coarser(p: Problem) -> Problem:
+    """The problem in the windows that plans are made in; its optimum is not much lower, and found sooner."""
+    return replace(p, runs=runs_of(len(p.units), PLANNED_RUNS))
+
+
+def granules(p: Problem) -> tuple[float, float]:
     """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
     device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
     host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)

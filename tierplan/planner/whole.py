@@ -19,6 +19,7 @@ __all__ = ["Whole", "solve_whole"]
 
 GAP = 0.005
 TIME_LIMIT_S = 4.0
+LP_TIME_LIMIT_S = 60.0
 DUST = 1e-6
 
 
@@ -56,16 +57,19 @@ def solve_whole(
     seed: int = 0,
     start: object = None,
 ) -> Whole | None:
-    """The best whole actions found, within `gap` of the bound if the time limit allows; None where nothing fits."""
+    """The best whole actions found, within `gap` of the bound if branching for `time_limit_s` gets there.
+
+    None where nothing fits.
+    """
     began_s = time.perf_counter()
     model = build(problem, margins=margins)
-    relaxed = solve(model.program, integral=False, time_limit_s=time_limit_s, seed=seed, start=start)
+    relaxed = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=seed, start=start)
     if not relaxed.usable:
         return None
     bound_s = fractions(model, relaxed).step_s
     rounded = round_to_plan(problem, fractions(model, relaxed))
     decided = with_actions(model, actions_of(problem, rounded))
-    found = solve(decided.program, integral=False, time_limit_s=time_limit_s, seed=seed, start=relaxed.basis)
+    found = solve(decided.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=seed, start=relaxed.basis)
     solutions = [relaxed, found]
     best: tuple[Plan, float] | None = None
     if found.usable:
@@ -73,9 +77,8 @@ def solve_whole(
         best = round_to_plan(problem, fractions(model, found)), shares.step_s
     branched = best is None or best[1] > bound_s * (1 + gap) + DUST
     if branched:
-        left_s = max(0.5, time_limit_s - (time.perf_counter() - began_s))
         whole = build(problem, margins=margins, integral=True)
-        counted = solve(whole.program, integral=True, time_limit_s=left_s, gap=gap, seed=seed)
+        counted = solve(whole.program, integral=True, time_limit_s=time_limit_s, gap=gap, seed=seed)
         solutions.append(counted)
         if counted.usable:
             shares = fractions(whole, counted)
