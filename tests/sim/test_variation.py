@@ -69,6 +69,18 @@ def test_a_limit_that_binds_varies_the_step() -> None:
     )
 
 
+def test_a_stream_that_fills_a_limit_alone_varies_to_both_sides() -> None:
+    """Computation on the host's cores takes nearly all of them: on a quicker machine it is quicker all the same."""
+    machine = replace(
+        ONE,
+        streams=(Stream(name="s", rates={"bytes": Rate.constant(1.0)}, takes={"cores": {"s": 0.97}}),),
+        shared_limits=(SharedLimit(name="cores", limit=1.0),),
+    )
+    found = vary(chain(10), machine, rates={"s": 0.1}, num_samples=500, num_steps=1)
+    assert found.low_s < 0.9 * found.nominal_s
+    assert found.high_s > 1.1 * found.nominal_s
+
+
 def test_spreads_are_read_from_the_description() -> None:
     described = {
         "summary": "text",

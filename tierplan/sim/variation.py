@@ -165,8 +165,11 @@ def _factor(draw: np.random.Generator, spread: float) -> float:
 
 
 def _slower(cost: Cost, factor: float) -> Cost:
-    """The cost when the same work takes `factor` times as long; so it takes less of the limits per second."""
+    """The cost when the same work takes `factor` times as long.
+
+    It takes as much of the limits per second as before: a stream that is quicker than it was measured is so because the
+    machine is, and would not be if its limits held it back.
+    """
     if factor == 1.0:
         return cost
-    demand = {name: need / factor for name, need in cost.demand.items()} if cost.demand else cost.demand
-    return Cost(cost.latency_s, cost.work_s * factor, demand, cost.share)
+    return Cost(cost.latency_s, cost.work_s * factor, cost.demand, cost.share)
