@@ -72,6 +72,20 @@ def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.
             attention_probs_dropout_prob=dropout,
         )
         model = hf.BertForMaskedLM(config)
+    elif family == "mixtral":
+        config = hf.MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=64,
+            attention_dropout=dropout,
+        )
+        model = hf.MixtralForCausalLM(config)
     elif family == "t5":
         config = hf.T5Config(
             vocab_size=VOCABULARY,

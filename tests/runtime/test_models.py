@@ -148,6 +148,15 @@ def test_t5_by_policies_on_its_traced_workload(policy: str, options: dict[str, o
     train_both(model, training, decide(policy, workload, machine(), options), tmp_path, workload=workload)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("acts", ["keep", "recompute", "host"])
+def test_a_mixture_of_experts(acts: str, dtype: str, tmp_path: Path) -> None:
+    """What a block saves has the same sizes wherever tokens go: experts' products are grouped."""
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=2)  # type: ignore[arg-type]
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
+    train_both(make_model("mixtral", num_blocks=2, dropout=0.1, dtype=dtype), training, choice, tmp_path)
+
+
 class Late(nn.Module):
     """Uses a table of its own in front of the second block, and again behind the last."""
 

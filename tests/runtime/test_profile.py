@@ -29,6 +29,15 @@ def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str) -> Non
         assert torch.equal(p, old)
 
 
+def test_the_parts_of_an_encoder_decoder_are_timed() -> None:
+    model = make_model("t5", num_blocks=2)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    workload = observed_workload(model, batch, Training(sequence_length=16, dtype="fp32"))
+    measured = profile_workload(workload, model, [batch] * 9, num_steps=3)
+    assert [u.name for u in measured.units if u.forward["s"] > 0] == [u.name for u in workload.units]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_what_a_tensor_takes_to_be_made_again_adds_up(dropout: float) -> None:
     model = make_model("gpt2", dropout=dropout)

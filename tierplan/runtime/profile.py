@@ -84,8 +84,8 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
     buffers: list[Buffer] = []
     ops: list[Op] = []
 
-    def buffer(content: str, size_bytes: int, kind: str, *, home: bool = False) -> str:
-        name = f"{content}@{DEVICE}#0"
+    def buffer(content: str, size_bytes: int, kind: str, *, home: bool = False, reuses: str | None = None) -> str:
+        name = f"{content}@{DEVICE}#{0 if reuses is None else int(reuses.rpartition('#')[2]) + 1}"
         buffers.append(
             Buffer(
                 name=name,
@@ -94,6 +94,7 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
                 content=content,
                 kind=kind,
                 initial=home,
+                reuses=reuses,
                 becomes=name if home else None,
             )
         )
@@ -128,6 +129,7 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
         writes += acts[i]
         ops.append(_op("fwd", "forward", unit, reads, writes))
     dx: str | None = None
+    tied: dict[str, str] = {}
     for i, unit in reversed(list(enumerate(units))):
         reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
         if drops and unit.kind == "block" and unit.saved_bytes:
@@ -144,11 +146,13 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
             writes.append(dx)
         if unit.shares:
             owner = next(u for u in units if u.name == unit.shares)
-            writes.append(buffer(f"tied/{owner.name}/mb0", owner.num_parameters * training.grad_bytes, "grads"))
+            size_bytes = owner.num_parameters * training.grad_bytes
+            earlier = tied.get(owner.name)  # of another unit that shares them: added to
+            reads += [earlier] if earlier else []
+            tied[owner.name] = buffer(f"tied/{owner.name}/mb0", size_bytes, "grads", reuses=earlier)
+            writes.append(tied[owner.name])
         if unit.num_parameters:
-            tied = f"tied/{unit.name}/mb0@{DEVICE}#0"
-            if any(b.name == tied for b in buffers):
-                reads.append(tied)
+            reads += [tied[unit.name]] if unit.name in tied else []
             writes.append(buffer(f"grads/{unit.name}/mb0", unit.num_parameters * training.grad_bytes, "grads"))
         ops.append(_op("bwd", "backward", unit, reads, writes))
     return validate(

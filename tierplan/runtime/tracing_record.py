@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from tierplan.sim.families.slices import Operation, Save
 
-__all__ = ["DTYPE_NAMES", "UnitRecorder", "tensors_in"]
+__all__ = ["DTYPE_NAMES", "ExpertsOnFakes", "UnitRecorder", "tensors_in"]
 
 aten = torch.ops.aten
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -218,6 +218,15 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     narrow = [t.to(torch.bfloat16) if isinstance(t, torch.Tensor) and t.dtype == dtype else t for t in args]
     out: torch.Tensor = func(*narrow, **kwargs)
     return out.to(dtype)
+
+
+class ExpertsOnFakes(TorchDispatchMode):
+    """Lets models with grouped products of experts run on fake tensors of any type."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _grouped_mm(func, args, kwargs or {}) if func is GROUPED_MM else func(*args, **(kwargs or {}))
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...]) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tierplan.runtime.adam import VECTOR_ELEMENTS
+from tierplan.runtime.tracing_record import ExpertsOnFakes
 
 __all__ = ["ModelError", "ModelUnit", "find_blocks", "split_model"]
 
@@ -179,7 +180,7 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
         elif not name.startswith(inside):
             module.register_forward_pre_hook(enter)
     try:
-        with mode, torch.no_grad():
+        with mode, ExpertsOnFakes(), torch.no_grad():
             twin(**{k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
     except Exception as error:
         raise ModelError(
