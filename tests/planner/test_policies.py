@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.commands import compare_policies
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.largest import family, largest_model
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError
-from tierplan.planner.policies import POLICIES, OptionError, decide
+from tierplan.planner.policies import POLICIES, decide
+from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.tiling import cut_batches
@@ -112,6 +114,7 @@ def test_throughput_figures_follow_from_the_step_time() -> None:
     found = predict("in-memory", workload, toy_machine())
     assert found.step_s is not None
     assert found.tokens_per_s == pytest.approx(workload.training.tokens_per_step / found.step_s)
+    assert found.tokens_per_s is not None
     assert found.tflops_8nd == pytest.approx(8 * workload.num_parameters * found.tokens_per_s / 1e12)
     assert found.flops == pytest.approx((4 + 1) * 3e9)
 
@@ -372,3 +375,19 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
     assert found.fits.fits
     assert sizes.index(found.next_model) == sizes.index(found.fits.model) + 1
     assert found.next_why_not
+
+
+# ---- side by side ----
+
+
+def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_of_their_own() -> None:
+    workload = load_workload("gpt-6.7b", Training(per_device_train_batch_size=4, dtype="fp16"))
+    machine = load_machine("zero-infinity-4xh100")
+    on_four = predict("zero-infinity", workload, machine, {"params": "device", "optimizer": "host"})
+    on_one = predict("zero-offload", workload, machine)
+    assert on_four.tokens == 4 * on_one.tokens
+    assert on_four.step_s is not None
+    assert on_one.step_s is not None
+    assert on_four.step_s > on_one.step_s
+    lines = compare_policies.table([on_one, on_four]).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["zero-infinity", "zero-offload"]

@@ -56,16 +56,21 @@ def run(args: argparse.Namespace) -> int:
         tokens = found.workload.training.tokens_per_step
         print(f"{found.workload.name} on {found.machine.name}, {tokens:,} tokens per step")
         print(table(predictions))
+        for p in predictions:
+            if p.fits and p.tokens != tokens:
+                print(
+                    f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
+                )
         if found.machine.nameplate:
             print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
     return 0
 
 
 def table(predictions: Sequence[Prediction]) -> str:
-    """One line per policy, quickest first, those that do not fit at the end."""
+    """One line per policy, the most tokens per second first, those that do not fit at the end."""
     columns = ("step s", "tokens/s", "TFLOP/s", "device GB", "host GB", "NVMe GB")
     lines = [f"{'policy':16}" + "".join(f"{name:>11}" for name in columns) + "  bound by"]
-    for p in sorted(predictions, key=lambda p: p.step_s or float("inf")):
+    for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
         if p.step_s is None or p.steady is None:
             lines.append(f"{p.policy:16}{'-':>11}  {short_reason(p)}")
             continue
