@@ -25,6 +25,7 @@ from tierplan.runtime.units import ModelError, ModelUnit
 __all__ = ["Bodies", "SizeError"]
 
 DEVICE, HOST, NVME = "gpu0", "host", "nvme"
+COMPUTE = "gpu0.compute"
 
 
 class SizeError(ValueError):
@@ -164,6 +165,10 @@ class Bodies:
         source, target = call.reads[0], call.writes[0]
         old = held_of(source)
         size = source.buffer.size_bytes
+        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
+        if isinstance(old.thing, SavedThing) and target.buffer.tier == DEVICE:
+            self._bring_back(old.thing, source, target)
+            return
         new = self.place(target)
         new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
         if isinstance(new.place, Extent):
@@ -176,7 +181,17 @@ class Bodies:
             new.block.data.copy_(self._memory(source), non_blocking=True)
         if new.thing is not None and target.buffer.tier == DEVICE:
             new.thing.arrive(new.block.data)
-        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
+
+    def _bring_back(self, thing: SavedThing, source: Instance, target: Instance) -> None:
+        """A saved tensor returns in memory of its own: backward frees it when it has used it, as if it had been kept.
+
+        What an op may make beside its buffers is declared on that condition.
+        """
+        memory = torch.empty(source.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        memory.copy_(self._memory(source), non_blocking=True)
+        self.device.lend(memory, COMPUTE)
+        thing.arrive(memory)
+        target.value = Held(thing=thing)
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""

@@ -58,6 +58,11 @@ class Device:
         with torch.cuda.stream(self._streams[stream]):
             yield
 
+    def lend(self, memory: torch.Tensor, stream: str) -> None:
+        """This memory is used, and perhaps given back, by another stream than the one that has allocated it."""
+        if self.is_cuda and stream in self._streams:
+            memory.record_stream(self._streams[stream])
+
     def finish(self) -> None:
         """Returns when the work that this thread has put on its stream is done."""
         if self.is_cuda:

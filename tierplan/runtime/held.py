@@ -8,6 +8,7 @@ tiers and is told when its bytes arrive on the device or leave it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,14 +62,19 @@ class SavedThing(Thing):
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
-        self.slot = slot
+        self._slot = weakref.ref(slot)
+        """Autograd's graph holds the slot, and lets it go as soon as backward has used it."""
 
     def memory(self) -> torch.Tensor:
-        assert self.slot.storage is not None
-        return memory_of(self.slot.storage)
+        slot = self._slot()
+        assert slot is not None
+        assert slot.storage is not None
+        return memory_of(slot.storage)
 
     def _use(self, memory: torch.Tensor | None) -> None:
-        self.slot.storage = None if memory is None else memory.untyped_storage()
+        slot = self._slot()
+        if slot is not None:
+            slot.storage = None if memory is None else memory.untyped_storage()
 
 
 class InputThing(Thing):
