@@ -144,7 +144,8 @@ def with_deepspeed(args: argparse.Namespace, folder: Path) -> tuple[Step, Callab
             },
         },
         "aio": {
-            "block_size": args.aio_block, "queue_depth": 16, "intra_op_parallelism": args.aio_threads, "single_submit": False,
+            "block_size": args.aio_block, "queue_depth": 16, "intra_op_parallelism": args.aio_threads,
+            "single_submit": False,
             "overlap_events": True,
         },
         "steps_per_print": 10**9,
