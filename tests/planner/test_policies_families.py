@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.configs import CONFIGS, config_of
+from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
@@ -70,6 +72,23 @@ def test_every_policy_answers_for_the_named_models(name: str) -> None:
     for policy in POLICIES:
         found = predict(policy, workload, machine)
         assert found.fits != bool(found.why_not), policy
+
+
+@pytest.mark.parametrize("family", ["t5", "mixtral"])
+def test_a_family_without_closed_forms_is_traced_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family)), encoding="utf-8")
+    arguments = ["simulate", "--policy", "fuyou", "--model", str(tmp_path), "--machine", "fuyou-4090", "--seq", "32"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+def test_the_named_t5_runs_as_it_is_published() -> None:
+    name = "ssdtrain-t5-8192"
+    workload = trace_workload(name, Training(sequence_length=64, dtype="fp16", optimizer="sgd", master_weights=False))
+    assert [unit.kind for unit in workload.units].count("block") >= 4
+    assert predict("ssdtrain", workload, load_machine("ssdtrain-a100")).fits
 
 
 def test_more_devices_than_micro_batches_are_refused_and_not_the_default() -> None:

@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
     what.add_argument(
         "--exact",
         action="store_true",
-        help="run the model class on fake tensors instead of the closed forms (needs torch)",
+        help="run the model class on fake tensors instead of the closed forms (needs torch); families without closed "
+        "forms are run so by themselves",
     )
     what.add_argument(
         "--semantics",
@@ -116,9 +117,17 @@ def read_training(args: argparse.Namespace, machine: Machine) -> Training:
 
 
 def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
-    """The workload that the arguments describe, from closed forms or (`--exact`) from fake tensors."""
+    """The workload that the arguments describe, from closed forms or from fake tensors.
+
+    From the latter where `--exact` says so, and where a family has no closed forms but torch is there to run it.
+    """
+    from importlib.util import find_spec
+
+    from tierplan.sim.models import SUPPORTED, read_config
+
     training = read_training(args, machine)
-    if args.exact:
+    has_forms = read_config(args.model, training)[1]["model_type"] in SUPPORTED
+    if args.exact or (not has_forms and find_spec("torch") and find_spec("transformers")):
         from tierplan.runtime.tracing import trace_workload
 
         return trace_workload(args.model, training)
