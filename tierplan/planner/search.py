@@ -30,6 +30,7 @@ __all__ = [
     "improve",
     "late_updates",
     "with_action",
+    "with_parts",
     "with_placement",
     "with_windows",
 ]
@@ -39,6 +40,8 @@ OPS_PER_S = 36_000
 WALL_TIMES = 5
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
+PARTS = (4, 16, 1, 2, 8)
+"""Numbers of parts in which states on NVMe travel, as they are tried."""
 SHORT_CHAIN = 6
 LONG_CHAIN = 8
 PATIENCE = 5
@@ -200,6 +203,12 @@ def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:
     return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
 
 
+def with_parts(plan: Plan, num_parts: int) -> Plan:
+    """The plan with states on NVMe travelling in so many parts."""
+    units = [replace(choice, state_parts=num_parts if choice.states == "nvme" else 1) for choice in plan.units]
+    return replace(plan, units=tuple(units))
+
+
 def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
     """The plan with the updates late that backward has no time for.
 
@@ -343,6 +352,19 @@ def _windows(problem: Problem, plan: Plan) -> Iterator[Move]:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
 
 
+def _loosened(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
+    free = {"strict_windows": False, "updates_in_flight": 0, "write_back": "at once", "hold_updates": False}
+    yield lambda plan: replace(plan, **free)  # type: ignore[arg-type]
+    yield lambda plan: with_parts(replace(plan, **free), PARTS[0])  # type: ignore[arg-type]
+
+
+def _parts(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """States on NVMe in larger or smaller parts, at once for all units."""
+    for num_parts in PARTS:
+        yield lambda plan, num_parts=num_parts: with_parts(plan, num_parts)  # type: ignore[misc]
+
+
 def _lateness(problem: Problem, plan: Plan) -> Iterator[Move]:
     """One update late, or no longer."""
 
@@ -388,9 +410,7 @@ def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
                 a, b = plan.units[u], plan.units[v]
                 if (a.params, a.states, a.grads, a.late_update) == (b.params, b.states, b.grads, b.late_update):
                     return None
-                first = replace(a, params=b.params, states=b.states, grads=b.grads, late_update=b.late_update)
-                second = replace(b, params=a.params, states=a.states, grads=a.grads, late_update=a.late_update)
-                return _with_unit(_with_unit(plan, u, first), v, second)
+                return _with_unit(_with_unit(plan, u, _placed_like(a, b)), v, _placed_like(b, a))
 
             yield move
 
@@ -431,9 +451,11 @@ def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
 
 
 FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
+    _loosened,
     _promotions,
     _kept,
     _windows,
+    _parts,
     _lateness,
     _swaps,
     _placements,
@@ -446,8 +468,29 @@ def with_placement(plan: Plan, u: int, mode: Mode) -> Plan:
     """The plan with this placement of one unit."""
     choice = plan.units[u]
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
-    changed = replace(choice, params=mode.params, states=mode.states, grads=mode.grads, late_update=late)
+    parts = max(other.state_parts for other in plan.units) if mode.states == "nvme" else 1
+    changed = UnitPlan(
+        params=mode.params,
+        grads=mode.grads,
+        states=mode.states,
+        input=choice.input,
+        acts=choice.acts,
+        late_update=late,
+        state_parts=parts,
+    )
     return _with_unit(plan, u, changed)
+
+
+def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
+    """The choice with all that the other says about where things live."""
+    return replace(
+        choice,
+        params=other.params,
+        states=other.states,
+        grads=other.grads,
+        late_update=other.late_update,
+        state_parts=other.state_parts,
+    )
 
 
 def with_action(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:

@@ -27,7 +27,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.program import solve
 from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
-from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_windows
+from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_parts, with_windows
 from tierplan.planner.whole import solve_whole
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState
@@ -383,7 +383,7 @@ class _Loop:
                 made = solved[key]
                 if made is None:
                     return None
-                tried = self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows))
+                tried = self.evaluate(_with_knobs(p, made, knobs))
                 self._consider(tried)
                 self.has_planned = self.has_planned or tried.step_s is not None
                 if tried.wear <= 1.0 or write_frac == 0.0:
@@ -405,7 +405,7 @@ class _Loop:
         if best_s > goal_s and not self.budget.is_late:
             made = self._solve_whole(coarse, knobs.margins(p, *units))
             if made is not None:
-                self._consider(self.evaluate(with_windows(late_updates(p, made, stretch=knobs.stretch), knobs.windows)))
+                self._consider(self.evaluate(_with_knobs(p, made, knobs)))
 
     def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
         """Local moves from the best plan, in its own order."""
@@ -463,6 +463,12 @@ class _Loop:
             milp_gap=self.milp_gap,
             drive_lifetime_s=lifetime_s(self.machine, written_bytes(best.schedule), best.step_s),
         )
+
+
+def _with_knobs(p: Problem, plan: Plan, knobs: Knobs) -> Plan:
+    """What the program's plan leaves open, as the knobs have it."""
+    in_parts = with_parts(plan, knobs.parts)
+    return with_windows(late_updates(p, in_parts, stretch=knobs.stretch), knobs.windows)
 
 
 def _per_device_s(candidate: Candidate) -> float:
