@@ -1,6 +1,6 @@
 """The largest model of a family that fits a machine under a policy.
 
-The family are GPT-3-style decoders: the sizes that the papers use, and deeper ones of the largest width after them.
+The family are GPT-3-style decoders: the sizes that the papers use, to 276 B parameters, and smaller ones.
 """
 
 from __future__ import annotations
