@@ -206,6 +206,8 @@ class Artifact:
     measured_bytes: Mapping[str, float] = field(default_factory=dict)
     busy_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By stream: predicted, measured, per step."""
+    kinds_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By kind of op and stream (`copy on nvme.read`): predicted, measured, per step."""
     causes: tuple[tuple[str, float], ...] = ()
     """Largest contributions to the difference: ops, seconds of the step."""
 
@@ -270,7 +272,8 @@ class Artifact:
             for name in ("measured_steps_s", "left_out", "predictions_s", "paces", "campaign_runs"):
                 record[name] = tuple(record.get(name, ()))
             record["causes"] = tuple((name, seconds) for name, seconds in record["causes"])
-            record["busy_s"] = {stream: tuple(pair) for stream, pair in record["busy_s"].items()}
+            for name in ("busy_s", "kinds_s"):
+                record[name] = {what: tuple(pair) for what, pair in record.get(name, {}).items()}
             return cls(**record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CampaignError):

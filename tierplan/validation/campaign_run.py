@@ -273,6 +273,7 @@ def _compared(artifact: Artifact, campaign: Campaign, predicted: Prediction, res
         predicted_bytes=predicted.schedule.bytes_moved(),
         measured_bytes=per_step,
         busy_s={s.stream: (s.predicted.busy_s, s.measured.busy_s) for s in comparison.streams},
+        kinds_s={f"{k.kind} on {k.stream}": (k.predicted_s, k.measured_s) for k in comparison.kinds},
         causes=tuple((f"{c.kind} on {c.stream}" if c.stream else c.kind, c.seconds) for c in largest),
     )
 
