@@ -162,3 +162,22 @@ def test_the_largest_batch_is_the_last_that_fits():
     assert plan(make(max(1, largest // 2)), machine, time_limit_s=3).step_s > 0
     with pytest.raises(InfeasiblePlan):
         plan(make(2 * largest + 1), machine, time_limit_s=3)
+
+
+def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
+    """What comes home to the device behind the last updates is listed before the next step's fetches on that link."""
+    num_mixed = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        workload = random_chain(rng, 6)
+        p = problem(workload, random_machine(rng, workload), semantics="exact-clip")
+        model = build(p)
+        solution = solve(model.program, integral=False)
+        if not solution.usable:
+            continue
+        units = round_to_plan(p, fractions(model, solution)).units
+        fetched = [u for u, choice in enumerate(units) if choice.params != "device"]
+        num_mixed += 0 < len(fetched) < len(units)
+        for choice in units[fetched[0] :] if fetched else ():
+            assert choice.params != "device" or choice.states == "device"
+    assert num_mixed > 0

@@ -9,6 +9,7 @@ taken as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from tierplan.planner.fluid import MODES, Problem
@@ -41,7 +42,28 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
         for u, name in zip(with_group, chosen, strict=True):
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
-    return Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
+    plan = Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
+    return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
+
+
+def _without_late_uploads(plan: Plan) -> Plan:
+    """With updates behind backward: no parameters at home on the device, but updated elsewhere, behind fetched ones.
+
+    Their way home is the last thing that the link does in a step, and waits for the last updates; the next forward's
+    fetches are listed behind it. So one such unit would keep the whole next forward waiting for all updates.
+    """
+    fetched = [u for u, choice in enumerate(plan.units) if choice.params != "device"]
+    if not fetched:
+        return plan
+    return replace(
+        plan,
+        units=tuple(
+            replace(choice, params="host")
+            if u > fetched[0] and choice.params == "device" and choice.states != "device"
+            else choice
+            for u, choice in enumerate(plan.units)
+        ),
+    )
 
 
 def actions_of(problem: Problem, plan: Plan) -> list[list[str]]:
