@@ -32,6 +32,16 @@ def written(folder: Path, content: object) -> Path:
             "zero-infinity",
             {"params": "host", "optimizer": "nvme"},
         ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pin_memory": False}},
+            "zero-infinity",
+            {"params": "device", "optimizer": "nvme", "pipeline": "on", "pin_memory": "off"},
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_write": False, "pin_memory": True}},
+            "zero-infinity",
+            {"params": "device", "optimizer": "host", "pipeline": "off", "pin_memory": "on"},
+        ),
     ],
 )
 def test_the_policy_of_a_deepspeed_configuration(

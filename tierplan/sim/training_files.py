@@ -68,7 +68,8 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
         for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
     }
     if stage == 3:
-        return Configured(training=training, policy="zero-infinity", options=places, notes=tuple(notes))
+        options = {**places, **_of_optimizer(_section(zero, "offload_optimizer"))}
+        return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes))
     if places["params"] != "device":
         raise WorkloadError(f"{path}: offload_param needs zero_optimization.stage 3, but it is {stage}")
     if places["optimizer"] == "nvme":
@@ -155,6 +156,17 @@ def _clipping(raw: Mapping[str, object], base: Training) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
         raise WorkloadError(f"gradient_clipping is {value!r}; it must be a number of 0 (off) or more")
     return float(value) or None
+
+
+def _of_optimizer(section: Mapping[str, object]) -> dict[str, str]:
+    """What a file says of how the offloaded optimizer is read, written and held, as options; what it does not say stays
+    with the policy."""
+    found = {}
+    if "pipeline_read" in section or "pipeline_write" in section:
+        found["pipeline"] = "on" if section.get("pipeline_read") or section.get("pipeline_write") else "off"
+    if "pin_memory" in section:
+        found["pin_memory"] = "on" if section["pin_memory"] else "off"
+    return found
 
 
 def _offload(zero: Mapping[str, object], key: str, path: str) -> str:
