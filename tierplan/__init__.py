@@ -24,6 +24,7 @@ _EXPORTS: dict[str, str] = {
     "Training": "tierplan.sim.workload",
     "Workload": "tierplan.sim.workload",
     "load_workload": "tierplan.sim.models",
+    "trace_module": "tierplan.runtime.tracing",
     "trace_workload": "tierplan.runtime.tracing",
     # the language
     "Buffer": "tierplan.sim.schedule",

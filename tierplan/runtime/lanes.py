@@ -78,6 +78,8 @@ class ModelHooks:
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
         """How to make a block's dropped slots again, by block and shapes, once it is known."""
         self.are_replays_timed = False
+        self.checked: set[tuple[int, int]] = set()
+        """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
         for index, unit in enumerate(units):
             if unit.block is not None:
                 self._replace(unit.block, index)
@@ -367,6 +369,7 @@ class Lane:
                         f"the model's forward ran {self._at - 1} of its {len(self.runs) - 2} blocks; it must run all"
                     )
                 head.roots = [(get_gradient_edge(loss), loss.detach())]
+                self._check_cut(len(self.runs) - 1, head.roots)
                 self.loss = loss.item()
                 self.device.finish()
         except _Cancelled:
@@ -417,10 +420,12 @@ class Lane:
         flat, spec = tree_flatten((args, kwargs))
         if is_behind_block:
             flat = self._cut(flat, run.glue, is_passed_on=True)
+            self._check_cut(index, run.glue)
         else:
             self._close()
             roots = self.runs[index - 1].roots
             flat = self._cut(flat, roots, is_passed_on=True)
+            self._check_cut(index - 1, roots)
             if not roots:  # a frozen embedding: its output stands for it all the same
                 first = next(k for k, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.is_floating_point())
                 flat[first] = flat[first].detach().requires_grad_()  # type: ignore[attr-defined]
@@ -439,6 +444,7 @@ class Lane:
         flat, spec = tree_flatten(out)
         del out
         flat = self._cut(flat, run.roots)
+        self._check_cut(index, run.roots)
         following = self.runs[index + 1]
         following.leaves = [leaf for _, leaf in run.roots]
         if self._holds_results:
@@ -470,6 +476,25 @@ class Lane:
                     self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
             out.append(cut[id(t)])
         return out
+
+    def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
+        """Raises `ModelError` where a unit's graph goes past its boundary; looks once, since each step is alike."""
+        if not roots or (index, len(roots)) in self.hooks.checked:
+            return
+        own = {edge.node for edge, _ in roots}
+        other = {edge.node for run in self.runs for edge, _ in (*run.roots, *run.glue)} - own
+        seen, waiting = set(own), list(own)
+        while waiting:
+            node = waiting.pop()
+            if node in other:
+                raise ModelError(
+                    f"the model uses what it gave to an earlier block again at {self.units[index].name!r}, such as a "
+                    "residual that is added outside of the blocks; let blocks do that, and return what is needed later"
+                )
+            following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(following)
+            waiting += following
+        self.hooks.checked.add((index, len(roots)))
 
 
 @dataclass(eq=False)

@@ -3,32 +3,35 @@
 The model is cut at its blocks. Each part that differs runs once, forward and backward, under a recorder that sees every
 operation, every saved tensor and every release of memory. 175 billion parameters take seconds and no memory.
 
-    trace_workload(model, training)   the workload of a config.json, a folder, or a known name
+    trace_workload(model, training)          the workload of a config.json, a folder, or a known name
+    trace_module(module, batch, training)    that of a model in memory, your own or one with frozen parameters
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing_backend import backend_rules, result_on
-from tierplan.runtime.tracing_models import build_model
+from tierplan.runtime.tracing_models import TORCH_DTYPES, build_model
 from tierplan.runtime.tracing_record import UnitRecorder
-from tierplan.runtime.units import ModelError, find_blocks
+from tierplan.runtime.units import ModelError, fake_twin, find_blocks
 from tierplan.sim.families.slices import saved_tensors, total
 from tierplan.sim.models import read_config
 from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
 
-__all__ = ["trace_config", "trace_workload"]
+__all__ = ["trace_config", "trace_module", "trace_workload"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +53,10 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
             blocks = [block for _, block in find_blocks(model)]
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error
+        shape = (training.per_device_train_batch_size, training.sequence_length)
+        ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
         tracer = _Tracer(model, training, blocks)
-        units = tracer.run()
+        units = tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
     return Workload(
         name=name,
         model_type=str(raw["model_type"]),
@@ -59,6 +64,48 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
         units=tuple(units),
         shared_bytes=tracer.shared_bytes,
         config=dict(raw),
+    )
+
+
+def trace_module(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    training: Training,
+    *,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+) -> Workload:
+    """The workload of a model as it is, on batches like this one; it is not run, and stays as it is.
+
+    Parameters with `requires_grad=False` are not trained. `loss` is that of `tierplan.runtime.trainer.train`. Raises
+    `WorkloadError` where the model has no blocks, is of another type than `training`, or looks at values of its inputs.
+    """
+    name = type(module).__name__
+    dtypes = {p.dtype for p in module.parameters()}
+    if dtypes - {TORCH_DTYPES[training.dtype]}:
+        raise WorkloadError(
+            f"{name} has parameters in {', '.join(sorted(map(str, dtypes)))}, but training is in {training.dtype!r}; "
+            "convert the model, or change `dtype`"
+        )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    restore = without_cache(module)
+    twin = fake_twin(module, mode)
+    restore()
+    try:
+        with mode, backend_rules(training):
+            fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
+            units = tracer.run(lambda: loss_of(twin, fakes, loss))
+    except (ModelError, DataDependentOutputException) as error:
+        raise WorkloadError(f"{name}: {error}") from error
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise WorkloadError(
+            f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
+            "blocks; let blocks do that"
+        ) from error
+    return Workload(
+        name=name, model_type="module", training=training, units=tuple(units), shared_bytes=tracer.shared_bytes
     )
 
 
@@ -78,6 +125,8 @@ class _Tracer:
     model: nn.Module
     training: Training
     blocks: list[nn.Module]
+    refuses_glue: bool = False
+    """What is computed between blocks without parameters is an error, as for the runtime."""
     units: list[Unit] = field(default_factory=list)
     known: dict[object, _Part] = field(default_factory=dict)
     cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -104,9 +153,8 @@ class _Tracer:
 
     # ---- the walk ----
 
-    def run(self) -> list[Unit]:
-        shape = (self.training.per_device_train_batch_size, self.training.sequence_length)
-        ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+    def run(self, forward: Callable[[], torch.Tensor]) -> list[Unit]:
+        """The units of a model whose loss `forward` computes."""
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -115,7 +163,7 @@ class _Tracer:
             block.forward = self._replacement(i, block, block.forward)  # type: ignore[method-assign]
         try:
             self._start(input_tensors=[])
-            loss = self.model(input_ids=ids, labels=labels).loss
+            loss = forward()
             if self.ran < len(self.blocks):
                 raise WorkloadError(
                     f"{self.ran} of {len(self.blocks)} blocks of {type(self.model).__name__} ran; "
@@ -154,8 +202,16 @@ class _Tracer:
             raise WorkloadError(f"block {self.names[id(block)]!r} gets no tensor; it cannot be described on its own")
         produced = [t for t in tensors if t.grad_fn is not None and id(t) not in self.cuts]
         if i == 0 or produced:
+            if i and self.refuses_glue and self.recorder and not self.recorder.parameters_used:
+                raise WorkloadError(
+                    f"{type(self.model).__name__} computes something in front of block {i} that is no part of a block, "
+                    "such as a residual; let blocks do that"
+                )
             name, kind = ("embed", "embed") if i == 0 else (f"between{i}", "block")
-            self._finish(name, kind, produced, passed_on=tensors)
+            handed = [] if produced else [t for t in tensors if t.is_floating_point()][:1]  # by a frozen embedding
+            self._finish(name, kind, produced, passed_on=tensors, handed=handed)
+            for t in handed:
+                self.cuts[id(t)] = (t, t.detach().requires_grad_())
         else:
             self._stop()
         for t in tensors:  # what the block gets becomes leaves: the cut between units
@@ -203,25 +259,33 @@ class _Tracer:
     def _stop(self) -> UnitRecorder:
         recorder, hooks = self.recorder, self.hooks
         assert recorder is not None
-        assert hooks is not None
-        hooks.__exit__(None, None, None)
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
         recorder.__exit__(None, None, None)
         self.recorder = self.hooks = None
         return recorder
 
     def _finish(
-        self, name: str, kind: str, results: list[torch.Tensor], passed_on: Sequence[torch.Tensor] = ()
+        self,
+        name: str,
+        kind: str,
+        results: list[torch.Tensor],
+        passed_on: Sequence[torch.Tensor] = (),
+        handed: Sequence[torch.Tensor] = (),
     ) -> Unit:
         """Ends the part that is being recorded: runs its backward and adds its unit. Empties `results`.
 
-        The first result goes to the next unit. Others, and what is `passed_on` beside, are shared by the units to come.
+        The first result goes to the next unit, or what is `handed` over where there is none that can be differentiated.
+        Others, and what is `passed_on` beside, are shared by the units to come.
         """
         recorder = self.recorder
         assert recorder is not None
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
-        out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in results[:1])
-        shared_bytes = self._share(recorder, results, passed_on)
+        self.hooks = None
+        given = (*results, *handed)[:1]
+        out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
+        shared_bytes = self._share(recorder, given, results[1:], passed_on)
         forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
         recorder.in_backward = True
         edges = [get_gradient_edge(t) for t in results]
@@ -264,11 +328,11 @@ class _Tracer:
         self.units.append(unit)
         return unit
 
-    def _share(self, recorder: UnitRecorder, results: Sequence[torch.Tensor], passed_on: Sequence[torch.Tensor]) -> int:
+    def _share(self, recorder: UnitRecorder, given: Sequence[torch.Tensor], *more: Sequence[torch.Tensor]) -> int:
         """Bytes that this part made for several units: masks, rotary tables, encoder states. They outlive it."""
-        seen = {t.untyped_storage()._cdata for t in results[:1]}
+        seen = {t.untyped_storage()._cdata for t in given}
         found = 0
-        for t in (*results[1:], *passed_on):
+        for t in itertools.chain(*more):
             storage = t.untyped_storage()
             address, number = storage._cdata, recorder.number(t)
             if address in seen or number in recorder.saves or not recorder.is_own(number):
@@ -333,7 +397,7 @@ def _likeness(block: nn.Module) -> object:
             if isinstance(v, (bool, int, float, str)) and not k.startswith("_") and k not in ("layer_idx", "layer_id")
         )
         found.append((name, type(module), tuple(plain)))
-    found.append(tuple((n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()))
+    found.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
     return tuple(found)
 
 
