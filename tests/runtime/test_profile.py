@@ -7,6 +7,7 @@ import torch
 
 from tests.runtime.models import VOCABULARY, make_model, observed_workload
 from tierplan.runtime.profile import profile_workload, profiling_schedule, with_times
+from tierplan.runtime.tracing import trace_config
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 from tierplan.sim.workload import Training
@@ -61,6 +62,22 @@ def test_medians_leave_warm_up_and_strays_out() -> None:
     assert all(u.forward["s"] == pytest.approx(0.0115) for u in measured.units)
     assert all(u.spread < 0.2 for u in measured.units)
     assert all(u.recompute == {"s": pytest.approx(0.0035)} for u in measured.blocks), "the second run was half as fast"
+
+
+def test_tensors_of_one_operation_share_its_time_by_size() -> None:
+    """A layer norm saves its output and two small statistics; its time is noted for one of them."""
+    config = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
+              "word_embed_proj_dim": 32, "vocab_size": 64, "dropout": 0.0}  # fmt: skip
+    workload = trace_config("opt", config, Training(sequence_length=8, dtype="fp32", backend="cpu"))
+    block = workload.blocks[0]
+    norms = [t for t in block.saved if "native_layer_norm" in t.name and t.name == block.saved[0].name]
+    assert len(norms) == 3
+    times = {t.index: [0.0] for t in block.saved} | {norms[0].index: [0.003]}
+    traces = _trace(profiling_schedule(workload), (9, 9)), _trace(profiling_schedule(workload, drops=True), (9, 9), 9)
+    measured = with_times(workload, traces[0], 2, traces[1], 2, {u.name: times for u in workload.blocks})
+    by_size = sorted((t.size_bytes, t.recompute["s"]) for t in measured.blocks[0].saved if t.name == norms[0].name)
+    assert by_size[-1][1] > 10 * by_size[0][1] > 0.0
+    assert sum(s for _, s in by_size) == pytest.approx(sum(t.recompute["s"] for t in measured.blocks[0].saved))
 
 
 def _trace(schedule: Schedule, milliseconds: tuple[int, ...], recompute: int = 0) -> Trace:

@@ -231,9 +231,20 @@ def _seconds(trace: Trace, phase: str, names: Sequence[str], num_steps: int) -> 
 
 
 def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float) -> tuple[SavedTensor, ...]:
-    """Saved tensors with what each takes to be made again; together they take `total_s`."""
+    """Saved tensors with what each takes to be made again; together they take `total_s`.
+
+    Those that one operation makes (an output and its statistics) share its time by their sizes: whoever drops the large
+    one runs the operation, whichever of them its time was noted for.
+    """
+    weights: dict[int, float] = {}
     if all(times.values()):
-        weights = {k: median(seconds) for k, seconds in times.items()}
+        made_by: dict[object, list[SavedTensor]] = {}
+        for t in unit.saved:
+            made_by.setdefault((t.name, tuple(t.recompute.items()), t.needs), []).append(t)
+        for made in made_by.values():
+            seconds = sum(median(times[t.index]) for t in made)
+            size_bytes = sum(t.size_bytes for t in made)
+            weights |= {t.index: seconds * (t.size_bytes / size_bytes if size_bytes else 1 / len(made)) for t in made}
     else:
         weights = {t.index: _share(t.recompute, unit.forward) for t in unit.saved}
     whole = sum(weights.values())
