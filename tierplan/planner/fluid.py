@@ -34,6 +34,9 @@ COMPUTE, UP, DOWN, READ, WRITE, CORES = "gpu0.compute", "gpu0.h2d", "gpu0.d2h", 
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
 
+PARTS = (4, 16, 1, 2, 8)
+"""Numbers of parts in which states on NVMe travel, as they are tried. In the program they are fluid; in schedules those
+of one or two parts are in host memory at a time, so what is in flight is a unit's states over its parts."""
 NUM_ALONE = 3
 """Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
 MAX_RUNS = 96
@@ -368,7 +371,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
         "params": {u.num_parameters * t.param_bytes for u in workload.units},
         "grads": {u.num_parameters * t.grad_bytes for u in workload.units},
-        "states": {u.num_parameters * t.state_bytes for u in workload.units},
+        "states": {u.num_parameters * t.state_bytes // parts for u in workload.units for parts in PARTS},
     }
     streams = {s.name for s in machine.streams}
 
@@ -378,7 +381,10 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     up, down = by_class(UP), by_class(DOWN)
     read, write = by_class(READ), by_class(WRITE)
     adam_s = [
-        _seconds(machine, CORES, {"parameters": u.num_parameters}) if CORES in streams else 0.0 for u in workload.units
+        min(parts * _seconds(machine, CORES, {"parameters": u.num_parameters / parts}) for parts in PARTS)
+        if CORES in streams
+        else 0.0
+        for u in workload.units
     ]
     adam = max((u.num_parameters / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
     chain: dict[str, list[float]] = {"device": [], "host": [], "upload": [], "nvme": []}

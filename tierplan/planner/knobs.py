@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierplan.planner.fluid import Problem
+from tierplan.planner.fluid import PARTS, Problem
 from tierplan.planner.milp import Margins
 from tierplan.planner.search import Candidate
 
@@ -22,7 +22,7 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.05, 0.01),
     "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-    "parts": (1, 2, 4, 8, 16),
+    "parts": sorted(PARTS),
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
 }
 SHORTER = 1 - 2e-4
@@ -45,7 +45,7 @@ class Knobs:
     """Margin in host memory, in units' gradients, parameters and states."""
     device: float = 1.0
     """Margin in device memory, in the largest things that come there."""
-    parts: int = 4
+    parts: int = PARTS[0]
     """In which states on NVMe travel to their update and back."""
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:

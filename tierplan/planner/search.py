@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.endurance import written_bytes
-from tierplan.planner.fluid import GB, MODES, Mode, Problem
+from tierplan.planner.fluid import GB, MODES, PARTS, Mode, Problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp import ACTIONS
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
@@ -40,8 +40,6 @@ OPS_PER_S = 36_000
 WALL_TIMES = 5
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
-PARTS = (4, 16, 1, 2, 8)
-"""Numbers of parts in which states on NVMe travel, as they are tried."""
 SHORT_CHAIN = 6
 LONG_CHAIN = 8
 PATIENCE = 5
