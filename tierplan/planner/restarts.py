@@ -27,7 +27,7 @@ from tierplan.planner.search import (
 
 __all__ = ["improve_from_elsewhere"]
 
-RESTARTS = 12
+RESTARTS = 30
 """Descents without success after which the search ends."""
 TRIES = 20
 """Random changes that are tried until one fits."""
