@@ -57,14 +57,14 @@ def ratios(first: Callable[[], float], second: Callable[[], float], pairs: int) 
     return found
 
 
-def fio(folder: Path, verb: str, size_bytes: int, request_bytes: int, num_threads: int) -> float:
+def fio(path: Path, verb: str, size_bytes: int, request_bytes: int, num_threads: int) -> float:
     """Bytes per second that fio moves with requests of that size, one in flight per thread.
 
     Its buffers lie in huge pages, as those of the store do: with 4 KiB pages a request is cut into so many pieces that
     fio reaches half of this.
     """
     done = subprocess.run(
-        ["fio", "--output-format=json", "--name=x", f"--filename={folder / 'fio.tmp'}", f"--rw={verb}", "--direct=1",
+        ["fio", "--output-format=json", "--name=x", f"--filename={path}", f"--rw={verb}", "--direct=1",
          "--ioengine=psync", f"--bs={request_bytes}", f"--size={size_bytes // num_threads}", f"--numjobs={num_threads}",
          f"--offset_increment={size_bytes // num_threads}", "--thread", "--time_based", f"--runtime={WINDOW_S}",
          "--group_reporting", "--invalidate=0", "--fallocate=none", "--iomem_align=2M", "--scramble_buffers=0"],
@@ -77,11 +77,12 @@ def fio(folder: Path, verb: str, size_bytes: int, request_bytes: int, num_thread
 def drives_against_fio(
     crew: Crew, typical: dict[str, Load], folder: Path, size_bytes: int, pairs: int
 ) -> dict[str, list[float]]:
-    fio(folder, "write", size_bytes, 8 * MIB, 2)  # lays the file out
+    path = folder / "fio.tmp"
+    fio(path, "write", size_bytes, 8 * MIB, 2)  # lays the file out
     results = {}
     for stream in DRIVE:
         ours = partial(alone, crew, typical[stream], WINDOW_S)
-        results[stream] = ratios(ours, partial(fio, folder, stream.split(".")[1], size_bytes, 8 * MIB, 2), pairs)
+        results[stream] = ratios(ours, partial(fio, path, stream.split(".")[1], size_bytes, 8 * MIB, 2), pairs)
     return results
 
 

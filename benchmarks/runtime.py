@@ -1,8 +1,11 @@
 """How close the runtime comes to its busiest stream, what overlap is worth, and a model larger than memory.
 
-    python benchmarks/runtime.py --nvme-dir /mnt/nvme/scratch [--json FILE] [--only busiest overlap larger]
+    python -m benchmarks.runtime --nvme-dir /mnt/nvme/scratch [--json FILE] [--only fio busiest overlap larger]
 
+    fio         the store's reads and writes, in ops of the size of a block's states, against fio on the same file with
+                requests of the same size and as many in flight; the medians of the ratios of pairs
     busiest     three plans that the drive limits: step time in steady state over the busy time of the busiest stream;
+                over the time in which the drive read or wrote, since a drive that is asked to do both shares itself;
                 and the whole run over what the simulator makes of it when each op takes as long as it did, which is
                 what the runtime itself adds
     overlap     updates inside backward against the same plan with updates behind backward, steps one by one, in turn;
@@ -21,40 +24,53 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import fio, ratios
 from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.arena import map_host
+from tierplan.runtime.store import FILE_NAME, Extent, Store
+from tierplan.runtime.striping import REQUEST_BYTES
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.runtime.weights import hollow_model, random_weights
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.steady import steady_state
+from tierplan.sim.trace import Span
 from tierplan.sim.workload import Training
 
+MIB = 2**20
 GIB = 2**30
 SEQUENCE_LENGTH = 64
 
 
 def machine(device_bytes: int, host_bytes: int) -> Machine:
-    """Rates of the right order, for the order of ops; what is measured does not depend on them otherwise."""
+    """Rates as measured on a machine of 2 cores, for the order of ops; nothing else depends on them.
+
+    The drive reads 1.3 GB/s or writes 3.4 GB/s, and hardly more of one beside the other.
+    """
     kinds = ("matmul_bf16_flops", "matmul_fp32_flops", "attention_bf16_flops", "attention_fp32_flops")
-    rates = {"bytes": Rate.constant(1.2e9), "parameters": Rate.constant(3e8), "elementwise_bytes": Rate.constant(5e9)}
-    rates |= {kind: Rate.constant(5e10) for kind in kinds}
+    rates = {"bytes": Rate.constant(8e9), "parameters": Rate.constant(3e8), "elementwise_bytes": Rate.constant(5e9)}
+    rates |= {kind: Rate.constant(1.2e11) for kind in kinds}
+    drive = {"nvme.read": (1.3e9, 1.5), "nvme.write": (3.4e9, 0.65)}
     sizes: dict[str, tuple[Any, int]] = {
         "gpu0": ("device", device_bytes),
         "host": ("host", host_bytes),
@@ -64,7 +80,18 @@ def machine(device_bytes: int, host_bytes: int) -> Machine:
     return Machine(
         name="here",
         tiers=tuple(TierSpec(name=n, kind=kind, capacity_bytes=size) for n, (kind, size) in sizes.items()),
-        streams=tuple(Stream(name=n, rates=rates) for n in streams),
+        streams=tuple(
+            Stream(
+                name=n,
+                rates=rates | {"bytes": Rate.constant(drive[n][0])},
+                takes={"drive": {"bytes": 1 / drive[n][0]}},
+                share=drive[n][1],
+            )
+            if n in drive
+            else Stream(name=n, rates=rates)
+            for n in streams
+        ),
+        shared_limits=(SharedLimit(name="drive", limit=1.05),),
     )
 
 
@@ -115,29 +142,67 @@ def make(
     return lower(plan, workload, place), training, workload.num_parameters
 
 
+def against_fio(nvme_dir: Path, *, op_bytes: int = 144 * MIB, num_ops: int = 12, pairs: int = 15) -> dict[str, object]:
+    """The store's throughput over fio's, both on the store's own file."""
+    store = Store([nvme_dir])
+    memory = map_host(op_bytes)
+    memory.random_(0, 256)
+    extents = [store.allocate(op_bytes) for _ in range(num_ops)]
+    for extent in extents:
+        store.write(extent, memory)
+    found: dict[str, object] = {}
+    for verb, move in (("read", store.read), ("write", store.write)):
+        turn = itertools.cycle(extents)
+
+        def ours(move: Callable[[Extent, torch.Tensor], None] = move, turn: Iterator[Extent] = turn) -> float:
+            began, moved = time.perf_counter(), 0
+            while time.perf_counter() - began < 1.0:
+                move(next(turn), memory)
+                moved += op_bytes
+            return moved / (time.perf_counter() - began)
+
+        theirs = partial(fio, nvme_dir / FILE_NAME, verb, num_ops * op_bytes, REQUEST_BYTES, 2)
+        ours()
+        rows = ratios(ours, theirs, pairs)
+        found[verb] = {"ratio": statistics.median(rows), "ratios": rows}
+        print(f"{verb} / fio: median {statistics.median(rows):.3f} of {pairs}, from {min(rows):.3f} to {max(rows):.3f}")
+    store.close(remove=True)
+    return found
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of them ran."""
+    total, end = 0, 0
+    for span in sorted(spans, key=lambda s: s.start_ns):
+        total += max(0, span.end_ns - max(span.start_ns, end))
+        end = max(end, span.end_ns)
+    return total / 1e9
+
+
 def busiest(nvme_dir: Path) -> dict[str, object]:
-    """Step time over the busiest stream's time, for three plans."""
-    raw = config(1024, 8)
+    """Step time over the busiest stream's time, and over the drive's, for three plans."""
+    raw = config(1024, 12)
     place = machine(4 * GIB, 3 * GIB)
     plans = {
-        "states": UnitPlan(grads="host", states="nvme"),
-        "parameters and states": UnitPlan(params="nvme", grads="host", states="nvme"),
-        "parameters, states and gradients": UnitPlan(params="nvme", grads="nvme", states="nvme"),
+        "states": (UnitPlan(grads="host", states="nvme"), (2, 3)),
+        "parameters and states": (UnitPlan(params="nvme", grads="host", states="nvme"), (2, 3)),
+        "parameters, states and gradients": (UnitPlan(params="nvme", grads="nvme", states="nvme"), (2, 1)),
     }
     found = {}
-    for name, choice in plans.items():
-        schedule, training, _ = make(raw, choice, place, windows=(2, 3))
+    for name, (choice, windows) in plans.items():
+        schedule, training, _ = make(raw, choice, place, windows=windows)
         model = hollow_model(raw, training)
         with Trainer(schedule, model, nvme_dir=nvme_dir, weights=random_weights(model, seed=0)) as trainer:
             trainer.run(batches(), 13)
             result = trainer.result()
         ends = result.step_ends_s
         step_s = (ends[-1] - ends[5]) / 7
-        spans = [s for s in result.trace.spans if int(s.key[1:].partition("/")[0]) in range(6, 13)]
+        window = [s for s in result.trace.spans if int(s.key[1:].partition("/")[0]) in range(6, 13)]
         busy: dict[str, float] = {}
-        for span in spans:
+        for span in window:
             busy[span.stream] = busy.get(span.stream, 0.0) + span.duration_ns / 7e9
         stream = max(busy, key=lambda k: busy[k])
+        drive_s = covered_s([s for s in window if s.stream in ("nvme.read", "nvme.write")]) / 7
         unrolled = unroll(schedule, len(result.step_ends_s))
         taken = {x.key: Cost(0.0, x.duration_ns / 1e9) for x in result.trace.spans}
         overhead_frac = result.trace.duration_ns / simulate(unrolled, taken).duration_ns - 1
@@ -147,10 +212,15 @@ def busiest(nvme_dir: Path) -> dict[str, object]:
             "busiest_stream": stream,
             "busy_s": busy,
             "step_over_busiest": step_s / busy[stream],
+            "drive_s": drive_s,
+            "step_over_drive": step_s / drive_s,
+            "predicted_step_s": steady_state(schedule, place).period_s,
+            "moved_bytes_per_step": {k: v // len(ends) for k, v in result.moved_bytes.items()},
         }
         print(
-            f"{name}: {step_s:.3f} s per step, {stream} {busy[stream]:.3f} s, ratio {step_s / busy[stream]:.3f}; "
-            f"the runtime adds {overhead_frac:.2%}"
+            f"{name}: {step_s:.3f} s per step; {stream} {busy[stream]:.3f} s, ratio {step_s / busy[stream]:.3f}; "
+            f"the drive {drive_s:.3f} s, ratio {step_s / drive_s:.3f}; the runtime adds {overhead_frac:.2%}",
+            flush=True,
         )
     return found
 
@@ -226,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", default=["busiest", "overlap", "larger"])
+    parser.add_argument("--only", nargs="+", default=["fio", "busiest", "overlap", "larger"])
     parser.add_argument("--cap-gib", type=float, default=6.0)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--blocks", type=int, default=25)
@@ -246,13 +316,27 @@ def main() -> None:
         "num_threads": args.threads,
     }
     args.nvme_dir.mkdir(parents=True, exist_ok=True)
+    if "fio" in args.only:
+        if shutil.which("fio"):
+            record["fio"] = against_fio(args.nvme_dir)
+        else:
+            print("fio is not installed: drives are not compared (Debian: apt-get install fio)")
     if "busiest" in args.only:
         record["busiest"] = busiest(args.nvme_dir)
     if "overlap" in args.only:
         record["overlap"] = overlap(args.nvme_dir)
     if "larger" in args.only:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [sys.executable, __file__, "--inner", "--json", file.name, "--nvme-dir", str(args.nvme_dir)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.runtime",
+                "--inner",
+                "--json",
+                file.name,
+                "--nvme-dir",
+                str(args.nvme_dir),
+            ]
             for name in ("cap_gib", "width", "blocks", "steps", "threads"):
                 command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
             subprocess.run(command, check=True)
