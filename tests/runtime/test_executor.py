@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -108,8 +109,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
             reuses=b.reuses,
             becomes=first,
         )
-    need = {t: sum(b.size_bytes for b in buffers.values() if b.initial and b.tier == t) for t in ("fast", "slow")}
-    tiers = tuple(Tier(name=t, capacity_bytes=need[t] + draw(st.integers(2, 10))) for t in ("fast", "slow"))
+    empty = [
+        Tier(name=t, capacity_bytes=0, rounding=draw(st.sampled_from(("exact", "power-of-two"))))
+        for t in ("fast", "slow")
+    ]
+    need = {
+        t.name: sum(t.held_bytes(b.size_bytes) for b in buffers.values() if b.initial and b.tier == t.name)
+        for t in empty
+    }
+    tiers = tuple(replace(t, capacity_bytes=need[t.name] + draw(st.integers(2, 10))) for t in empty)
     return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers.values()), ops=tuple(ops)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
             held[instance.buffer.tier] += instance.buffer.size_bytes
         assert held == schedule.initial_bytes()
     assert trainer.result().peak_bytes.keys() == held.keys()
+
+
+def test_with_page_rounding_the_ledger_is_what_the_pool_has_lent(tmp_path: Path) -> None:
+    """To the byte: the predicted peak of host memory is what is really held there, rounding included."""
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    choice = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
+    exact = machine()
+    tiers = tuple(replace(t, rounding="page") if t.name == "host" else t for t in exact.tiers)
+    on_pages = replace(exact, tiers=tiers)
+    schedule = lower(uniform_plan(workload, choice), workload, on_pages)
+    with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
+        trainer.run(make_batches(3), 3)
+        bodies = trainer._bodies
+        assert bodies is not None
+        assert bodies.host_pool.lent_bytes == trainer._executor._used["host"] == schedule.initial_bytes()["host"]
+    whole = lower(uniform_plan(workload, choice), workload, exact)
+    assert schedule.initial_bytes()["host"] > whole.initial_bytes()["host"]
+    assert schedule.bytes_moved() == whole.bytes_moved()
 
 
 def test_pools_hold_what_the_ledger_says(tmp_path: Path) -> None:

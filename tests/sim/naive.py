@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tierplan.sim.schedule import Op, Schedule
+from tierplan.sim.schedule import Buffer, Op, Schedule
 
 
 @dataclass
@@ -41,7 +41,16 @@ class State:
 
     def wanted_bytes(self, op: Op, tier: str) -> int:
         buffers = self.schedule.buffers_by_name()
-        return sum(buffers[n].size_bytes for n in op.writes if buffers[n].tier == tier and buffers[n].reuses is None)
+        fresh = (buffers[n] for n in op.writes if buffers[n].tier == tier and buffers[n].reuses is None)
+        return sum(self.size_in_tier(b) for b in fresh)
+
+    def size_in_tier(self, b: Buffer) -> int:
+        rounding = next(t.rounding for t in self.schedule.tiers if t.name == b.tier)
+        if rounding == "page":
+            return (b.size_bytes + 4095) // 4096 * 4096
+        if rounding == "power-of-two" and b.size_bytes:
+            return next(2**k for k in range(64) if 2**k >= b.size_bytes)
+        return b.size_bytes
 
     def held_bytes(self, tier: str) -> int:
         """What the tier holds: every buffer that exists now and whose bytes no other has taken over."""
@@ -64,7 +73,7 @@ class State:
                 enders = readers[last] or [writers[last]]
                 if set(enders) <= self.ended:
                     continue
-            total += b.size_bytes
+            total += self.size_in_tier(b)
         return total
 
     def settle(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import held_bytes
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 STREAMS = ("a", "b", "c")
@@ -72,14 +73,16 @@ def schedules(draw: st.DrawFn, *, max_ops: int = 14, roomy: bool = False, lastin
             reuses=b.reuses,
             becomes=role,
         )
-    total = sum(b.size_bytes for b in buffers.values())
-    before = {t: sum(b.size_bytes for b in buffers.values() if b.tier == t and b.initial) for t in TIERS}
+    rounding = {t: draw(st.sampled_from(("exact", "exact", "power-of-two"))) for t in TIERS}
+    held = {name: held_bytes(b.size_bytes, rounding[b.tier]) for name, b in buffers.items()}
+    total = sum(held.values())
+    before = {t: sum(held[b.name] for b in buffers.values() if b.tier == t and b.initial) for t in TIERS}
     # Between hopeless and roomy: about half of the schedules complete, many of them with waits for memory.
     capacity = {t: total if roomy else before[t] + draw(st.integers(4, 16)) for t in TIERS}
     return validate(
         Schedule(
             name="random",
-            tiers=tuple(Tier(name=t, capacity_bytes=capacity[t]) for t in TIERS),
+            tiers=tuple(Tier(name=t, capacity_bytes=capacity[t], rounding=rounding[t]) for t in TIERS),
             buffers=tuple(buffers.values()),
             ops=tuple(ops),
         )

@@ -12,7 +12,7 @@ from tests.sim.random_schedules import costs, durations, schedules
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.completion import completes, smallest_capacity_bytes
 from tierplan.sim.engine import OutOfMemory, simulate
-from tierplan.sim.schedule import Schedule, ScheduleError, Tier, unroll
+from tierplan.sim.schedule import Schedule, ScheduleError, unroll
 from tierplan.sim.trace import Trace, peaks
 
 seconds_lists = st.lists(durations, min_size=14, max_size=14)
@@ -69,7 +69,8 @@ def test_memory_is_conserved_and_within_capacity(schedule: Schedule, seconds: li
     assert trace.peak_bytes == peaks(trace.memory, held)
     assert [e.time_ns for e in trace.memory] == sorted(e.time_ns for e in trace.memory)
     for t in schedule.tiers:
-        stays = sum(b.size_bytes for b in schedule.buffers if b.tier == t.name and b.becomes is not None)
+        kept = [b for b in schedule.buffers if b.tier == t.name and b.becomes is not None]
+        stays = sum(t.held_bytes(b.size_bytes) for b in kept)
         assert sum(held[t.name].values()) == stays
 
 
@@ -143,7 +144,7 @@ def test_unrolled_schedules_are_valid_and_obey_the_rules(schedule: Schedule, n: 
 @given(schedules(), st.sampled_from(["fast", "slow"]))
 def test_the_smallest_capacity_is_the_smallest(schedule: Schedule, tier: str) -> None:
     def with_capacity(size_bytes: int) -> Schedule:
-        tiers = [Tier(name=t.name, capacity_bytes=size_bytes) if t.name == tier else t for t in schedule.tiers]
+        tiers = [replace(t, capacity_bytes=size_bytes) if t.name == tier else t for t in schedule.tiers]
         return replace(schedule, tiers=tuple(tiers))
 
     needed = smallest_capacity_bytes(schedule, tier)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from tierplan.hwmodels.costs import NO_DEMAND, Cost
 
-__all__ = ["Machine", "MachineError", "Rate", "SharedLimit", "Stream", "TierSpec"]
+__all__ = ["Machine", "MachineError", "Rate", "Rounding", "SharedLimit", "Stream", "TierSpec", "held_bytes"]
 
 PAGE_BYTES = 4096
 SECONDS = "s"
@@ -27,6 +27,19 @@ class MachineError(ValueError):
     """A machine that contradicts itself, or a question that it cannot answer."""
 
 
+Rounding = Literal["exact", "page", "power-of-two"]
+"""How an allocator rounds buffers up."""
+
+
+def held_bytes(size_bytes: int, rounding: Rounding) -> int:
+    """What a buffer of this size takes from its tier."""
+    if size_bytes <= 0 or rounding == "exact":
+        return size_bytes
+    if rounding == "page":
+        return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return 1 << (size_bytes - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
     """A place with a capacity."""
@@ -35,16 +48,12 @@ class TierSpec:
     kind: Literal["device", "host", "nvme"]
     capacity_bytes: int
     """Usable by a plan: what the part has, less context and reserve."""
-    rounding: Literal["exact", "page", "power-of-two"] = "exact"
+    rounding: Rounding = "exact"
     """How the allocator rounds a buffer up."""
 
     def held_bytes(self, size_bytes: int) -> int:
         """What a buffer of this size takes from the tier."""
-        if size_bytes <= 0 or self.rounding == "exact":
-            return size_bytes
-        if self.rounding == "page":
-            return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        return 1 << (size_bytes - 1).bit_length()
+        return held_bytes(size_bytes, self.rounding)
 
 
 @dataclass(frozen=True, slots=True)

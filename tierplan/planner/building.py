@@ -154,7 +154,7 @@ class Builder:
         """All of it, in list order."""
         return Schedule(
             name=name,
-            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in machine.tiers),
+            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes, rounding=t.rounding) for t in machine.tiers),
             buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
             ops=_in_list_order(self._ops, self.buffers),
             meta=meta,

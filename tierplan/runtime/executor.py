@@ -126,6 +126,9 @@ class Executor:
         self._trace_end = None if trace_steps is None else first_step + trace_steps
         self._capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
         self._buffers = schedule.buffers_by_name()
+        tiers = {t.name: t for t in schedule.tiers}
+        self._sizes = {b.name: tiers[b.tier].held_bytes(b.size_bytes) for b in schedule.buffers}
+        """What buffers hold in their tiers, by name."""
         self._reused = {b.reuses for b in schedule.buffers if b.reuses is not None}
         self._successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
         self._initial = {b.name for b in schedule.buffers if b.initial}
@@ -233,7 +236,7 @@ class Executor:
         needs: dict[str, int] = {}
         for b in (self._buffers[name] for name in op.writes):
             if b.reuses is None and b.size_bytes > 0:
-                needs[b.tier] = needs.get(b.tier, 0) + b.size_bytes
+                needs[b.tier] = needs.get(b.tier, 0) + self._sizes[b.name]
         return needs
 
     def _open_step(self) -> None:
@@ -407,19 +410,19 @@ class Executor:
     def _hold(self, now_ns: int, instance: Instance) -> None:
         tier = instance.buffer.tier
         self._held[instance] = None
-        self._used[tier] += instance.buffer.size_bytes
+        self._used[tier] += self._sizes[instance.buffer.name]
         self._peak[tier] = max(self._peak[tier], self._used[tier])
         self._note(now_ns, instance, 1)
 
     def _drop(self, now_ns: int, instance: Instance) -> None:
         self._held.pop(instance, None)  # an empty one was never granted
-        self._used[instance.buffer.tier] -= instance.buffer.size_bytes
+        self._used[instance.buffer.tier] -= self._sizes[instance.buffer.name]
         self._note(now_ns, instance, -1)
 
     def _note(self, now_ns: int, instance: Instance, sign: int) -> None:
         b = instance.buffer
         if b.size_bytes and (self._trace_end is None or self._num_begun <= self._trace_end):
-            self._memory.append(MemoryEvent(now_ns, b.tier, b.kind, sign * b.size_bytes))
+            self._memory.append(MemoryEvent(now_ns, b.tier, b.kind, sign * self._sizes[b.name]))
 
     def _now_ns(self) -> int:
         assert self._zero_ns is not None
@@ -444,7 +447,7 @@ class Executor:
 
     def _out_of_memory(self, tier: str, node: _Node) -> OutOfMemoryError:
         held = [x.buffer for x in self._held if x.buffer.tier == tier]
-        largest = sorted(((b.size_bytes, b.name) for b in held), reverse=True)[:5]
+        largest = sorted(((self._sizes[b.name], b.name) for b in held), reverse=True)[:5]
         free = self._capacity[tier] - self._used[tier]
         return OutOfMemoryError(
             f"op {node.op.key!r} of step {node.step} wants {node.needs[tier]:,} bytes in tier {tier!r}, but {free:,} "

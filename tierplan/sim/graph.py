@@ -43,7 +43,7 @@ class Graph:
     num_readers: list[int]
     """Per buffer: readers that must end before it is freed; 0 where it is never freed, or by its writer."""
     size_bytes: list[int]
-    """Per buffer."""
+    """Per buffer: what it holds in its tier."""
     tier_of: list[int]
     """Per buffer."""
     initial: list[int]
@@ -58,7 +58,7 @@ def graph_of(schedule: Schedule) -> Graph:
     tier_index = {t.name: i for i, t in enumerate(schedule.tiers)}
     index = {b.name: i for i, b in enumerate(buffers)}
     tier_of = [tier_index[b.tier] for b in buffers]
-    size_bytes = [b.size_bytes for b in buffers]
+    size_bytes = [schedule.tiers[t].held_bytes(b.size_bytes) for b, t in zip(buffers, tier_of, strict=True)]
     is_freed = [b.becomes is None for b in buffers]
     reuses = {b: index[buffer.reuses] for b, buffer in enumerate(buffers) if buffer.reuses is not None}
     readers_of_reused: dict[int, list[int]] = {old: [] for old in reuses.values()}

@@ -42,8 +42,8 @@ class _Ordering:
         tiers = {t.name: i for i, t in enumerate(schedule.tiers)}
         self.capacity = [t.capacity_bytes for t in schedule.tiers]
         self.needs: list[dict[int, int]] = [{} for _ in ops]
-        self.size = [b.size_bytes for b in buffers]
         self.tier = [tiers[b.tier] for b in buffers]
+        self.size = [schedule.tiers[t].held_bytes(b.size_bytes) for b, t in zip(buffers, self.tier, strict=True)]
         reused = {b.reuses for b in buffers}
         freed = [b.becomes is None and b.name not in reused for b in buffers]
         self.reads = [[index[name] for name in op.reads if freed[index[name]]] for op in ops]
@@ -68,7 +68,7 @@ class _Ordering:
                     inputs.update(readers[buffer.reuses])
                 else:
                     t = tiers[buffer.tier]
-                    self.needs[i][t] = self.needs[i].get(t, 0) + buffer.size_bytes
+                    self.needs[i][t] = self.needs[i].get(t, 0) + self.size[index[name]]
             inputs.discard(i)
             self.missing[i] = len(inputs)
             for j in inputs:
@@ -80,7 +80,7 @@ class _Ordering:
         self.used = [0] * len(self.capacity)
         for i, b in enumerate(buffers):
             if b.initial and (self.readers_left[i] or not freed[i]):
-                self.used[self.tier[i]] += b.size_bytes
+                self.used[self.tier[i]] += self.size[i]
         self.slack = self._serial_slack()
 
     def _serial_slack(self) -> list[np.ndarray]:

@@ -23,6 +23,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tierplan.hwmodels.machine import Rounding, held_bytes
+
 __all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "unroll", "validate"]
 
 
@@ -37,6 +39,13 @@ class Tier:
     name: str
     capacity_bytes: int
     """What the schedule may hold here at any moment, initial buffers included."""
+    rounding: Rounding = "exact"
+    """How the allocator of this tier rounds buffers up: `page` (4 KiB) or `power-of-two`. What a buffer holds is what
+    is granted, counted and freed; what is moved is its own size."""
+
+    def held_bytes(self, size_bytes: int) -> int:
+        """What a buffer of this size takes from the tier."""
+        return held_bytes(size_bytes, self.rounding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +128,10 @@ class Schedule:
     def initial_bytes(self) -> dict[str, int]:
         """Bytes that each tier holds before the step."""
         held = {t.name: 0 for t in self.tiers}
+        tiers = {t.name: t for t in self.tiers}
         for b in self.buffers:
             if b.initial:
-                held[b.tier] += b.size_bytes
+                held[b.tier] += tiers[b.tier].held_bytes(b.size_bytes)
         return held
 
 

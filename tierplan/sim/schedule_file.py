@@ -15,8 +15,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
+from tierplan.hwmodels.machine import Rounding
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import write_atomically
 
@@ -24,6 +25,7 @@ __all__ = ["FORMAT", "VERSION", "ScheduleFileError", "json_schema", "load_schedu
 
 FORMAT = "tierplan-schedule"
 VERSION = 1
+ROUNDINGS = get_args(Rounding)
 
 
 class ScheduleFileError(ScheduleError):
@@ -123,6 +125,12 @@ def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
+def _rounding(value: object) -> object:
+    if value not in ROUNDINGS:
+        raise _Wrong(f"one of {', '.join(ROUNDINGS)}")
+    return value
+
+
 def _records(value: object) -> object:
     if not isinstance(value, list):
         raise _Wrong("a list")
@@ -137,7 +145,7 @@ def _object(value: object) -> object:
 
 _Table = Mapping[str, Callable[[object], object]]
 
-_TIER: _Table = {"name": _text, "capacity_bytes": _whole}
+_TIER: _Table = {"name": _text, "capacity_bytes": _whole, "rounding": _rounding}
 _BUFFER: _Table = {
     "name": _text,
     "tier": _text,
