@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -31,7 +33,7 @@ def faults_once_settled() -> int:
 def test_pages_of_freed_tensors_are_not_faulted_in_again() -> None:
     Device(torch.device("cpu"))
     if not keep_freed_memory():
-        pytest.skip("the C library is not glibc")
+        pytest.skip("the C library is not glibc, or memory is capped")
     assert faults_once_settled() < PAGES // 10
 
 
@@ -48,3 +50,11 @@ def test_nor_in_threads_that_come_later() -> None:
         thread.start()
         thread.join()
     assert max(found) < PAGES // 10
+
+
+def test_a_process_whose_memory_is_capped_gives_it_back() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 33, 1 << 33));"
+        "from tierplan.runtime.freed_memory import keep_freed_memory; print(keep_freed_memory())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

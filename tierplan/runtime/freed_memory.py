@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import resource
 
 __all__ = ["keep_freed_memory"]
 
@@ -27,8 +28,13 @@ arena have, these are kept, too."""
 def keep_freed_memory() -> bool:
     """Tells the C library to keep what is freed; False where it is not glibc, which is left as it is.
 
+    So is a process whose memory is capped (`ulimit -d`, `ulimit -v`): holes between what is in use would count there.
     To be called before threads are started: those that have an arena of their own keep it.
     """
+    if any(
+        resource.getrlimit(what)[0] != resource.RLIM_INFINITY for what in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    ):
+        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
