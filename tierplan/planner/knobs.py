@@ -26,9 +26,9 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
 }
 SHORTER = 1 - 2e-4
-CORNERS = tuple((host, stretch) for host in (4.0, 2.0) for stretch in (1.5, INF, 1.0))
-"""Margins in host memory and late updates, which trade the same bytes: walking along one of them alone may not get
-from a setting to a better one of both."""
+CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
+"""Margins in host memory, late updates and parts, which trade the same bytes: walking along one of them alone may not
+get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ def tune(
     if start is None:
         return None
     best, best_s = start
-    for host, late in CORNERS:
-        corner = replace(start[0], host=host, stretch=late)
+    for host, late, parts in CORNERS:
+        corner = replace(start[0], host=host, stretch=late, parts=parts)
         tried = None if is_over() or best_s <= goal_s else trial(corner)
         if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
             best, best_s = corner, tried.step_s
