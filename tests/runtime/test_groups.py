@@ -60,7 +60,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 
 @pytest.mark.parametrize("which", list(FROZEN))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("choice", "accumulation", "clip"), [(AWAY, 2, None), (HERE, 1, 0.5), (AWAY, 1, 0.5)])
+@pytest.mark.parametrize(("choice", "accumulation", "clip"), [(AWAY, 2, None), (HERE, 1, 0.5)])
 def test_frozen_parameters(
     which: str, dtype: str, choice: UnitPlan, accumulation: int, clip: float | None, tmp_path: Path
 ) -> None:

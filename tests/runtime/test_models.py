@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,10 +22,10 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing import trace_config
-from tierplan.runtime.trainer import train
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.runtime.units import ModelError, split_model
 
-MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts=("host",), input="host")
+MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute", input="host")
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +156,22 @@ def test_a_mixture_of_experts(acts: str, dtype: str, tmp_path: Path) -> None:
     training = replace(CPU, dtype=dtype, gradient_accumulation_steps=2)  # type: ignore[arg-type]
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
     train_both(make_model("mixtral", num_blocks=2, dropout=0.1, dtype=dtype), training, choice, tmp_path)
+
+
+def test_t5_goes_on_from_a_commit(tmp_path: Path) -> None:
+    model, batches = make_model("t5", num_blocks=2, dropout=0.1), make_batches(5)
+    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    workload = observed_workload(model, batches[0], CPU)
+    schedule = lower(uniform_plan(workload, MIXED), workload, machine())
+    losses = train_plainly(plain, batches, steps=5)
+    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out"}
+    with Trainer(schedule, model, **places) as first:
+        first.run(batches, 2)
+    with Trainer(schedule, resumed, resume=True, **places) as second:
+        second.run(batches, 3)
+        second.restore_model()
+        assert second.result().losses == tuple(losses)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), plain.parameters(), strict=True))
 
 
 class Late(nn.Module):
