@@ -302,3 +302,22 @@ def test_release_sees_the_value() -> None:
 
     Executor(chain(), body, release=release).run(3)
     assert seen == [0, 1, 2]
+
+
+def test_bytes_that_are_taken_over_change_their_kind_as_in_the_simulator() -> None:
+    buffers = (
+        Buffer(name="w", tier="t", size_bytes=5, content="w", kind="params", initial=True),
+        Buffer(name="g", tier="t", size_bytes=5, content="g", kind="grads", reuses="w"),
+        Buffer(name="w2", tier="t", size_bytes=5, content="w", kind="params", reuses="g", becomes="w"),
+    )
+    ops = (
+        Op(key="a", stream="s", kind="x", reads=("w",), writes=("g",)),
+        Op(key="b", stream="s", kind="x", reads=("g",), writes=("w2",)),
+    )
+    schedule = validate(Schedule(name="kinds", tiers=(Tier(name="t", capacity_bytes=5),), buffers=buffers, ops=ops))
+    executor = Executor(schedule, lambda call: None)
+    executor.run(1)
+    found = [(e.kind, e.delta_bytes) for e in executor.trace().memory]
+    simulated = simulate(schedule, {op.key: Cost(0.0, 1.0) for op in ops})
+    assert found == [(e.kind, e.delta_bytes) for e in simulated.memory]
+    assert found == [("params", 5), ("params", -5), ("grads", 5), ("grads", -5), ("params", 5)]

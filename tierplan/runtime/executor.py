@@ -384,6 +384,9 @@ class Executor:
             for instance in node.writes:
                 instance.writer = None
                 if instance.over is not None:
+                    if instance.over.buffer.kind != instance.buffer.kind:
+                        self._note(now_ns, instance.over, -1)
+                        self._note(now_ns, instance, 1)
                     instance.over.value = None
                     self._held.pop(instance.over, None)
                     self._held[instance], instance.over = None, None

@@ -1,0 +1,52 @@
+"""What it is worth that optimizer states travel in parts: gaps to the bound without and with them.
+
+    python -m benchmarks.planner_parts
+
+Scenarios of `benchmarks.planner_grid` with large units beside little host memory. Without parts the planner is the
+same in all else. Takes ten seconds of computing for each line and column.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+from benchmarks.planner_grid import MACHINES, SEQUENCE, TIME_LIMIT_S, one_device
+from tierplan.hwmodels import load_machine
+from tierplan.planner.solve import PlanResult, plan
+from tierplan.sim.models import load_workload
+from tierplan.sim.workload import Training
+
+SCENARIOS = (
+    ("desktop 4090, 64 GB", "gpt-6.7b", 8),
+    ("desktop 4090, 64 GB", "gpt-13b", 32),
+    ("desktop 4090, 64 GB", "gpt-65b", 32),
+    ("4090, 768 GB, 3 drives", "gpt-175b", 8),
+)
+
+
+def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
+    machine = one_device(load_machine(*MACHINES[label]))
+    training = Training(per_device_train_batch_size=batch, sequence_length=SEQUENCE, dtype="bf16")
+    with ExitStack() as stack:
+        if not in_parts:
+            for module in ("search", "solve"):
+                stack.enter_context(mock.patch(f"tierplan.planner.{module}.with_parts", lambda plan, num_parts: plan))
+        return plan(load_workload(model, training), machine, time_limit_s=TIME_LIMIT_S)
+
+
+def main() -> None:
+    print("| machine | model | batch | bound, s | whole, s | gap | in parts, s | gap | parts |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for label, model, batch in SCENARIOS:
+        whole, split = (answer(label, model, batch, in_parts=in_parts) for in_parts in (False, True))
+        parts = max(unit.state_parts for unit in split.plan.units)
+        print(
+            f"| {label} | {model} | {batch} | {split.lower_bound_s:.2f} | {whole.step_s:.2f} | {whole.gap:.1%} | "
+            f"{split.step_s:.2f} | {split.gap:.1%} | {parts} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
