@@ -10,6 +10,9 @@ virtual environment of its own:
 
     pip install torch==2.13.0 transformers==5.23.0 ninja wheel && pip install deepspeed==0.19.8 --no-build-isolation
 
+Compiling takes minutes, the first time. With very few blocks (2) DeepSpeed 0.19.8 stops on an assertion of its own
+parameter swapper.
+
 A worker prints one line of JSON for each line that it reads, so anything that speaks this can be compared.
 """
 

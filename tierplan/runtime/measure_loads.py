@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tierplan.runtime.adam import OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.arena import map_host
 from tierplan.runtime.device import Device
-from tierplan.runtime.store import Extent, Store
+from tierplan.runtime.store import Extent, Store, measure_weights
 from tierplan.sim.models import workload_of
 from tierplan.sim.workload import Training
 
@@ -80,7 +80,8 @@ def loads(
     folders: tuple[Path, ...], sizes: Sizes, *, device: Device, dtypes: tuple[str, ...]
 ) -> Iterator[tuple[list[Load], tuple[str, ...]]]:
     """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
-    store = Store([str(folder) for folder in folders]) if folders else None
+    weights = measure_weights(folders) if len(folders) > 1 else ()  # as a run stripes over them
+    store = Store(folders, weights=weights) if folders else None
     host_pool = device.host_pool(sizes.area_bytes)
     host = host_pool.take(sizes.area_bytes)
     try:
