@@ -81,7 +81,10 @@ def _draw_unit(unit: Unit, rng: random.Random, semantics: str, segment_units: in
     if segment_units > 1 and unit.kind == "block":
         acts = "recompute"
     place = rng.choice(["keep", "host", "nvme"])
-    return UnitPlan(params=params, grads=grads, states=states, acts=acts, input=place, late_update=late)  # type: ignore[arg-type]
+    parts = rng.choice([1, 2, 3]) if states == "nvme" else 1
+    return UnitPlan(
+        params=params, grads=grads, states=states, acts=acts, input=place, late_update=late, state_parts=parts
+    )  # type: ignore[arg-type]
 
 
 def training_of(dtype: str, accumulation: int, clip: float | None) -> Training:
