@@ -237,7 +237,9 @@ class Store:
         """Notes in every folder whose committed data its file holds, so that no other run writes over it."""
         for file in self._files:
             record = json.dumps({"run_id": run_id, "run_folder": run_folder})
-            file.owner_path.write_text(record, encoding="utf-8")
+            whole = file.owner_path.with_suffix(".tmp")  # a kill while it is written must not leave half of it
+            whole.write_text(record, encoding="utf-8")
+            whole.replace(file.owner_path)
 
     @property
     def size_bytes(self) -> int:
