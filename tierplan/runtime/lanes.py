@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.device import Device
+from tierplan.runtime.hooks import ModelHooks
 from tierplan.runtime.replay import Recipe, Source, Tape
 from tierplan.runtime.saved import AbsentError, AllMade, Recorder, Recreator, Slot
 from tierplan.runtime.units import ModelError, ModelUnit
@@ -67,47 +68,6 @@ class UnitRun:
 
 class _Cancelled(BaseException):
     """Unwinds the model's forward when the run is over."""
-
-
-class ModelHooks:
-    """The blocks' replaced `forward`s; they find the lane of the thread that they are called in."""
-
-    def __init__(self, units: Sequence[ModelUnit]) -> None:
-        self._local = threading.local()
-        self._blocks: list[nn.Module] = []
-        self.recipes: dict[tuple[int, object], Recipe | None] = {}
-        """How to make a block's dropped slots again, by block and shapes, once it is known."""
-        self.are_replays_timed = False
-        self.checked: set[tuple[int, int]] = set()
-        """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
-        for index, unit in enumerate(units):
-            if unit.block is not None:
-                self._replace(unit.block, index)
-
-    def _replace(self, block: nn.Module, index: int) -> None:
-        original = block.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            lane: Lane | _Echo | None = getattr(self._local, "lane", None)
-            return original(*args, **kwargs) if lane is None else lane.block(index, original, args, kwargs)
-
-        block.forward = forward
-        self._blocks.append(block)
-
-    @contextmanager
-    def of(self, lane: Lane | _Echo) -> Iterator[None]:
-        """Calls of blocks in this thread belong to this lane."""
-        self._local.lane = lane
-        try:
-            yield
-        finally:
-            self._local.lane = None
-
-    def remove(self) -> None:
-        """Gives the model its own `forward`s back."""
-        for block in self._blocks:
-            del block.forward
-        self._blocks.clear()
 
 
 @dataclass(eq=False)
