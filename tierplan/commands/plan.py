@@ -206,14 +206,15 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
     for tier, peak in result.steady.trace.peak_bytes.items():
         capacity = result.steady.trace.capacity_bytes[tier]
         lines.append(f"  peak {tier:10s}{peak / GB:10.2f} GB of {capacity / GB:.2f} GB")
-    lines.append("  published systems on the same model and machine:")
+    lines.append(f"  published systems on the same model and machine{', for the same work' * (plan.devices > 1)}:")
     for name, policy in sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0])):
         if policy.step_s is None:
             reason = policy.reason if len(policy.reason) <= 90 else policy.reason[:87] + "..."
             lines.append(f"    {name:16s}  does not run: {reason}")
         else:
             other = "" if policy.same_numbers else "  (other numbers: delayed updates)"
-            lines.append(f"    {name:16s}{policy.step_s:10.3f} s   {policy.step_s / result.step_s:6.2f} x{other}")
+            same_work_s = policy.step_s * plan.devices / policy.devices
+            lines.append(f"    {name:16s}{same_work_s:10.3f} s   {same_work_s / result.step_s:6.2f} x{other}")
     if worths is not None:
         lines.append("  what a change would save per step (planned again):")
         lines += [f"    {w.change:34s}{w.saves_s:9.3f} s   {100 * w.saves_s / result.step_s:5.1f} %" for w in worths]
