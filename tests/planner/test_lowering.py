@@ -209,3 +209,18 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         lower(uniform_plan(clipped, UnitPlan()), clipped, toy_machine())
     with pytest.raises(PlanError, match="delayed"):
         lower(uniform_plan(workload, UnitPlan(), semantics="delayed-1"), workload, toy_machine())
+
+
+def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() -> None:
+    def work(dropped: int) -> dict[str, float]:
+        workload = toy_workload(slots=3)
+        random = [replace(t, replayable=t.index != 1) for t in workload.units[1].saved]
+        workload = replace(
+            workload, units=tuple(replace(u, saved=tuple(random)) if u.kind == "block" else u for u in workload.units)
+        )
+        acts = tuple("recompute" if k == dropped else "keep" for k in range(3))
+        schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, toy_machine())  # type: ignore[arg-type]
+        return dict(next(op.work for op in schedule.ops if op.key == "recompute/L1/mb0"))
+
+    assert work(0) == {"matmul_bf16_flops": 1e8}
+    assert work(1) == {"matmul_bf16_flops": 1e9}

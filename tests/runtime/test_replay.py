@@ -13,6 +13,7 @@ from tierplan.runtime.device import Device
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.replay import Recipe
+from tierplan.runtime.tracing import trace_module
 from tierplan.runtime.units import split_model
 from tierplan.sim.workload import Training
 
@@ -95,6 +96,22 @@ def test_dropout_is_run_again_and_still_the_same_bits() -> None:
     assert recipe is None
     for repetition in found:
         assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True))
+
+
+def test_beside_dropout_what_needs_no_random_numbers_is_replayed() -> None:
+    """Attention's dropout mask is divided in place before it is saved: replays start from what it became."""
+    (plain, *_), _ = gradients("gpt2", frozenset(), dropout=0.2, repeats=1)
+    model = make_model("gpt2", dropout=0.2)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    training = Training(dtype="fp32", sequence_length=16, backend="cpu")
+    saved = trace_module(model, {"input_ids": ids, "labels": ids}, training).blocks[1].saved
+    replayable = [t.index for t in saved if t.replayable]
+    assert 0 < len(replayable) < len(saved)
+    for dropped in (*(frozenset({k}) for k in replayable), frozenset(replayable)):
+        found, recipe = gradients("gpt2", dropped, dropout=0.2, repeats=2)
+        assert recipe is not None, dropped
+        for repetition in found:
+            assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True)), dropped
 
 
 def test_timed_replays_say_what_each_slot_takes() -> None:

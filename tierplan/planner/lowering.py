@@ -303,7 +303,8 @@ class _Lowering:
     ) -> str:
         unit, m = self.units[stage.unit], stage.micro_batch
         key = f"recompute/{unit.name}/mb{m}"
-        whole = len(dropped) == len(unit.saved)
+        # What needs random numbers drawn again is made by running the whole unit again.
+        whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
         work: dict[str, float] = dict(unit.recompute or unit.forward) if whole else {}
         for t in [] if whole else dropped:
             for kind, amount in t.recompute.items():

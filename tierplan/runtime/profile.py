@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -26,6 +26,7 @@ __all__ = ["profile_workload", "profiling_schedule", "with_times"]
 
 HUGE_BYTES = 1 << 50
 DEVICE, COMPUTE = "gpu0", "gpu0.compute"
+Drops = Literal["nothing", "all", "replayable"]
 
 
 def profile_workload(
@@ -48,10 +49,14 @@ def profile_workload(
         raise ValueError(f"num_steps is {num_steps}; the first is warm-up, so give 2 or more")
     num_again = max(2, num_steps // 2)
     source = iter(batches)
-    kept, _ = _run(workload, model, source, num_steps, device, num_threads, on_step, drops=False)
+    kept, _ = _run(workload, model, source, num_steps, device, num_threads, on_step, drops="nothing")
     again, replays = _run(
-        workload, model, source, num_again, device, num_threads, lambda k, x: on_step(k + num_steps, x), drops=True
+        workload, model, source, num_again, device, num_threads, lambda k, x: on_step(k + num_steps, x), drops="all"
     )
+    if not all(t.replayable for unit in workload.blocks for t in unit.saved):
+        _, replays = _run(
+            workload, model, source, num_again, device, num_threads, lambda k, x: None, drops="replayable"
+        )
     return with_times(workload, kept, num_steps, again, num_again, replays)
 
 
@@ -64,22 +69,27 @@ def _run(
     num_threads: int | None,
     on_step: Callable[[int, float], None],
     *,
-    drops: bool,
+    drops: Drops,
 ) -> tuple[Trace, dict[str, dict[int, list[float]]]]:
     schedule = profiling_schedule(workload, drops=drops)
     with Trainer(
-        schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops
+        schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops != "nothing"
     ) as trainer:
         trainer.run(itertools.islice(batches, num_steps), num_steps)
         trainer.restore_model()
         return trainer.result().trace, trainer.replay_seconds()
 
 
-def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
+def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Schedule:
     """Forward and backward of one micro-batch, everything on the device; gradients are dropped as they are made.
 
-    `drops` has blocks keep nothing that they save and make it again before their backward.
+    With `drops` blocks do not keep what they save, or what of it no random numbers are needed for, and make it again
+    before their backward.
     """
+
+    def is_dropped(unit: Unit, t: SavedTensor) -> bool:
+        return unit.kind == "block" and (drops == "all" or (drops == "replayable" and t.replayable))
+
     training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
     buffers: list[Buffer] = []
     ops: list[Op] = []
@@ -124,17 +134,19 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
             inputs[i + 1] = buffer(f"x/{units[i + 1].name}/mb0", unit.output_bytes, "acts")
             writes.append(inputs[i + 1])
         acts[i] = []
-        if unit.saved_bytes and not (drops and unit.kind == "block"):
-            acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", unit.saved_bytes, "acts")]
+        if kept := sum(t.size_bytes for t in unit.saved if not is_dropped(unit, t)):
+            acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", kept, "acts")]
         writes += acts[i]
         ops.append(_op("fwd", "forward", unit, reads, writes))
     dx: str | None = None
     tied: dict[str, str] = {}
     for i, unit in reversed(list(enumerate(units))):
         reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
-        if drops and unit.kind == "block" and unit.saved_bytes:
-            acts[i] = [buffer(f"acts/{unit.name}/mb0/re", unit.saved_bytes, "acts")]
-            ops.append(_op("recompute", "recompute", unit, [*reads, *([shared] if shared else [])], acts[i]))
+        if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
+            made = buffer(f"acts/{unit.name}/mb0/re", dropped, "acts")
+            from_ = [*reads, *acts[i], *([shared] if shared else [])]
+            ops.append(_op("recompute", "recompute", unit, from_, [made]))
+            acts[i] = [*acts[i], made]
         reads += acts[i]
         writes = []
         if dx:
@@ -171,7 +183,7 @@ def profiling_schedule(workload: Workload, *, drops: bool = False) -> Schedule:
                         "num_parameters": u.num_parameters,
                         "shares": u.shares,
                         "slot_bytes": [t.size_bytes for t in u.saved],
-                        "slot_actions": ["recompute" if drops and u.kind == "block" else "keep"] * len(u.saved),
+                        "slot_actions": ["recompute" if is_dropped(u, t) else "keep" for t in u.saved],
                     }
                     for u in units
                 ],
@@ -201,8 +213,8 @@ def with_times(
 ) -> Workload:
     """The workload with the times of traces of its two profiling schedules; first steps are left out as warm-up.
 
-    What one saved tensor takes to be made again is what its own operations took in `replays`. Where there are none
-    (a block with dropout is run again as a whole), it is the tensor's modelled share of the recomputation. The machine
+    What one saved tensor takes to be made again is what its own operations took in `replays`. Where there are none,
+    it is the tensor's modelled share of the recomputation. The machine
     may have become slower or quicker between the two runs, so recomputation is taken relative to forward in its own.
     """
     alike: dict[object, list[str]] = {}
@@ -234,12 +246,13 @@ def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float
     """Saved tensors with what each takes to be made again; together they take `total_s`.
 
     Those that one operation makes (an output and its statistics) share its time by their sizes: whoever drops the large
-    one runs the operation, whichever of them its time was noted for.
+    one runs the operation, whichever of them its time was noted for. Tensors that draw random numbers have no time of
+    their own, since the whole block is run again for them: they get the rest.
     """
     weights: dict[int, float] = {}
-    if all(times.values()):
+    if all(times[t.index] for t in unit.saved if t.replayable) and any(times.values()):
         made_by: dict[object, list[SavedTensor]] = {}
-        for t in unit.saved:
+        for t in unit.saved if all(times.values()) else [t for t in unit.saved if t.replayable]:
             made_by.setdefault((t.name, tuple(t.recompute.items()), t.needs), []).append(t)
         for made in made_by.values():
             seconds = sum(median(times[t.index]) for t in made)
@@ -247,6 +260,9 @@ def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float
             weights |= {t.index: seconds * (t.size_bytes / size_bytes if size_bytes else 1 / len(made)) for t in made}
     else:
         weights = {t.index: _share(t.recompute, unit.forward) for t in unit.saved}
+    random = [t for t in unit.saved if t.index not in weights]
+    known, size_bytes = sum(weights.values()), sum(t.size_bytes for t in random)
+    weights |= {t.index: max(total_s - known, 0.0) * t.size_bytes / size_bytes for t in random}
     whole = sum(weights.values())
     scale = total_s / whole if whole else 0.0
     return tuple(replace(t, recompute={"s": weights[t.index] * scale}) for t in unit.saved)

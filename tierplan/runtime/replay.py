@@ -5,8 +5,8 @@ tensor is its storage and how to look at it). `Recipe` then is the shortest run 
 slots from what is there: parameters, the block's inputs, other slots. Later recomputations execute the recipe alone,
 without the block's Python code, without autograd and without any hook.
 
-A recipe draws no random numbers and writes over nothing; where a slot would need that (dropout), `recipe` is None and
-the block is run again instead.
+A recipe draws no random numbers, writes over nothing, and reads nothing that was written over after it was read; where
+a slot would need that (dropout), `recipe` is None and the block is run again instead.
 """
 
 from __future__ import annotations
@@ -129,25 +129,26 @@ class Tape(TorchDispatchMode):
             if k in self.slot_number and self.slot_number[k] not in target:
                 sources[self.slot_number[k]] = ("slot", k)
         maker = {n: i for i, call in enumerate(self.calls) for n in call.made if n is not None}
-        written = {n for call in self.calls for n in call.written}
+        written_at = {n: i for i, call in enumerate(self.calls) for n in call.written}
         needed, found = list(target), set[int]()
         while needed:
             number = needed.pop()
             if number in sources and number not in target:
                 continue
             i = maker.get(number)
-            if i is None or number in written or self.calls[i].is_random:
+            if i is None or number in written_at or self.calls[i].is_random:
                 return None
             if i not in found:
                 found.add(i)
                 needed += self.calls[i].read
+        # What is there now is what it was after its last write: a call that read it earlier read something else.
+        if any(written_at.get(n, -1) >= i for i in found for n in self.calls[i].read):
+            return None
         calls = [self.calls[i] for i in sorted(found)]
         last: dict[int, int] = {}
         for i, call in enumerate(calls):
             for number in (*call.read, *(n for n in call.made if n is not None)):
                 last[number] = i
-        if not set(last) & written <= set():
-            return None
         return Recipe(tuple(calls), sources, target, last)
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from tierplan import __version__
@@ -207,9 +207,9 @@ def _one(
             result = pieces.result
     except (ValueError, RuntimeError) as error:
         return replace(artifact, why_not=str(error))
-    simulate = partial(simulate_as_found, found=basis.hand_over, pace=fmean(paces))
+    simulate = partial(simulate_as_found, found=basis.hand_over, pace=median(paces))
     predicted = replace(predicted, steady=steady_state(predicted.schedule, predicted.machine, simulate=simulate))
-    step_s = fmean(predictions_s)
+    step_s = median(predictions_s)
     artifact = replace(
         artifact,
         predicted_step_s=step_s,
