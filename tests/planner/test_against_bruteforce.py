@@ -13,8 +13,9 @@ from tests.planner.instances import brute_force_instance
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.fluid import MODES, Problem, problem
 from tierplan.planner.lowering import lower
+from tierplan.planner.moves import WINDOWS, with_windows
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.planner.search import WINDOWS, Budget, Evaluator, with_windows
+from tierplan.planner.search import Budget, Evaluator
 from tierplan.planner.solve import InfeasiblePlan, plan
 from tierplan.sim.pricing import price
 from tierplan.sim.workload import Workload

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.fluid import MODES, problem
+from tierplan.planner.moves import FAMILIES, with_parts, with_placement
 from tierplan.planner.plan import UnitPlan
-from tierplan.planner.search import FAMILIES, Budget, Evaluator, with_parts, with_placement
+from tierplan.planner.search import Budget, Evaluator
 
 
 def test_every_move_from_a_plan_in_parts_is_a_plan() -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import Semantics
 from tierplan.planner.tiling import cut_batches
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workload import Unit, Workload, total_work
 
 __all__ = [
     "GB",
@@ -338,10 +338,7 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
             small.setdefault(t.replayable and unit.kind == "block", []).append(t.index)
     by_index = {t.index: t for t in unit.saved}
     for replayable, indices in sorted(small.items()):
-        work: dict[str, float] = {}
-        for i in indices:
-            for kind, amount in by_index[i].recompute.items():
-                work[kind] = work.get(kind, 0.0) + amount
+        work = total_work(by_index[i].recompute for i in indices)
         size = sum(by_index[i].size_bytes for i in indices)
         found.append(
             SlotGroup(

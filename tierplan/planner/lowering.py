@@ -25,7 +25,7 @@ from tierplan.planner.walk import Stage, walk
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import SavedTensor, Unit, Workload
+from tierplan.sim.workload import SavedTensor, Unit, Workload, total_work
 
 __all__ = ["lower"]
 
@@ -305,10 +305,7 @@ class _Lowering:
         key = f"recompute/{unit.name}/mb{m}"
         # What needs random numbers drawn again is made by running the whole unit again.
         whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
-        work: dict[str, float] = dict(unit.recompute or unit.forward) if whole else {}
-        for t in [] if whole else dropped:
-            for kind, amount in t.recompute.items():
-                work[kind] = work.get(kind, 0.0) + amount
+        work = dict(unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
         size = sum(t.size_bytes for t in dropped)
         made = self.made.buffer(f"acts/{unit.name}/mb{m}/re", DEVICE, size, "acts")
         writes = [made, *outputs, *self.made.work(key, unit.forward_work_bytes)]

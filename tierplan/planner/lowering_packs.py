@@ -12,7 +12,6 @@ each unit, for the runtime.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
@@ -23,7 +22,7 @@ from tierplan.planner.refine import order_under_contention
 from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workload import Unit, Workload, total_work
 
 __all__ = ["PackLowering", "Task", "check_packs", "lower_packs"]
 
@@ -263,7 +262,7 @@ class PackLowering:
             size = max(u.saved_bytes + u.forward_work_bytes for u in units)
             work = self.made.buffer(f"work/{key}", gpu, size, "work")
             reads = [*params, *([x] if x else [])]
-            self.made.op(key, f"{gpu}.compute", "forward", work=_total(u.forward for u in units), reads=reads,
+            self.made.op(key, f"{gpu}.compute", "forward", work=total_work(u.forward for u in units), reads=reads,
                     writes=(y, work), unit=units[0].name, m=m)  # fmt: skip
             x = y
         task.computes.append(key)
@@ -299,7 +298,8 @@ class PackLowering:
         acts = self.made.buffer(f"acts/{label}", gpu, sum(u.saved_bytes + u.input_bytes for u in units[1:])
                            + units[0].saved_bytes, "acts")  # fmt: skip
         reads = [*params, *([x] if x else [])]
-        again = self.made.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=_total(u.forward for u in units),
+        forward = total_work(u.forward for u in units)
+        again = self.made.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=forward,
                         reads=reads, writes=(acts,), unit=units[0].name, m=m)  # fmt: skip
         task.again.append(again)
         reads += [acts, *([dy] if dy else [])]
@@ -314,7 +314,7 @@ class PackLowering:
         if task.first > 0:
             dx = self.made.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        key = self.made.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=_total(u.backward for u in units),
+        key = self.made.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=total_work(u.backward for u in units),
                       reads=reads, writes=writes, unit=units[0].name, m=m)  # fmt: skip
         task.computes.append(key)
         if task.first > 0:
@@ -364,11 +364,3 @@ class PackLowering:
                 updated.append(at[unit.name])
             self.made.op(f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters},
                     reads=[*grads, *homes], writes=updated, unit=unit.name)  # fmt: skip
-
-
-def _total(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for work in works:
-        for kind, amount in work.items():
-            total[kind] = total.get(kind, 0.0) + amount
-    return total

@@ -9,12 +9,11 @@ every plan is simulated before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Packs
-from tierplan.sim.workload import Workload
+from tierplan.sim.workload import Workload, total_work
 
 __all__ = ["PackEstimate"]
 
@@ -92,7 +91,7 @@ class PackEstimate:
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
         works = (u.forward if phase == "fwd" else u.backward for u in self.units[first:end])
-        return self.machine.cost("gpu0.compute", _total(works)).alone_s
+        return self.machine.cost("gpu0.compute", total_work(works)).alone_s
 
     def _pack(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
         key = (phase, first, end, at_once)
@@ -188,11 +187,3 @@ class _Recurrence:
                 self.updated_s[u] = self.host_s
         self.left[device] = (now, ends[-2] if len(ends) > 1 else gone_s, left_s + self.cleanup_s)
         return ends
-
-
-def _total(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for work in works:
-        for kind, amount in work.items():
-            total[kind] = total.get(kind, 0.0) + amount
-    return total

@@ -12,18 +12,9 @@ from dataclasses import replace
 
 from tierplan.planner.fluid import MODES, Problem
 from tierplan.planner.milp import ACTIONS
+from tierplan.planner.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
 from tierplan.planner.plan import Plan
-from tierplan.planner.search import (
-    BETTER,
-    SHORT_CHAIN,
-    WINDOWS,
-    Candidate,
-    Evaluator,
-    improve,
-    with_action,
-    with_placement,
-    with_windows,
-)
+from tierplan.planner.search import BETTER, Candidate, Evaluator, improve
 
 __all__ = ["improve_from_elsewhere"]
 

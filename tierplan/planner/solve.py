@@ -21,13 +21,14 @@ from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_
 from tierplan.planner.fluid import GB, Order, Problem, problem, runs_of
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
+from tierplan.planner.moves import with_parts, with_windows
 from tierplan.planner.packs import improve_packs
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.program import solve
 from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
-from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates, with_parts, with_windows
+from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates
 from tierplan.planner.whole import solve_whole
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState

@@ -54,7 +54,6 @@ class Bodies:
     """In the model's order, which is that of the global norm."""
     behind: frozenset[str] = frozenset()
     """Units whose update in a step is that of the step before, with its gradients."""
-    """Updates made before this step: one fewer where they are delayed."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""

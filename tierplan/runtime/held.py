@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from tierplan.runtime.units import placeholder
 __all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "held_of"]
 
 
-class Thing:
+class Thing(ABC):
     """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
 
     They may come back while the first copy is still in use; then they take its place when that one leaves.
@@ -49,12 +50,13 @@ class Thing:
             self._use(self._next)
             self._is_here, self._next = self._next is not None, None
 
+    @abstractmethod
     def memory(self) -> torch.Tensor:
         """The bytes, as a uint8 tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _use(self, memory: torch.Tensor | None) -> None:
-        raise NotImplementedError
+        """From now on the bytes are in this memory, or not on the device."""
 
 
 class SavedThing(Thing):

@@ -8,11 +8,11 @@ norm, output projection and loss). The planner decides what happens to each amou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["SavedTensor", "Training", "Unit", "Workload", "WorkloadError"]
+__all__ = ["SavedTensor", "Training", "Unit", "Workload", "WorkloadError", "total_work"]
 
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -163,3 +163,12 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         return sum(u.num_parameters for u in self.units)
+
+
+def total_work(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of amounts of work, kind by kind."""
+    total: dict[str, float] = {}
+    for work in works:
+        for kind, amount in work.items():
+            total[kind] = total.get(kind, 0.0) + amount
+    return total

@@ -51,7 +51,7 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
         "plans in turns: its parts' times, the rates of streams inside a step, what they lose to each other, and",
         "the hand-over from op to op come from there. Each row ran in pieces. Right before a piece the small model",
         "ran some steps with everything in memory, which say how slow the machine is at that moment, and the piece",
-        "was predicted from that; a row's prediction is the mean over its pieces. Intervals are as wide as",
+        "was predicted from that; a row's prediction is the median over its pieces. Intervals are as wide as",
         "predictions of the small model's plans were off, each made from the other plans alone. Nothing was fitted",
         "to the rows. Rows without an answer and rows that were not run count against the figures. An error is",
         "`predicted / measured - 1`: below zero, the run was slower than predicted.",
