@@ -279,6 +279,12 @@ def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     assert log(trace) == [("a", 0.0, 1.0), ("b", 0.0, 2.0)]
 
 
+def test_who_takes_nothing_of_a_limit_need_not_know_it() -> None:
+    demand = {"a": {"bus": 0.0}, "b": {"bus": 0.0, "link": 1.0}}
+    ops = [op("a", stream="a"), op("b", stream="b")]
+    assert log(run([], ops, demand=demand, limits={"link": 0.5})) == [("a", 0.0, 1.0), ("b", 0.0, 2.0)]
+
+
 def test_latency_is_not_slowed() -> None:
     schedule = Schedule(name="x", tiers=(), buffers=(), ops=(op("a", stream="a"), op("b", stream="b")))
     costs = {key: Cost(0.5, 1.0, {"bus": 1.0}) for key in "ab"}
@@ -357,6 +363,9 @@ def test_when_two_tiers_are_short_it_says_so() -> None:
         (Cost(-1.0, 0.0), "op 'o' costs latency_s = -1.0"),
         (Cost(0.0, 1.0, {"bus": 2.0}), "takes 2 per second of shared limit 'bus', which is unknown"),
         (Cost(0.0, 1.0, {"dram": 2.0}), "shared limit 'dram', which is 0.0; it would never end"),
+        (Cost(0.0, 1.0, {"dram": float("nan")}), "takes nan per second of shared limit 'dram'; it must be finite"),
+        (Cost(0.0, 1.0, {"dram": -1.0}), "takes -1 per second of shared limit 'dram'; it must be finite"),
+        (Cost(0.0, 1.0, {}, 0.0), "op 'o' has a share of 0.0"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(cost: Cost | None, message: str) -> None:

@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
     OutOfMemory
         When the schedule cannot complete, for whatever costs.
     SimulationError
-        When a cost is missing, negative or not finite, or names a limit that is unknown or 0.
+        When a cost is missing, negative or not finite, or takes of a limit that is unknown or 0.
     """
     with _collector_paused():
         return _Run(graph_of(schedule), costs, limits or {}).trace()
@@ -234,7 +234,14 @@ def _checked(
             for what, seconds in (("latency_s", cost.latency_s), ("work_s", cost.work_s)):
                 if not (math.isfinite(seconds) and seconds >= 0):
                     raise SimulationError(f"op {op.key!r} costs {what} = {seconds}; it must be finite and 0 or more")
+            if not 0 < cost.share < math.inf:
+                raise SimulationError(f"op {op.key!r} has a share of {cost.share}; it must be finite and above 0")
             for name, need in cost.demand.items():
+                if not 0 <= need < math.inf:
+                    raise SimulationError(
+                        f"op {op.key!r} takes {need:g} per second of shared limit {name!r}; "
+                        "it must be finite and 0 or more"
+                    )
                 if need > 0 and not limits.get(name, 0.0) > 0:
                     raise SimulationError(
                         f"op {op.key!r} takes {need:g} per second of shared limit {name!r}, which is "

@@ -18,8 +18,8 @@ def max_min_speeds(
     flow needs gives it speed 0.
     """
     speeds = [0.0] * len(demands)
-    left = {name: limits[name] for demand in demands for name in demand}
-    growing = [i for i in range(len(demands)) if all(left[name] > 0 or need <= 0 for name, need in demands[i].items())]
+    left = {name: limits[name] for demand in demands for name, need in demand.items() if need > 0}
+    growing = [i for i in range(len(demands)) if all(need <= 0 or left[name] > 0 for name, need in demands[i].items())]
     while growing:
         pull: dict[str, float] = {}
         for i in growing:
