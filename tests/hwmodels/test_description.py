@@ -82,6 +82,8 @@ def test_amounts_are_read_with_their_units(text: object, unit: str, value: float
         (True, "count"),
         (None, "bytes"),
         ("nan", "W"),
+        (float("nan"), "count"),
+        (float("inf"), "count"),
     ],
 )
 def test_wrong_amounts_show_how_they_are_written(text: object, unit: str) -> None:
@@ -195,6 +197,23 @@ def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
             '[[limit]]\nname = "x"\nlimit = 1\ntakes = { "gpu1.compute" = 1 }\n[gpu]',
             "names stream 'gpu1.compute'",
         ),
+        (
+            "[gpu]",
+            '[[limit]]\nname = "nvme"\nlimit = 1\ntakes = { "nvme.read" = 1 }\n[gpu]',
+            "has two shared limits 'nvme'",
+        ),
+        (
+            "[gpu]",
+            '[[limit]]\nname = "cores"\nlimit = 0\ntakes = { "host.adam" = 1 }\n[gpu]',
+            "shared limit 'cores' of machine 'plain' is 0; it must be above 0",
+        ),
+        (
+            "[gpu]",
+            '[[switch]]\nname = "a"\nlimit = "0 B/s"\nmembers = ["gpu0"]\n[gpu]',
+            "shared limit 'switch.a.down' of machine 'plain' is 0; it must be above 0",
+        ),
+        ('name = "plain"', 'name = "plain"\nswitch = 3', r"write \[\[switch\]\]"),
+        ('name = "plain"', 'name = "plain"\nlimit = { name = "x" }', r"write \[\[limit\]\]"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(old: str, new: str, message: str) -> None:

@@ -18,11 +18,17 @@ DTYPES = ("fp32", "bf16", "fp16")
 class _Draft:
     """Limits as they are found, and what each stream takes of them per unit of work."""
 
+    machine: str
+    """Its name, for errors."""
     limits: dict[str, float] = field(default_factory=dict)
     takes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def share(self, limit: str, per_s: float, *streams: tuple[str, str, float]) -> None:
         """Adds a limit that (stream, work kind, units per unit of work) load."""
+        if limit in self.limits:
+            raise MachineError(f"machine {self.machine!r} has two shared limits {limit!r}; give one another name")
+        if per_s <= 0:
+            raise MachineError(f"shared limit {limit!r} of machine {self.machine!r} is {per_s:g}; it must be above 0")
         self.limits[limit] = per_s
         for stream, kind, weight in streams:
             self.takes.setdefault(stream, {}).setdefault(limit, {})[kind] = weight
@@ -39,7 +45,7 @@ def build(description: Description) -> Machine:
     num_gpus, num_drives = int(_need(description, "gpu.count")), int(_need(description, "nvme.drives"))
     if num_gpus < 1:
         raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
-    draft = _Draft()
+    draft = _Draft(description.name)
     rates: dict[str, dict[str, Rate]] = {}
     latency_s: dict[str, float] = {}
     tiers = _tiers(description, num_gpus, num_drives)
@@ -273,15 +279,16 @@ def _switches(description: Description, num_gpus: int, rates: Mapping[str, objec
 def _listed_limits(description: Description, rates: Mapping[str, Mapping[str, Rate]], draft: _Draft) -> None:
     """Limits in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
     for limit in description.limits:
+        takers: list[tuple[str, str, float]] = []
         for stream, weight in limit.takes.items():
             if stream not in rates:
                 raise MachineError(
                     f"limit {limit.name!r} of machine {description.name!r} names stream {stream!r}; "
                     f"it has {', '.join(rates)}"
                 )
-            by_kind = {kind: weight / max(r for _, r in rate.points) for kind, rate in rates[stream].items()}
-            draft.takes.setdefault(stream, {})[limit.name] = by_kind | {SECONDS: weight}
-        draft.limits[limit.name] = limit.limit
+            takers += [(stream, kind, weight / _fastest(rates, stream, kind)) for kind in rates[stream]]
+            takers.append((stream, SECONDS, weight))
+        draft.share(limit.name, limit.limit, *takers)
 
 
 def _record(description: Description) -> dict[str, object]:

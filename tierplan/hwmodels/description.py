@@ -146,8 +146,8 @@ def parse_description(text: str, *, where: str, folder: Path | None = None) -> D
         name=str(table.get("name", Path(where).stem)),
         summary=str(table.get("summary", "")),
         values=values,
-        switches=tuple(_switch(entry, where, sources) for entry in table.get("switch", ())),
-        limits=tuple(_limit(entry, where, sources) for entry in table.get("limit", ())),
+        switches=tuple(_switch(entry, where, sources) for entry in _tables(table, "switch", where)),
+        limits=tuple(_limit(entry, where, sources) for entry in _tables(table, "limit", where)),
         shares={
             str(k): parse_amount(v, "number", what=f"shares.{k} in {where}")
             for k, v in _table(table, "shares", where).items()
@@ -160,6 +160,13 @@ def _table(table: Mapping[str, object], name: str, where: str) -> Mapping[str, o
     value = table.get(name, {})
     if not isinstance(value, dict):
         raise MachineError(f"{name!r} in {where} is {value!r}; it must be a table: [{name}]")
+    return value
+
+
+def _tables(table: Mapping[str, object], name: str, where: str) -> list[object]:
+    value = table.get(name, [])
+    if not isinstance(value, list):
+        raise MachineError(f"{name!r} in {where} is {value!r}; it must be a list of tables: write [[{name}]]")
     return value
 
 

@@ -54,10 +54,10 @@ def parse_amount(value: object, unit: Unit, *, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise MachineError(f"{what} is {value!r}; write a number or {_EXAMPLES.get(unit, 'text')}")
     number = float(value) if isinstance(value, (int, float)) else _parse_text(value, unit, what)
-    if unit == "count" and number != int(number):
-        raise MachineError(f"{what} is {value!r}; it must be a whole number")
     if not 0 <= number < float("inf"):
         raise MachineError(f"{what} is {value!r}; it must be a finite number, 0 or more")
+    if unit == "count" and not number.is_integer():
+        raise MachineError(f"{what} is {value!r}; it must be a whole number")
     return number
 
 
