@@ -52,8 +52,14 @@ def test_without_drives_nothing_wears():
 def test_a_machine_that_does_not_say_is_asked():
     with pytest.raises(MachineError, match=r"nvme\.endurance"):
         allowed_bytes_per_s(small_machine(), 5.0)
+    with pytest.raises(MachineError, match=r"rated for 0 bytes"):
+        allowed_bytes_per_s(rated(small_machine(), 0.0), 5.0)
+
+
+@pytest.mark.parametrize("years", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_lifetime_is_a_finite_number_of_years(years: float):
     with pytest.raises(ValueError, match="above 0"):
-        allowed_bytes_per_s(rated(small_machine(), 1e6), 0.0)
+        allowed_bytes_per_s(rated(small_machine(), 1e6), years)
 
 
 def test_the_program_writes_no_more_than_it_may():

@@ -25,9 +25,12 @@ def endurance_bytes(machine: Machine) -> float | None:
 
 
 def allowed_bytes_per_s(machine: Machine, lifetime_years: float) -> float:
-    """The rate of writing at which the drives last for `lifetime_years` of training; infinite without drives."""
-    if not lifetime_years > 0:
-        raise ValueError(f"a drive lifetime of {lifetime_years} years makes no sense; it must be above 0")
+    """The rate of writing at which the drives last for `lifetime_years` of training; infinite without drives.
+
+    Raises `ValueError` for a lifetime that is none, `MachineError` where the machine does not say what drives take.
+    """
+    if not 0 < lifetime_years < float("inf"):
+        raise ValueError(f"a drive lifetime of {lifetime_years} years makes no sense; it must be finite and above 0")
     if all(tier.kind != "nvme" for tier in machine.tiers):
         return float("inf")
     total = endurance_bytes(machine)
@@ -36,12 +39,14 @@ def allowed_bytes_per_s(machine: Machine, lifetime_years: float) -> float:
             f"machine {machine.name!r} does not say how much may be written to its drives; give it, for one drive, "
             "as nvme.endurance (for example --set 'nvme.endurance=1200 TB'), or ask for no drive lifetime"
         )
+    if total == 0:
+        raise MachineError(f"the drives of machine {machine.name!r} are rated for 0 bytes; set nvme.endurance above 0")
     return total / (lifetime_years * SECONDS_PER_YEAR)
 
 
 def written_bytes(schedule: Schedule) -> int:
     """Bytes that one step writes to NVMe."""
-    return sum(size for stream, size in schedule.bytes_moved().items() if stream == "nvme.write")
+    return schedule.bytes_moved().get("nvme.write", 0)
 
 
 def lifetime_s(machine: Machine, written: int, step_s: float) -> float | None:
