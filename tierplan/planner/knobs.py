@@ -112,7 +112,6 @@ def _first_that_fits(
             if tried is None:
                 break
     return None
-    return None
 
 
 def _along(
