@@ -14,10 +14,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["order_by_readiness"]
@@ -34,76 +36,47 @@ def order_by_readiness(schedule: Schedule, costs: Mapping[str, Cost]) -> Schedul
 
 
 class _Ordering:
+    """The first simulation. Ops, tiers and buffers are numbered as in `Graph`."""
+
     def __init__(self, schedule: Schedule, costs: Mapping[str, Cost]) -> None:
-        ops, buffers = schedule.ops, schedule.buffers
-        self.n = len(ops)
-        self.seconds = [costs[op.key].alone_s for op in ops]
-        index = {b.name: i for i, b in enumerate(buffers)}
-        tiers = {t.name: i for i, t in enumerate(schedule.tiers)}
-        self.capacity = [t.capacity_bytes for t in schedule.tiers]
-        self.needs: list[dict[int, int]] = [{} for _ in ops]
-        self.tier = [tiers[b.tier] for b in buffers]
-        self.size = [schedule.tiers[t].held_bytes(b.size_bytes) for b, t in zip(buffers, self.tier, strict=True)]
-        reused = {b.reuses for b in buffers}
-        freed = [b.becomes is None and b.name not in reused for b in buffers]
-        self.reads = [[index[name] for name in op.reads if freed[index[name]]] for op in ops]
-        self.dead = [[index[name] for name in op.writes if freed[index[name]]] for op in ops]
-        self.readers_left = [0] * len(buffers)
-        self.missing = [0] * self.n
-        self.followers: list[list[int]] = [[] for _ in ops]
-        self.streams: dict[str, list[int]] = {}
-        number = {op.key: i for i, op in enumerate(ops)}
-        writer: dict[str, int] = {}
-        readers: dict[str, list[int]] = {}
-        for i, op in enumerate(ops):
-            self.streams.setdefault(op.stream, []).append(i)
-            inputs = {writer[name] for name in op.reads if name in writer} | {number[key] for key in op.after}
-            for name in op.reads:
-                readers.setdefault(name, []).append(i)
-                self.readers_left[index[name]] += 1
-            for name in op.writes:
-                writer[name] = i
-                buffer = buffers[index[name]]
-                if buffer.reuses is not None:
-                    inputs.update(readers[buffer.reuses])
-                else:
-                    t = tiers[buffer.tier]
-                    self.needs[i][t] = self.needs[i].get(t, 0) + self.size[index[name]]
-            inputs.discard(i)
-            self.missing[i] = len(inputs)
-            for j in inputs:
-                self.followers[j].append(i)
-        self.last_use = [-1] * len(buffers)  # list position of the last op that reads a buffer, or else writes it
-        for i, op in enumerate(ops):
-            for name in (*op.reads, *op.writes):
-                self.last_use[index[name]] = i
-        self.used = [0] * len(self.capacity)
-        for i, b in enumerate(buffers):
-            if b.initial and (self.readers_left[i] or not freed[i]):
-                self.used[self.tier[i]] += self.size[i]
+        self.graph = graph = graph_of(schedule)
+        self.num_ops = len(schedule.ops)
+        self.seconds = [costs[op.key].alone_s for op in schedule.ops]
+        self.needs: list[dict[int, int]] = [{} for _ in schedule.ops]  # tier -> bytes
+        for t, requests in enumerate(graph.requests):
+            for i, size_bytes, _ in requests:
+                self.needs[i][t] = size_bytes
+        self.missing = [len(inputs) for inputs in graph.inputs]
+        self.readers_left = list(graph.num_readers)
+        self.freed_at = [-1] * len(graph.size_bytes)  # list position of the last op that keeps the buffer
+        for i, keeps in enumerate(zip(graph.counts_down, graph.frees, strict=True)):
+            for b in chain(*keeps):
+                self.freed_at[b] = i
+        self.used = [0] * len(graph.capacity_bytes)
+        for b in graph.initial:
+            self.used[graph.tier_of[b]] += graph.size_bytes[b]
         self.slack = self._serial_slack()
 
     def _serial_slack(self) -> list[np.ndarray]:
         """Per tier and list position: what stays free at that op when ops run one by one in list order."""
-        used, left = list(self.used), list(self.readers_left)
-        slack = [np.zeros(self.n, dtype=np.int64) for _ in self.capacity]
-        for i in range(self.n):
+        graph, used, left = self.graph, list(self.used), list(self.readers_left)
+        slack = [np.zeros(self.num_ops, dtype=np.int64) for _ in used]
+        for i in range(self.num_ops):
             for t, need in self.needs[i].items():
                 used[t] += need
-            for t, cap in enumerate(self.capacity):
-                slack[t][i] = cap - used[t]
+            for t, capacity_bytes in enumerate(graph.capacity_bytes):
+                slack[t][i] = capacity_bytes - used[t]
             for b in self._end(i, left):
-                used[self.tier[b]] -= self.size[b]
+                used[graph.tier_of[b]] -= graph.size_bytes[b]
         return slack
 
     def _end(self, i: int, readers_left: list[int]) -> list[int]:
         """The buffers that op i frees when it ends, with `readers_left` brought up to date."""
-        freed = []
-        for b in self.reads[i]:
+        freed = list(self.graph.frees[i])
+        for b in self.graph.counts_down[i]:
             readers_left[b] -= 1
             if readers_left[b] == 0:
                 freed.append(b)
-        freed += [b for b in self.dead[i] if readers_left[b] == 0]
         return freed
 
     @property
@@ -112,18 +85,16 @@ class _Ordering:
 
     def starts(self) -> list[int]:
         """Ops in order of start. Assumes `is_safe`."""
-        heads = {stream: 0 for stream in self.streams}
-        idle = set(self.streams)
-        started = [False] * self.n
-        running: list[tuple[float, int, str]] = []
+        graph = self.graph
+        heads = [0] * len(graph.streams)
+        idle = set(range(len(graph.streams)))
+        started = [False] * self.num_ops
+        running: list[tuple[float, int, int]] = []
         order: list[int] = []
         now, frontier = 0.0, 0
-        while len(order) < self.n:
-            ready = sorted(
-                (self.streams[s][heads[s]], s)
-                for s in idle
-                if heads[s] < len(self.streams[s]) and self.missing[self.streams[s][heads[s]]] == 0
-            )
+        while len(order) < self.num_ops:
+            next_of = [(graph.streams[s][heads[s]], s) for s in idle if heads[s] < len(graph.streams[s])]
+            ready = sorted((i, s) for i, s in next_of if self.missing[i] == 0)
             blocked: set[int] = set()
             progress = False
             for i, stream in ready:
@@ -138,25 +109,24 @@ class _Ordering:
                 heads[stream] += 1
                 idle.discard(stream)
                 heapq.heappush(running, (now + self.seconds[i], i, stream))
-                while frontier < self.n and started[frontier]:
+                while frontier < self.num_ops and started[frontier]:
                     frontier += 1
             if progress:
                 continue
-            assert running or len(order) == self.n, "the safe sequence was lost"
+            assert running, "the safe sequence was lost"
             now, i, stream = heapq.heappop(running)
             idle.add(stream)
             for b in self._end(i, self.readers_left):
-                self.used[self.tier[b]] -= self.size[b]
-                self.slack[self.tier[b]][frontier : self.last_use[b] + 1] += self.size[b]
-            for j in self.followers[i]:
+                self.used[graph.tier_of[b]] -= graph.size_bytes[b]
+                self.slack[graph.tier_of[b]][frontier : self.freed_at[b] + 1] += graph.size_bytes[b]
+            for j in graph.followers[i]:
                 self.missing[j] -= 1
         return order
 
     def _fits(self, i: int, frontier: int, blocked: set[int]) -> bool:
+        """Whether op i may have its memory now, all ops before `frontier` having started."""
         for t, need in self.needs[i].items():
-            if need == 0:
-                continue
-            if t in blocked or self.used[t] + need > self.capacity[t]:
+            if t in blocked or self.used[t] + need > self.graph.capacity_bytes[t]:
                 return False
             if i > frontier and int(self.slack[t][frontier:i].min()) < need:
                 return False
