@@ -101,6 +101,27 @@ def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressur
     assert abs(before.step_s - measured.step_s) > 3 * abs(again.step_s - measured.step_s)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 4e-3])
+def test_calibration_tells_an_ops_latency_from_the_rate_of_its_stream(latency_s: float) -> None:
+    """Short and long ops are both predicted; a factor alone would call the long ones slow for the short ones."""
+    machine = machine_with_cores()
+    workload = timed(toy_workload(4, tied=False), machine)
+    plan = uniform_plan(workload, UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute"))
+    schedule = lower(plan, workload, machine)
+    true = changed(machine, {"nvme.read": 0.8})
+    slow = [replace(s, latency_s=latency_s) if s.name == "nvme.read" else s for s in true.streams]
+    true = replace(true, streams=tuple(slow))
+    measured = cut_predicted(simulate_on(unroll(schedule, 4), true)).median_ns()
+    seconds = {op.key: measured[op.key] / 1e9 for op in schedule.ops}
+    found = calibrated(machine, [(schedule, seconds)])
+    assert found.stream("nvme.read").latency_s == pytest.approx(latency_s, abs=2e-4)
+    again = cut_predicted(simulate_on(unroll(schedule, 4), found)).median_ns()
+    reads = [op for op in schedule.ops if op.stream == "nvme.read"]
+    assert len({op.work["bytes"] for op in reads}) > 2
+    for op in reads:
+        assert again[op.key] / 1e9 == pytest.approx(seconds[op.key], rel=0.05), op.key
+
+
 def test_hand_over_is_read_off_a_trace_and_put_into_another() -> None:
     """Ops on one stream come one after the other; those that wait for another stream's op have the longer one."""
     machine = toy_machine()

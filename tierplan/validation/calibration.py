@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine, Rate, Stream
@@ -22,6 +26,8 @@ TIMED = ("forward", "backward", "recompute")
 ROUNDS = 6
 """Of calibration: contention changes when rates do."""
 FACTOR_LIMIT = 10.0
+LEAST_WORK = 0.05
+"""Of a stream's mean op: shorter ones weigh no more than that."""
 MOST_PRESSURE = 1.4
 LEAST_LOSS = 0.002
 """Of computation, for its loss to say something about contention."""
@@ -89,9 +95,10 @@ def calibrated(machine: Machine, rehearsed: Sequence[tuple[Schedule, Mapping[str
     """The machine on which the simulated ops take as long as the measured ones did, in sum over all schedules.
 
     `rehearsed`: schedules, whose forward, backward and recompute ops have the seconds that they take with nothing
-    beside them (work `s`), each with the measured seconds by key. One factor per stream and kind of work. What a stream
-    takes of a shared limit stays the same fraction of it, but for one factor on what all other streams take of the
-    limits of computation: it makes the time that computation loses to them what was measured.
+    beside them (work `s`), each with the measured seconds by key. Each stream gets a latency, each of its kinds of work
+    a factor on its rate; computation has its latency in its times. What a stream takes of a shared limit stays the same
+    fraction of it, but for one factor on what all other streams take of the limits of computation: it makes the time
+    that computation loses to them what was measured.
     """
     steps = [(schedule, unroll(schedule, 3), measured) for schedule, measured in rehearsed]
     latency_s = machine.stream(COMPUTE).latency_s
@@ -105,7 +112,7 @@ def calibrated(machine: Machine, rehearsed: Sequence[tuple[Schedule, Mapping[str
     lost_m = sum(steps[s][2][op.key] for s, op in timed) - alone_s
     pressure = 1.0
     for _ in range(ROUNDS):
-        sums: dict[tuple[str, str], list[float]] = {}
+        seen: dict[str, list[_Seen]] = {}
         lost_p = -alone_s
         for schedule, unrolled, measured in steps:
             predicted = cut_predicted(simulate_on(unrolled, machine)).median_ns()
@@ -114,11 +121,9 @@ def calibrated(machine: Machine, rehearsed: Sequence[tuple[Schedule, Mapping[str
                     lost_p += predicted[op.key] / 1e9
                 kinds = [kind for kind, amount in op.work.items() if amount and kind != "s"]
                 if len(kinds) == 1:
-                    both = sums.setdefault((op.stream, kinds[0]), [0.0, 0.0])
-                    both[0] += predicted[op.key] / 1e9
-                    both[1] += measured[op.key]
-        factors = {key: p / m for key, (p, m) in sums.items() if p > 0 and m > 0}
-        machine = replace(machine, streams=tuple(_scaled(stream, factors) for stream in machine.streams))
+                    work_s = predicted[op.key] / 1e9 - machine.stream(op.stream).latency_s
+                    seen.setdefault(op.stream, []).append(_Seen(kinds[0], max(0.0, work_s), measured[op.key]))
+        machine = replace(machine, streams=tuple(_fitted(s, seen.get(s.name, ())) for s in machine.streams))
         if lost_p > LEAST_LOSS * alone_s:
             wanted = pressure * (max(lost_m, 0.0) / lost_p) ** 0.5
             wanted = min(MOST_PRESSURE, max(1 / MOST_PRESSURE, wanted))
@@ -139,12 +144,41 @@ def _pressing(stream: Stream, machine: Machine, factor: float) -> Stream:
     return replace(stream, takes=takes)
 
 
-def _scaled(stream: Stream, factors: Mapping[tuple[str, str], float]) -> Stream:
+class _Seen(NamedTuple):
+    """One op: its predicted seconds without latency, and its measured ones."""
+
+    kind: str
+    work_s: float
+    measured_s: float
+
+
+def _fitted(stream: Stream, seen: Sequence[_Seen]) -> Stream:
+    """The stream with the latency, and the factors on its rates, under which its ops take as long as measured.
+
+    Least squares of `latency + slower[kind] * work`, none negative. An op weighs as the inverse of its work, as if
+    errors grew with its root: then sums over a stream come out, and short ops say what the latency is.
+    """
+    kinds = sorted({op.kind for op in seen if op.work_s > 0})
+    if not kinds:
+        return stream
+    mean_s = fmean(op.work_s for op in seen)
+    weights = np.array([(op.work_s + LEAST_WORK * mean_s) ** -0.5 for op in seen])
+    by_kind = np.array([[op.work_s if op.kind == kind else 0.0 for kind in kinds] for op in seen])
+    latency = np.full((len(seen), 1), 0.0 if stream.name == COMPUTE else 1.0)
+    wanted = np.array([op.measured_s for op in seen])
+    (latency_s, *slower), _ = nnls(np.hstack([latency, by_kind]) * weights[:, None], wanted * weights)
+    return replace(
+        _scaled(stream, {kind: 1 / f for kind, f in zip(kinds, slower, strict=True) if f > 0}),
+        latency_s=stream.latency_s if stream.name == COMPUTE else float(latency_s),
+    )
+
+
+def _scaled(stream: Stream, factors: Mapping[str, float]) -> Stream:
     """The stream with the rates of some kinds of work multiplied."""
     rates = {}
     takes = {limit: dict(weights) for limit, weights in stream.takes.items()}
     for kind, rate in stream.rates.items():
-        factor = min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, factors.get((stream.name, kind), 1.0)))
+        factor = min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, factors.get(kind, 1.0)))
         rates[kind] = Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
         for weights in takes.values():
             if kind in weights:

@@ -49,7 +49,7 @@ __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
 DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
-KEPT_STEPS = 5
+KEPT_STEPS = 6
 """Of the shallow model before each piece of a run."""
 SHALLOW = Run(blocks=0, policy="in-memory")
 """One micro-batch, no clipping; its depth is the group's `profile_blocks`."""

@@ -5,7 +5,7 @@ device memory, all activations recomputed, some of each block's, everything offl
 and after each turn comes one of the first plan, so that what a plan does is known relative to the machine's speed at
 that moment (its *pace*). From all turns follow
 
-- the times of the parts inside a training step, and each stream's rates there;
+- the times of the parts inside a training step, and each stream's latency and rates there;
 - what streams lose to each other (one factor on the measured shared limits);
 - the hand-over from op to op: how long after its inputs and its stream are there an op begins;
 - how far predictions are off: each plan's step is predicted from the other plans' turns alone (`Basis.checks`).
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 KEPT = "kept"
-TURNS = 2
+TURNS = 3
 STEPS_PER_TURN = 4
 """Counted; one more comes before them, and three before those of the first turn."""
 PROFILE_STEPS = 8
