@@ -159,8 +159,10 @@ def _gpu(
             compute[f"attention_{dtype}_flops"] = Rate.constant(fastest * _need(description, "gpu.attention_frac"))
     bandwidth = description.number("gpu.memory_bandwidth")
     achieved = None if bandwidth is None else bandwidth * _need(description, "gpu.memory_frac")
-    for kind, name, traffic in (("elementwise_bytes", "gpu.elementwise", 1.0),
-                                ("parameters", "gpu.adam", _need(description, "gpu.adam_traffic"))):  # fmt: skip
+    for kind, name, traffic in (
+        ("elementwise_bytes", "gpu.elementwise", 1.0),
+        ("parameters", "gpu.adam", _need(description, "gpu.adam_traffic")),
+    ):
         if description.quantity(name) is not None:
             compute[kind] = _rate(description, name)
         elif achieved:

@@ -180,11 +180,7 @@ def parse_quantity(key: Key, value: object, *, where: str, sources: Mapping[str,
     if "value" not in value:
         raise MachineError(f"{what} has no value; write {{ value = ..., source = ... }}")
     source, basis = _origin(value, what, sources or {})
-    spread = value.get("spread")
-    return Quantity(
-        _value(key, value["value"], what), basis, source,
-        None if spread is None else parse_amount(spread, "number", what=f"spread of {what}"),
-    )  # fmt: skip
+    return Quantity(_value(key, value["value"], what), basis, source, _spread(value, what))
 
 
 def _origin(entry: Mapping[str, object], what: str, sources: Mapping[str, object]) -> tuple[str, Basis]:
@@ -194,6 +190,11 @@ def _origin(entry: Mapping[str, object], what: str, sources: Mapping[str, object
         if basis == known:
             return str(sources.get(source, source)), known
     raise MachineError(f"basis of {what} is {basis!r}; choose among {', '.join(_BASES)}")
+
+
+def _spread(entry: Mapping[str, object], what: str) -> float | None:
+    spread = entry.get("spread")
+    return None if spread is None else parse_amount(spread, "number", what=f"spread of {what}")
 
 
 def _value(key: Key, value: object, what: str) -> float | str | Points:
@@ -226,8 +227,13 @@ def _switch(entry: object, where: str, sources: Mapping[str, object]) -> Switch:
     members = entry["members"]
     if not isinstance(members, list) or not members:
         raise MachineError(f"{what} has members {members!r}; list at least one of gpu0, gpu1, ..., nvme")
-    return Switch(str(entry["name"]), parse_amount(entry["limit"], "bytes/s", what=f"limit of {what}"),
-                  tuple(map(str, members)), source or where, basis)  # fmt: skip
+    return Switch(
+        name=str(entry["name"]),
+        limit_bytes_per_s=parse_amount(entry["limit"], "bytes/s", what=f"limit of {what}"),
+        members=tuple(map(str, members)),
+        source=source or where,
+        basis=basis,
+    )
 
 
 def _limit(entry: object, where: str, sources: Mapping[str, object]) -> Limit:
@@ -237,12 +243,14 @@ def _limit(entry: object, where: str, sources: Mapping[str, object]) -> Limit:
     takes = entry["takes"]
     if not isinstance(takes, dict) or not takes:
         raise MachineError(f'{what} takes {takes!r}; write takes = {{ "gpu0.compute" = 1.0, ... }}')
-    spread = entry.get("spread")
     return Limit(
-        str(entry["name"]), parse_amount(entry["limit"], "number", what=f"limit of {what}"),
-        {str(k): parse_amount(v, "number", what=f"takes.{k} of {what}") for k, v in takes.items()},
-        source or where, basis, None if spread is None else parse_amount(spread, "number", what=f"spread of {what}"),
-    )  # fmt: skip
+        name=str(entry["name"]),
+        limit=parse_amount(entry["limit"], "number", what=f"limit of {what}"),
+        takes={str(k): parse_amount(v, "number", what=f"takes.{k} of {what}") for k, v in takes.items()},
+        source=source or where,
+        basis=basis,
+        spread=_spread(entry, what),
+    )
 
 
 def _entry(entry: object, what: str, *, required: Sequence[str], optional: Sequence[str]) -> Mapping[str, object]:
@@ -299,11 +307,23 @@ def write_description(description: Description) -> str:
         if rows:
             lines += ["", f"[{section}]", *(f"{k.partition('.')[2]} = {_quantity_toml(q)}" for k, q in rows)]
     for switch in description.switches:
-        lines += ["", "[[switch]]", f"name = {_toml(switch.name)}", f"limit = {_toml(switch.limit_bytes_per_s)}",
-                  f"members = {_toml(list(switch.members))}", *_origin_toml(switch.basis, switch.source)]  # fmt: skip
+        lines += [
+            "",
+            "[[switch]]",
+            f"name = {_toml(switch.name)}",
+            f"limit = {_toml(switch.limit_bytes_per_s)}",
+            f"members = {_toml(list(switch.members))}",
+            *_origin_toml(switch.basis, switch.source),
+        ]
     for limit in description.limits:
-        lines += ["", "[[limit]]", f"name = {_toml(limit.name)}", f"limit = {_toml(limit.limit)}",
-                  f"takes = {_toml(dict(limit.takes))}", *_origin_toml(limit.basis, limit.source)]  # fmt: skip
+        lines += [
+            "",
+            "[[limit]]",
+            f"name = {_toml(limit.name)}",
+            f"limit = {_toml(limit.limit)}",
+            f"takes = {_toml(dict(limit.takes))}",
+            *_origin_toml(limit.basis, limit.source),
+        ]
         if limit.spread is not None:
             lines.append(f"spread = {_toml(limit.spread)}")
     if description.shares:
@@ -330,9 +350,8 @@ def _toml(value: object) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # TOML's basic strings escape as JSON does
+        # TOML's basic strings escape as JSON does, and DEL too
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, Mapping):
