@@ -37,6 +37,7 @@ def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) 
 
 
 def check_packs(packs: Packs, workload: Workload, machine: Machine) -> None:
+    """Raises `PlanError` where packs leave out units, take some twice, or want more devices than the machine has."""
     have = sum(tier.kind == "device" for tier in machine.tiers)
     if not 1 <= packs.devices <= have:
         raise PlanError(f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {have}")
@@ -73,6 +74,8 @@ class Task:
 
 
 class PackLowering:
+    """Builds the schedule turn by turn, with one op per pack; `_AloneLowering` overrides what differs unit by unit."""
+
     def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
         self.plan, self.packs, self.workload = plan, packs, workload
         self.units, self.training = workload.units, workload.training
@@ -101,9 +104,9 @@ class PackLowering:
                     self.takes_backward[a] = device
                 rounds.append([Task(phase, a, b, device, is_last, tuple(range(total)))])
             else:
-                share = [tuple(range(d * total // packs.devices, (d + 1) * total // packs.devices))
-                         for d in range(packs.devices)]  # fmt: skip
-                rounds.append([Task(phase, a, b, d, is_last, share[d]) for d in range(packs.devices) if share[d]])
+                cuts = [d * total // packs.devices for d in range(packs.devices + 1)]
+                shares = [tuple(range(first, end)) for first, end in pairwise(cuts)]
+                rounds.append([Task(phase, a, b, d, is_last, share) for d, share in enumerate(shares) if share])
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:
@@ -262,8 +265,11 @@ class PackLowering:
             size = max(u.saved_bytes + u.forward_work_bytes for u in units)
             work = self.made.buffer(f"work/{key}", gpu, size, "work")
             reads = [*params, *([x] if x else [])]
-            self.made.op(key, f"{gpu}.compute", "forward", work=total_work(u.forward for u in units), reads=reads,
-                    writes=(y, work), unit=units[0].name, m=m)  # fmt: skip
+            flops = total_work(u.forward for u in units)
+            writes = (y, work)
+            self.made.op(
+                key, f"{gpu}.compute", "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
+            )
             x = y
         task.computes.append(key)
         assert x is not None
@@ -295,12 +301,20 @@ class PackLowering:
     ) -> str | None:
         gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
         label = f"{units[0].name}-{units[-1].name}/mb{m}"
-        acts = self.made.buffer(f"acts/{label}", gpu, sum(u.saved_bytes + u.input_bytes for u in units[1:])
-                           + units[0].saved_bytes, "acts")  # fmt: skip
+        size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
+        acts = self.made.buffer(f"acts/{label}", gpu, size, "acts")
         reads = [*params, *([x] if x else [])]
         forward = total_work(u.forward for u in units)
-        again = self.made.op(f"recompute/{label}", f"{gpu}.compute", "recompute", work=forward,
-                        reads=reads, writes=(acts,), unit=units[0].name, m=m)  # fmt: skip
+        again = self.made.op(
+            f"recompute/{label}",
+            f"{gpu}.compute",
+            "recompute",
+            work=forward,
+            reads=reads,
+            writes=(acts,),
+            unit=units[0].name,
+            m=m,
+        )
         task.again.append(again)
         reads += [acts, *([dy] if dy else [])]
         size = sum(u.num_parameters for u in units) * self.training.grad_bytes
@@ -314,8 +328,16 @@ class PackLowering:
         if task.first > 0:
             dx = self.made.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        key = self.made.op(f"bwd/{label}", f"{gpu}.compute", "backward", work=total_work(u.backward for u in units),
-                      reads=reads, writes=writes, unit=units[0].name, m=m)  # fmt: skip
+        key = self.made.op(
+            f"bwd/{label}",
+            f"{gpu}.compute",
+            "backward",
+            work=total_work(u.backward for u in units),
+            reads=reads,
+            writes=writes,
+            unit=units[0].name,
+            m=m,
+        )
         task.computes.append(key)
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task, self._device_after(task))
@@ -333,8 +355,14 @@ class PackLowering:
                 own = grads[task.device]
                 total = self.made.like(own, f"gpu{task.device}")
                 work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
-                self.made.op(f"all_reduce/{self.name(task)}", f"gpu{task.device}.p2p.gpu{to}", "all_reduce", work=work,
-                        reads=grads, writes=(total,))  # fmt: skip
+                self.made.op(
+                    f"all_reduce/{self.name(task)}",
+                    f"gpu{task.device}.p2p.gpu{to}",
+                    "all_reduce",
+                    work=work,
+                    reads=grads,
+                    writes=(total,),
+                )
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
             self.made.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
@@ -344,8 +372,14 @@ class PackLowering:
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
-        self.made.op(task.gone, f"gpu{task.device}.compute", "leave", work={"s": self.packs.cleanup_s},
-                reads=task.params, after=after)  # fmt: skip
+        self.made.op(
+            task.gone,
+            f"gpu{task.device}.compute",
+            "leave",
+            work={"s": self.packs.cleanup_s},
+            reads=task.params,
+            after=after,
+        )
 
     def _gradients_gone(self, task: Task) -> list[str]:
         """Keys of the ops that have taken the gradients of a turn to host memory."""
@@ -353,14 +387,20 @@ class PackLowering:
 
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run."""
-        grads = self.arrived_grads[task.first]
         for unit in self.between(task.first, task.end):
             if not unit.num_parameters:
                 continue
-            homes = [homes[unit.name] for homes in (self.params_home, self.states_home) if unit.name in homes]
-            updated = []
-            for home, at in zip(homes, (self.params_home, self.states_home), strict=False):
-                at[unit.name] = self.made.over(home)
-                updated.append(at[unit.name])
-            self.made.op(f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters},
-                    reads=[*grads, *homes], writes=updated, unit=unit.name)  # fmt: skip
+            reads, after = self._arrived(task, unit)
+            writes = []
+            for homes in (self.params_home, self.states_home):
+                if unit.name in homes:
+                    reads.append(homes[unit.name])
+                    homes[unit.name] = self.made.over(homes[unit.name])
+                    writes.append(homes[unit.name])
+            work = {"parameters": unit.num_parameters}
+            key = f"update/{unit.name}"
+            self.made.op(key, CORES, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+        """Gradients in host memory that a unit's update reads, and the ops that it comes after."""
+        return [*self.arrived_grads[task.first]], []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.building import COMPUTE, CORES, DEVICE, HOST
+from tierplan.planner.building import COMPUTE, DEVICE, HOST
 from tierplan.planner.lowering_packs import PackLowering, Task, check_packs
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.sim.ordering import order_by_readiness
@@ -36,6 +36,8 @@ def lower_packs_alone(plan: Plan, packs: Packs, workload: Workload, machine: Mac
 
 
 class _AloneLowering(PackLowering):
+    """As `PackLowering`, with ops and buffers of each unit."""
+
     def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
         super().__init__(plan, packs, workload)
         self.grads: dict[str, str] = {}  # of a unit, accumulated so far
@@ -171,17 +173,5 @@ class _AloneLowering(PackLowering):
         units = self.between(task.first, task.end)
         return [f"offload_grads/{unit.name}" for unit in units if unit.num_parameters]
 
-    def _update(self, task: Task) -> None:
-        for unit in self.between(task.first, task.end):
-            if not unit.num_parameters:
-                continue
-            reads, writes = [self.grads[unit.name]], []
-            for homes in (self.params_home, self.states_home):
-                if unit.name in homes:
-                    reads.append(homes[unit.name])
-                    homes[unit.name] = self.made.over(homes[unit.name])
-                    writes.append(homes[unit.name])
-            self.made.op(
-                f"update/{unit.name}", CORES, "update", work={"parameters": unit.num_parameters}, reads=reads,
-                writes=writes, after=self._gradients_gone(task), unit=unit.name,
-            )  # fmt: skip
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+        return [self.grads[unit.name]], self._gradients_gone(task)

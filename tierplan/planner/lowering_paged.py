@@ -15,7 +15,7 @@ from tierplan.planner.building import HOST, Builder
 from tierplan.planner.plan import Plan
 from tierplan.planner.refine import order_under_contention
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workload import Unit, Workload, total_work
 
 __all__ = ["lower_paged"]
 
@@ -26,6 +26,8 @@ def lower_paged(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
 
 
 class _Paged:
+    """Builds the schedule in list order, device by device."""
+
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
         self.n = plan.paged_devices
@@ -82,9 +84,15 @@ class _Paged:
             key = f"fwd/{unit.name}/mb{m}"
             work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
             self.last[r] = self.made.op(
-                key, f"{gpu}.compute", "forward", work=unit.forward, reads=(*pages, *x[-1:]), writes=(*out, work),
-                unit=unit.name, m=m,
-            )  # fmt: skip
+                key,
+                f"{gpu}.compute",
+                "forward",
+                work=unit.forward,
+                reads=(*pages, *x[-1:]),
+                writes=(*out, work),
+                unit=unit.name,
+                m=m,
+            )
             self._page_out("params", unit, r, f"fwd/mb{m}", pages)
             x += out
         dy: list[str] = []
@@ -101,11 +109,16 @@ class _Paged:
         if size:
             grads = [self.made.buffer(f"grads/{unit.name}/{gpu}", gpu, size, "grads", reuses=old[0] if old else None)]
         work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
-        total = {k: unit.forward.get(k, 0.0) + unit.backward.get(k, 0.0) for k in {**unit.forward, **unit.backward}}
         self.last[r] = self.made.op(
-            key, f"{gpu}.compute", "backward", work=total, reads=(*pages, *x, *dy, *old), writes=(*dx, *grads, work),
-            unit=unit.name, m=m,
-        )  # fmt: skip
+            key,
+            f"{gpu}.compute",
+            "backward",
+            work=total_work((unit.forward, unit.backward)),
+            reads=(*pages, *x, *dy, *old),
+            writes=(*dx, *grads, work),
+            unit=unit.name,
+            m=m,
+        )
         self._page_out("params", unit, r, what, pages)
         self._page_out("grads", unit, r, what, grads)
         return dx
@@ -129,8 +142,13 @@ class _Paged:
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.made.over(x) for x in found] for kind, found in pages.items()}
             self.last[r] = self.made.op(
-                f"update/{unit.name}/gpu{r}", f"gpu{r}.compute", "update", work={"elementwise_bytes": moved},
-                reads=(*reads, *old), writes=(*new["params"], *new["states"]), unit=unit.name,
-            )  # fmt: skip
+                f"update/{unit.name}/gpu{r}",
+                f"gpu{r}.compute",
+                "update",
+                work={"elementwise_bytes": moved},
+                reads=(*reads, *old),
+                writes=(*new["params"], *new["states"]),
+                unit=unit.name,
+            )
             for kind, found in new.items():
                 self._page_out(kind, unit, r, "update", found)

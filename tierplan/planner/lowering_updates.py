@@ -255,9 +255,16 @@ class Updates:
             key = f"update/{content.partition('/')[2]}"
             after = (*self._held(), *(self.home_keys[-1:] if self.plan.write_back == "awaited" else ()))
             made.op(
-                key, CORES, "update", work={"parameters": len(part)}, reads=reads, writes=writes, after=after,
-                unit=unit.name, at=(at, 3),
-            )  # fmt: skip
+                key,
+                CORES,
+                "update",
+                work={"parameters": len(part)},
+                reads=reads,
+                writes=writes,
+                after=after,
+                unit=unit.name,
+                at=(at, 3),
+            )
             self.update_keys.append(key)
             self.home_keys.append(key)
             home_at = at if upload_at is None else upload_at + at - step
