@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,19 +31,13 @@ from tierplan.runtime.store import Store, StoreError
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 8
 CHOICES = {
     "nvme": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
     "memory": UnitPlan(params="device", states="host"),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def new_model() -> nn.Module:

@@ -11,13 +11,13 @@ import pytest
 from torch import nn
 
 from tests.runtime.models import make_batches, make_model
-from tests.runtime.test_trainer import CPU, check, one_thread
+from tests.runtime.test_trainer import CPU, check
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.groups import GroupError, check_groups, segments, without_decay
 from tierplan.runtime.units import ModelError, split_model
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 AWAY = UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute", input="host")
 HERE = UnitPlan()

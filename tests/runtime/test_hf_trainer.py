@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,9 @@ from tierplan.runtime.trainer import TrainingError
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workload import Training
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def examples(count: int) -> list[dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.runtime.test_trainer import machine, one_thread
+from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
@@ -33,7 +33,7 @@ from tierplan.runtime.tracing_models import build_model, example_batch
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.workload import Training, Workload
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTH = 64
 CONFIG = {

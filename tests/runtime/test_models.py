@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,9 @@ from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.runtime.units import ModelError, split_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute", input="host")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(make: Any, batches: list[dict[str, torch.Tensor]], tmp_path: Path, acts: str) -> None:

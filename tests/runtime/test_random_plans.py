@@ -15,12 +15,12 @@ import pytest
 from torch import nn
 
 from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, check, machine, one_thread
+from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.sim.workload import Training, Unit, Workload
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = ("gpt2", "opt", "llama", "bert", "t5")
 KINDS = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, check, machine, one_thread
+from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
@@ -25,7 +25,7 @@ from tierplan.sim.parts import part_content, part_ranges
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workload import Workload
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PARTS = 3
 

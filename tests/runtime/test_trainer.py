@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,9 @@ from tierplan.runtime.trainer import Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workload import Training, Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine spend their time waiting for each other; one test below uses two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
