@@ -50,3 +50,8 @@ def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> N
         main(["no-such-command"])
     assert stopped.value.code == 2
     assert "no-such-command" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "tierplan", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"tierplan {tp.__version__}"
