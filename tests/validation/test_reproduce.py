@@ -67,6 +67,29 @@ def test_constants_are_named_and_come_from_calibration_rows_only() -> None:
                 assert (text in described) == (result["role"] == "calibrate"), text
 
 
+def saved_units(head: str, decoder_layers: int) -> tuple[list[float], float]:
+    """What each block keeps (its input with it) and the head's softmax, in units of seq * batch * hidden bytes."""
+    table = published("ssdtrain")
+    row = {"hidden": 8192, "layers": 4, "decoder_layers": decoder_layers, "head": head}
+    workload = reproduction._tensor_parallel(table, {**table["system"], **row})
+    unit = 16 * 1024 * 8192
+    blocks = [(u.input_bytes + sum(t.size_bytes for t in u.saved)) / unit for u in workload.blocks]
+    return blocks, workload.units[-1].saved[-1].size_bytes / unit
+
+
+def test_a_tensor_parallel_layer_saves_what_the_paper_counts() -> None:
+    """10 + 24 / 2 units a layer, by its formula; the softmax in fp16 is 2 bytes per logit of this GPU's half."""
+    blocks, softmax = saved_units("BERT", 0)
+    assert blocks == [9, 13] * 4
+    assert sum(blocks) == 4 * (10 + 24 / 2)
+    assert softmax == 2 * (30720 / 2) / 8192
+
+
+def test_t5_saves_cross_attention_in_its_decoder_and_the_encoders_output_once() -> None:
+    blocks, _ = saved_units("T5", 2)
+    assert blocks == [9, 13, 9, 13, 9, 9 + 4, 13, 9, 9, 13]
+
+
 def test_ssdtrains_claims_hold_at_the_locked_clock(reports: dict[str, Report]) -> None:
     by_quantity: dict[str, list[Row]] = {}
     for row in reports["ssdtrain"].checked:

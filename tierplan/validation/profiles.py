@@ -13,7 +13,7 @@ from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
 __all__ = ["layered_workload", "tensor_parallel_workload"]
 
 MIB = 2**20
-FP32_BYTES = 4
+FP32_BYTES, FP16_BYTES = 4, 2
 
 
 def layered_workload(profile: Mapping[str, Any], *, micro_batches: int) -> Workload:
@@ -73,21 +73,29 @@ def tensor_parallel_workload(
     tensor_parallel: int,
     chunks: Sequence[Mapping[str, Any]],
     head_saves: Sequence[Mapping[str, Any]] = (),
+    decoder_layers: int = 0,
 ) -> Workload:
     """One GPU's part of a transformer trained with tensor parallelism and SGD in fp16 (SSDTrain's models).
 
     Each layer is a chain of chunks, each with its share of the layer's FLOPs and what it saves beside its input, in
     units of `seq * batch * hidden` bytes (`units`, the same on each GPU, and `parallel_units`, divided among them); so
-    does the head (`head_saves`). The loss saves logits in fp16 and their softmax in fp32, divided by vocabulary, and
-    its backward makes their gradient in fp16.
+    does the head (`head_saves`). The last `decoder_layers` also have the chunks that are marked `decoder`; the first
+    such chunk saves the encoder's output (`once`), which the others share.
+
+    Logits are divided by vocabulary. The loss in fp16 holds them three times while it runs (logits, what is left after
+    their maximum, exponentials), saves the last as the softmax, and makes the gradient in place of it.
     """
     unit_bytes = seq * batch * hidden
     border = 2 * unit_bytes
     matmul = 24.0 * batch * seq * hidden**2 / tensor_parallel
     attention = 4.0 * batch * seq**2 * hidden / tensor_parallel
-    blocks = []
+    blocks: list[Unit] = []
+    decoder_begins = layers - decoder_layers
     for layer in range(layers):
-        for k, chunk in enumerate(chunks):
+        for chunk in chunks:
+            if chunk.get("decoder") and layer < decoder_begins:
+                continue
+            saves = [*chunk["saves"], *(chunk.get("once", ()) if layer == decoder_begins else ())]
             work = {"matmul_fp16_flops": matmul * chunk["flops_share"]}
             if chunk.get("attention"):
                 work["attention_fp16_flops"] = attention
@@ -98,11 +106,11 @@ def tensor_parallel_workload(
                     size_bytes=round(_units(tensor, tensor_parallel) * unit_bytes),
                     dtype="fp16",
                 )
-                for i, tensor in enumerate(chunk["saves"])
+                for i, tensor in enumerate(saves)
             )
             blocks.append(
                 Unit(
-                    name=f"L{layer * len(chunks) + k}",
+                    name=f"L{len(blocks)}",
                     kind="block",
                     num_parameters=round(12 * hidden**2 * chunk["flops_share"] / tensor_parallel),
                     forward=work,
@@ -118,7 +126,7 @@ def tensor_parallel_workload(
     )
     logits = seq * batch * vocabulary // tensor_parallel
     of_head = [(tensor["name"], round(_units(tensor, tensor_parallel) * unit_bytes)) for tensor in head_saves]
-    of_head.append(("logits and softmax", 6 * logits))
+    of_head.append(("softmax", FP16_BYTES * logits))
     head = Unit(
         name="head",
         kind="head",
@@ -129,7 +137,8 @@ def tensor_parallel_workload(
             SavedTensor(index=i, name=name, size_bytes=size, dtype="fp16") for i, (name, size) in enumerate(of_head)
         ),
         input_bytes=border,
-        backward_work_bytes=2 * logits,
+        forward_work_bytes=2 * FP16_BYTES * logits,
+        backward_work_bytes=border,
     )
     return Workload(
         name=name,

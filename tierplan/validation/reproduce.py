@@ -162,14 +162,14 @@ def _rows(table: Settings, result: Settings) -> Iterator[dict[str, Any]]:
 
 def label_of(settings: Settings) -> str:
     """A row's distinguishing settings, for people."""
-    names = ("policy", "head", "model", "parameters", "hidden", "layers", "drives", "devices", "batch",
-             "accumulation", "contention", "phase")  # fmt: skip
+    names = ("policy", "head", "model", "parameters", "hidden", "layers", "decoder_layers", "drives", "devices",
+             "batch", "accumulation", "contention", "phase")  # fmt: skip
     parts = []
     for name in names:
         if name in settings:
-            value = settings[name]
-            parts.append(str(value) if name in ("policy", "head", "model", "phase") else f"{name} {value:g}"
-                         if isinstance(value, (int, float)) else f"{name}: {value}")  # fmt: skip
+            value, words = settings[name], name.replace("_", " ")
+            parts.append(str(value) if name in ("policy", "head", "model", "phase") else f"{words} {value:g}"
+                         if isinstance(value, (int, float)) else f"{words}: {value}")  # fmt: skip
     parts += [f"{name}={value}" for name, value in settings.get("options", {}).items()]
     parts += settings.get("set", [])
     return ", ".join(parts)
@@ -377,6 +377,7 @@ def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
         tensor_parallel=settings["tensor_parallel"],
         chunks=table["chunk"],
         head_saves=table["head"][settings["head"]]["saves"],
+        decoder_layers=settings.get("decoder_layers", 0),
     )
 
 
@@ -411,7 +412,8 @@ def _overhead(table: Settings, settings: Settings) -> float:
 
 def _below_recompute(table: Settings, settings: Settings) -> float:
     """Share by which the activation peak is below that of full recompute, layer by layer."""
-    offloaded, recomputed = _against(table, settings, "full-recompute", every=len(table["chunk"]))
+    chunks = sum(not chunk.get("decoder") for chunk in table["chunk"])
+    offloaded, recomputed = _against(table, settings, "full-recompute", every=chunks)
     return 1 - _activation_peak(offloaded) / _activation_peak(recomputed)
 
 
