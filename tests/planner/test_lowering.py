@@ -211,6 +211,34 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         lower(uniform_plan(workload, UnitPlan(), semantics="delayed-1"), workload, toy_machine())
 
 
+@pytest.mark.parametrize(
+    ("unit", "whole", "message"),
+    [
+        ({"params": "nvm"}, {}, "unit 'embed' has params 'nvm'; choose among device, host, nvme"),
+        ({"grads": "keep"}, {}, "unit 'embed' has grads 'keep'"),
+        ({"states": "disk"}, {}, "unit 'embed' has states 'disk'"),
+        ({"input": "recompute"}, {}, "unit 'L0' has input 'recompute'; choose among keep, host, nvme"),
+        ({"acts": "drop"}, {}, "unit 'L0' has action 'drop'"),
+        ({}, {"semantics": "lazy"}, "semantics 'lazy'; choose among in-backward, exact-clip, delayed-1"),
+        ({}, {"order": "diagonal"}, "order 'diagonal'"),
+        ({}, {"write_back": "never"}, "write_back 'never'"),
+        ({}, {"update_order": "random"}, "update_order 'random'"),
+        ({}, {"prefetch_params_units": -1}, "prefetch_params_units is -1; it must be a whole number of 0 or more"),
+        ({}, {"updates_in_flight": 1.5}, "updates_in_flight is 1.5; it must be a whole number of 0 or more"),
+        ({}, {"tiles": 0}, "tiles is 0; it must be a whole number of 1 or more"),
+        ({}, {"segment_units": 0}, "segment_units is 0"),
+        ({}, {"devices": 0}, "devices is 0"),
+    ],
+)
+def test_a_word_or_number_that_no_plan_may_have_is_named(
+    unit: dict[str, object], whole: dict[str, object], message: str
+) -> None:
+    workload = toy_workload()
+    plan = uniform_plan(workload, UnitPlan(**unit), **whole)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=message):
+        lower(plan, workload, toy_machine())
+
+
 def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() -> None:
     def work(dropped: int) -> dict[str, float]:
         workload = toy_workload(slots=3)

@@ -181,3 +181,8 @@ def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
         for choice in units[fetched[0] :] if fetched else ():
             assert choice.params != "device" or choice.states == "device"
     assert num_mixed > 0
+
+
+def test_a_step_of_no_sequences_is_refused():
+    with pytest.raises(PlanError, match="step of 0 sequences"):
+        plan_sequences(make, small_machine(), sequences=0)

@@ -123,6 +123,11 @@ class Machine:
         """Units per second by name of the shared limit, as the engine takes them."""
         return {limit.name: limit.limit for limit in self.shared_limits}
 
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or whatever stands for them: the tiers that compute reads and writes."""
+        return sum(tier.kind == "device" for tier in self.tiers)
+
     def tier(self, name: str) -> TierSpec:
         return _named("tier", name, self.tiers)
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from tierplan.planner.fluid import GB, Problem
 from tierplan.planner.milp import Margins, Model, build
-from tierplan.planner.program import Solution, solve
+from tierplan.planner.program import LP_TIME_LIMIT_S, Solution, solve
 
 __all__ = ["Bound", "Shortage", "lower_bound", "shares_of_step", "shortages"]
 
-LP_TIME_LIMIT_S = 60.0
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
 
 

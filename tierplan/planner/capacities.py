@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
-from tierplan.planner.columns import TIERS, Columns, minus
+from tierplan.planner.columns import Columns, minus
 from tierplan.planner.fluid import COMPUTE, CORES, DOWN, MODES, READ, UP, WRITE, Problem
+from tierplan.planner.plan import PLACES
 from tierplan.planner.program import Terms
 from tierplan.planner.queues import Activations, Updates
 
@@ -77,13 +78,13 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
             ]
         )
 
-    resident, on_host, on_drive = map(stored, TIERS)
+    resident, on_host, on_drive = map(stored, PLACES)
     host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
     all_grads = cols.over_units(lambda u: cols.away(u, "states", units[u].grads_gb))
     accumulated: Terms = []
     if several:
         accumulated = cols.over_units(lambda u: cols.placed(u, "grads", "device", units[u].grads_gb))
-    over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in TIERS)
+    over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in PLACES)
     device_high, host_high = p.device_gb - cols.margins.device_gb, p.host_gb - cols.margins.host_gb
     needed = _DeviceNeeds(cols)
     for s, window in enumerate(cols.windows):

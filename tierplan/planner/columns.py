@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from tierplan.planner.fluid import MODES, Problem, SlotGroup, Window
 from tierplan.planner.program import Program, Terms
 
-__all__ = ["ACTIONS", "TIERS", "TRANSFER_COST", "Columns", "Margins", "minus"]
+__all__ = ["TRANSFER_COST", "Columns", "Margins", "minus"]
 
-TIERS = ("device", "host", "nvme")
-ACTIONS = ("keep", "recompute", "host", "nvme")
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
 BLOCK_LAYERS = 6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.plan import Semantics
+from tierplan.planner.plan import Order, Place, Semantics
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.workload import Unit, Workload, total_work
 
@@ -42,16 +42,14 @@ NUM_ALONE = 3
 MAX_RUNS = 96
 """Windows between them, at most, per pass over the units: beyond, programs take longer than in proportion to them."""
 
-Order = Literal["horizontal", "vertical"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """Where a unit's parameters, optimizer states and waiting gradients live."""
 
-    params: Literal["device", "host", "nvme"]
-    states: Literal["device", "host", "nvme"]
-    grads: Literal["device", "host", "nvme"]
+    params: Place
+    states: Place
+    grads: Place
 
 
 MODES: tuple[Mode, ...] = (

@@ -38,9 +38,10 @@ def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) 
 
 def check_packs(packs: Packs, workload: Workload, machine: Machine) -> None:
     """Raises `PlanError` where packs leave out units, take some twice, or want more devices than the machine has."""
-    have = sum(tier.kind == "device" for tier in machine.tiers)
-    if not 1 <= packs.devices <= have:
-        raise PlanError(f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {have}")
+    if not 1 <= packs.devices <= machine.num_devices:
+        raise PlanError(
+            f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
+        )
     num_units = len(workload.units)
     for name, runs, end in (
         ("backward", packs.backward, num_units),

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierplan.planner.capacities import deadline_rows, endurance_row, memory_rows, stream_rows
-from tierplan.planner.columns import ACTIONS, TRANSFER_COST, Columns, Margins
+from tierplan.planner.columns import TRANSFER_COST, Columns, Margins
 from tierplan.planner.fluid import Problem
 from tierplan.planner.program import Program, Solution
 from tierplan.planner.queues import activation_queues, parameter_queues, update_queues
 
-__all__ = ["ACTIONS", "Fractions", "Margins", "Model", "build", "fractions", "with_actions"]
+__all__ = ["Fractions", "Margins", "Model", "build", "fractions", "with_actions"]
 
 
 @dataclass

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tierplan.planner.fluid import MODES, PARTS, Mode, Problem
-from tierplan.planner.milp import ACTIONS
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import ACTIONS, Plan, UnitPlan
 
 __all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_parts", "with_placement", "with_windows"]
 

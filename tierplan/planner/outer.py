@@ -13,8 +13,8 @@ from math import log
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.bounds import compute_s, lower_bound
 from tierplan.planner.endurance import allowed_bytes_per_s
-from tierplan.planner.fluid import Order, problem
-from tierplan.planner.plan import Semantics
+from tierplan.planner.fluid import problem
+from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
 from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
 from tierplan.sim.workload import Workload
 
@@ -23,6 +23,7 @@ __all__ = ["Choice", "largest_batch", "plan_sequences"]
 MAX_PLANNED = 4
 """Divisions that are planned in full, at most."""
 TILES = (1, 2, 4, 8, 16)
+"""Parts of a micro-batch with which the largest batch is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,10 @@ def plan_sequences(
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
-    Raises `InfeasiblePlan` when no division fits, that of single sequences included.
+    Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
     """
+    if sequences < 1:
+        raise PlanError(f"a step of {sequences} sequences trains nothing; ask for 1 or more")
     write_limit = float("inf")
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
@@ -68,7 +71,7 @@ def plan_sequences(
     for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
         workloads[batch] = make(batch, sequences // batch)
         bounds[batch] = _bound_s(workloads[batch], machine, semantics, write_limit)
-    num = _num_devices(machine)
+    num = machine.num_devices
 
     def rank(batch: int) -> tuple[float, float]:
         """Best bound first, larger micro-batches first; on several devices, two micro-batches for each first."""
@@ -101,12 +104,11 @@ def _bound_s(
     workload: Workload, machine: Machine, semantics: Semantics | None, write_limit_bytes_per_s: float
 ) -> float:
     """The least bound over both orders, each micro-batch whole; of several devices, compute evenly shared."""
-    clips = workload.training.max_grad_norm is not None
-    chosen: Semantics = semantics or ("exact-clip" if clips else "in-backward")
+    chosen = semantics or plain_semantics(workload.training)
     orders: tuple[Order, ...] = ("horizontal", "vertical")
     if workload.training.gradient_accumulation_steps == 1:
         orders = ("horizontal",)
-    if (num := _num_devices(machine)) > 1:
+    if (num := machine.num_devices) > 1:
         return compute_s(problem(workload, machine, semantics=chosen)) / num
     return min(
         lower_bound(
@@ -114,10 +116,6 @@ def _bound_s(
         ).step_s
         for o in orders
     )
-
-
-def _num_devices(machine: Machine) -> int:
-    return sum(tier.kind == "device" for tier in machine.tiers)
 
 
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
@@ -128,8 +126,7 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
 
     def fits(batch: int) -> bool:
         workload = make(batch)
-        clips = workload.training.max_grad_norm is not None
-        chosen: Semantics = "exact-clip" if clips else "in-backward"
+        chosen = plain_semantics(workload.training)
         return any(
             lower_bound(
                 problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", tiles=t)

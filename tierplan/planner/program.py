@@ -19,12 +19,14 @@ import highspy
 import numpy as np
 import pulp
 
-__all__ = ["Program", "Solution", "SolverError", "solve"]
+__all__ = ["LP_TIME_LIMIT_S", "Program", "Solution", "SolverError", "solve"]
 
 Terms = list[tuple[float, int]]
 """A linear expression: (coefficient, column) pairs, columns may repeat."""
 SolverName = Literal["highs", "cbc"]
 TOLERANCE = 1e-5
+LP_TIME_LIMIT_S = 60.0
+"""Of a program without integers; the largest take some seconds, so only a solver that is stuck meets it."""
 OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.05
 """Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
 

@@ -11,9 +11,8 @@ import random
 from dataclasses import replace
 
 from tierplan.planner.fluid import MODES, Problem
-from tierplan.planner.milp import ACTIONS
 from tierplan.planner.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import ACTIONS, Plan
 from tierplan.planner.search import BETTER, Candidate, Evaluator, improve
 
 __all__ = ["improve_from_elsewhere"]

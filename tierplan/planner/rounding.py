@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from tierplan.planner.fluid import MODES, Problem
-from tierplan.planner.milp import ACTIONS, Fractions
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.milp import Fractions
+from tierplan.planner.plan import ACTIONS, Action, Plan, UnitPlan
 
 __all__ = ["actions_of", "round_to_plan"]
 
-Action = Literal["keep", "recompute", "host", "nvme"]
 Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
 

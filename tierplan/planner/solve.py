@@ -18,14 +18,14 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
 from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.fluid import GB, Order, Problem, problem, runs_of
+from tierplan.planner.fluid import GB, Problem, problem, runs_of
 from tierplan.planner.knobs import Knobs, tune
 from tierplan.planner.milp import Margins, build, fractions
 from tierplan.planner.moves import with_parts, with_windows
 from tierplan.planner.packs import improve_packs
-from tierplan.planner.plan import Plan, PlanError, Semantics
+from tierplan.planner.plan import Order, Plan, PlanError, Semantics, plain_semantics
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.program import solve
+from tierplan.planner.program import LP_TIME_LIMIT_S, solve
 from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates
@@ -40,7 +40,6 @@ Batches = Literal["each", "shared"]
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
-LP_TIME_LIMIT_S = 60.0
 PLANNED_RUNS = 48
 """Windows per pass, at most, in the programs that plans are rounded from; bounds are taken in finer ones."""
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
@@ -197,15 +196,14 @@ class _Loop:
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = float("inf"),
     ) -> None:
-        clips = workload.training.max_grad_norm is not None
         self.workload, self.machine, self.seed = workload, machine, seed
-        self.semantics: Semantics = semantics or ("exact-clip" if clips else "in-backward")
-        if clips and self.semantics == "in-backward":
+        self.semantics: Semantics = semantics or plain_semantics(workload.training)
+        if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
             raise PlanError(
                 f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
                 "cannot do; ask for 'exact-clip' or set no max_grad_norm"
             )
-        self.num_devices = sum(tier.kind == "device" for tier in machine.tiers)
+        self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
         self.started = time.perf_counter()
         self.budget = Budget(time_limit_s)

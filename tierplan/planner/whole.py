@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from tierplan.planner.fluid import Problem
 from tierplan.planner.milp import Margins, build, fractions, with_actions
 from tierplan.planner.plan import Plan
-from tierplan.planner.program import Solution, solve
+from tierplan.planner.program import LP_TIME_LIMIT_S, Solution, solve
 from tierplan.planner.rounding import actions_of, round_to_plan
 
 __all__ = ["Whole", "solve_whole"]
 
 GAP = 0.005
 TIME_LIMIT_S = 4.0
-LP_TIME_LIMIT_S = 60.0
 DUST = 1e-6
 
 
