@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.toys import toy_machine
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate
+from tierplan.runtime.tracing import trace_config
+from tierplan.sim.workload import Training
 from tierplan.validation import campaign_run
-from tierplan.validation.campaign import Campaign, Group, Run, load_artifacts, load_campaign
+from tierplan.validation.campaign import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
 
 GROUP = Group(
     name="gpt2-32",
@@ -99,3 +102,35 @@ def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() 
     assert len({(g.batch, g.seq) for g in campaign.groups}) >= 4
     assert sum(r.policy == "planner" for _, r in runs) >= 5
     assert {r.device for _, r in runs} >= {"roomy", "middle", "tight"}
+
+
+def test_the_campaign_for_a_gpu_is_not_tried_without_one(tmp_path: Path) -> None:
+    with pytest.raises(CampaignError, match="for a CUDA GPU, and the device is 'cpu'"):
+        campaign_run.run_campaign(load_campaign("gpu-billions"), tmp_path / "out", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_campaign_for_a_gpu_fits_the_machine_that_it_asks_for() -> None:
+    """Its file's first lines: 80 GB on the device, 128 GB in the host, 60 GB on the drive. Here its largest runs."""
+    campaign = load_campaign("gpu-billions")
+    assert campaign.num_runs >= 24
+    has = {"gpu0": 80e9, "host": 128e9, "nvme": 60e9}
+    machine = load_machine("desktop-4090", ["gpu.part=h100-sxm-80gb"])
+    largest = {"gpt2-2560": ("in-memory", "zero-infinity"), "llama-4096": ("sliding-window",)}
+    most = dict.fromkeys(has, 0.0)
+    for group in campaign.groups:
+        for run in group.runs:
+            if run.policy in largest.get(group.name, ()):
+                training = Training(
+                    per_device_train_batch_size=group.batch,
+                    gradient_accumulation_steps=run.accumulation,
+                    sequence_length=group.seq,
+                    dtype="bf16",
+                    master_weights=True,
+                )
+                workload = trace_config(group.name, group.model_config(run.blocks), training)
+                assert workload.num_parameters > 2.5e9
+                peaks = campaign_run.predict(run, workload, machine).steady.trace.peak_bytes
+                most = {tier: max(size, peaks[tier]) for tier, size in most.items()}
+    assert all(0.5 * has[tier] < size <= has[tier] for tier, size in most.items()), most

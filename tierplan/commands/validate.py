@@ -1,6 +1,7 @@
 """Predict many configurations and then run them: the evidence for this machine, in one command.
 
-tierplan validate                            runs the campaign cpu-small here, about 20 minutes; can be continued
+tierplan validate                            runs the campaign cpu-small here, about 30 minutes; can be continued
+tierplan validate gpu-billions               models of billions of parameters, on a CUDA GPU
 tierplan validate MY.toml --out runs         another campaign
 tierplan validate --list                     what the campaign asks
 tierplan validate --table runs -o page.md    the page of all runs below a folder, without running anything

@@ -38,6 +38,7 @@ __all__ = [
 FORMAT = "tierplan-campaign-run"
 VERSION = 1
 LEVELS = ("tight", "middle", "roomy")
+DEVICES = ("any", "cuda")
 
 
 class CampaignError(ValueError):
@@ -102,6 +103,8 @@ class Campaign:
     """Of these, not counted; of each later piece, one."""
     pieces: int = 3
     """Each run is made in so many pieces; before each, the shallow model is trained for some steps."""
+    device: str = "any"
+    """`cuda`: its models are for a GPU, and nothing else is asked to train them. `any`: for whatever is there."""
     groups: tuple[Group, ...]
 
     @property
@@ -160,6 +163,8 @@ def _campaign(record: dict[str, Any], where: str) -> Campaign:
             f"{where}: {campaign.steps} steps in {campaign.pieces} pieces leave no step to count after "
             f"{campaign.warmup_steps} of warm-up, and one in each later piece; give more steps or fewer pieces"
         )
+    if campaign.device not in DEVICES:
+        raise CampaignError(f"{where}: device is {campaign.device!r}; choose one of {', '.join(DEVICES)}")
     names = list(campaign.run_names)
     for name in names:
         if names.count(name) > 1:

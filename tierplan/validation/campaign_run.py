@@ -39,7 +39,7 @@ from tierplan.sim.trace import write_atomically
 from tierplan.sim.workload import Training, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
 from tierplan.validation.calibration import simulate_as_found
-from tierplan.validation.campaign import Artifact, Campaign, Group, Run
+from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.compare import compare
 from tierplan.validation.evaluate import PLANNER
 from tierplan.validation.rehearsals import Basis, Pieces, Stage, interval_frac, log_interval, made_folder, with_times_of
@@ -107,7 +107,14 @@ def run_campaign(
         Seconds that measuring the machine takes, once per group.
     only
         Take up only runs whose `group/name` contains this.
+
+    Raises `CampaignError` where the campaign is for another device.
     """
+    if campaign.device == "cuda" and not device.startswith("cuda"):
+        raise CampaignError(
+            f"campaign {campaign.name!r} is for a CUDA GPU, and the device is {device!r}; run it where there is one, "
+            "or choose another campaign"
+        )
     found: list[Artifact] = []
     checks: list[float] = []
     name = machine_name or _machine_name(device)
