@@ -137,6 +137,21 @@ def test_rule_3_an_op_listed_early_holds_back_those_behind_it() -> None:
     assert (span.waited_input_ns, span.waited_memory_ns) == (0, 5 * 10**9)
 
 
+def test_a_stream_waits_for_its_turn_then_for_inputs_then_for_memory() -> None:
+    buffers = [buffer("room"), buffer("x"), buffer("y")]
+    ops = [
+        op("hold", writes="room", stream="a"),
+        op("use", reads="room", stream="a"),
+        op("make", writes="x", stream="b"),
+        op("before", stream="c"),
+        op("last", "x", "y", stream="c"),
+    ]
+    seconds = {"hold": 1.0, "use": 5.0, "make": 3.0, "before": 2.0, "last": 1.0}
+    last = run(buffers, ops, seconds, capacity_bytes=8).by_key()["last"]
+    assert [ns // 10**9 for ns in (last.free_ns, last.ready_ns, last.start_ns, last.end_ns)] == [2, 3, 6, 7]
+    assert (last.waited_input_ns, last.waited_memory_ns) == (10**9, 3 * 10**9)
+
+
 def test_a_transient_is_held_while_its_op_runs() -> None:
     buffers = [buffer("work1", size_bytes=6), buffer("work2", size_bytes=6)]
     ops = [op("one", writes="work1", stream="a"), op("two", writes="work2", stream="b")]
