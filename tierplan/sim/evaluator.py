@@ -1,4 +1,4 @@
-"""The makespan of a schedule without simulating it: one pass over the list, for the planner's inner loops.
+"""The makespan of a schedule without simulating it: one pass over the list, for loops over many costs.
 
 Every order is fixed by the rules, so as long as memory never runs short and nothing is shared, a start is a maximum of
 earlier ends, and the list order is an order in which they can be computed: a longest path. The order of grants (rule 3)
@@ -34,10 +34,6 @@ class Evaluation:
     """No op shares a limit, and no tier would run short at these times."""
     end_ns: Sequence[int]
     """When each op ends, in list order; not delayed by sharing or by lack of memory."""
-
-    @property
-    def makespan_s(self) -> float:
-        return self.makespan_ns / 1e9
 
 
 class Evaluator:
