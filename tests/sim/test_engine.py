@@ -289,6 +289,21 @@ def test_weights_divide_unfairly() -> None:
     assert log(trace) == [("a", 0.0, 4.0), ("b", 0.0, 6.0)]
 
 
+def test_speeds_belong_to_flows_in_whatever_order_they_begin() -> None:
+    """The same two prices together again, the other one first: each goes as quickly as before."""
+    light, heavy = Cost(0.0, 1.0, {"bus": 1.0}, 1.0), Cost(0.0, 1.0, {"bus": 1.0}, 3.0)
+    ops = [
+        op("light1", stream="a"),
+        op("heavy1", stream="b"),
+        op("heavy2", stream="b", after=("light1",)),
+        op("light2", stream="a", after=("heavy1",)),
+    ]
+    schedule = validate(Schedule(name="x", tiers=(), buffers=(), ops=tuple(ops)))
+    costs = {o.key: light if o.key.startswith("light") else heavy for o in ops}
+    ends = {key: end for key, _, end in log(simulate(schedule, costs, limits={"bus": 1.0}))}
+    assert ends == pytest.approx({"heavy1": 4 / 3, "light1": 2.0, "heavy2": 2 + 4 / 3, "light2": 4.0}, abs=1e-8)
+
+
 def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     trace = two_flows(seconds={"a": 1.0, "b": 2.0}, demand={"a": {"bus": 0.4}, "b": {"bus": 0.6}}, limits={"bus": 1.0})
     assert log(trace) == [("a", 0.0, 1.0), ("b", 0.0, 2.0)]
