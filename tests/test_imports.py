@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,26 @@ def test_the_parser_sees_imports() -> None:
     """The test above would pass if `imports` found nothing; it also resolves what is imported from a package."""
     assert {"simpy", "tierplan.sim.graph", "tierplan.sim.graph.graph_of"} <= imports(ROOT / "sim" / "engine.py")
     assert "tierplan.sim.engine" in imports(ROOT / "sim" / "pricing.py")
+
+
+@pytest.mark.parametrize("folder", ["sim", "planner"])
+def test_the_contents_of_a_folder_name_every_module(folder: str) -> None:
+    text = (ROOT / folder / "__init__.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+", text))
+    there = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(there - named - {"__init__"}) == []
+    entries = re.findall(r"^ {4}(\w+(?:, \w+)*) {2}", text, flags=re.MULTILINE)
+    assert sorted({name for entry in entries for name in entry.split(", ")} - there) == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Of imports at the top of modules; those inside functions come later and may go in circles."""
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        name = ".".join(["tierplan", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+        graph[name] = {str(node.module) for node in top} | {
+            f"{node.module}.{a.name}" for node in top for a in node.names
+        }
+    TopologicalSorter({name: found & graph.keys() - {name} for name, found in graph.items()}).prepare()
