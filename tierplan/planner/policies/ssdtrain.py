@@ -8,8 +8,11 @@ to be kept is the first that the drive could not have stored in time by SSDTrain
 
 with F the seconds of the whole forward pass. SSDTrain also forwards tensors whose store is still in flight when
 backward asks for them, and cancels stores that have not begun. A schedule is fixed before the step, so that decision is
-made here, on the modelled times: what could not be stored and back by then is kept. Drive lifetime follows from the
-bytes written and the drives' rated endurance (`tierplan simulate` reports it).
+made here, on the modelled times: what could not be stored and back by then is kept. The rest comes back in reverse
+order, each block's part while the blocks just after it run backward. Where the device has room for it, no more leaves a
+block than comes back in that time, so that nothing waits for the drive; where it has not, the rule alone decides.
+
+Drive lifetime follows from the bytes written and the drives' rated endurance (`tierplan simulate` reports it).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """Saved tensors and inputs of blocks on NVMe, but for the tail that the drive could not store in time."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
-    kept = _kept(workload, machine) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
+    ahead = int(number(NAME, options, "prefetch", low=0))
+    kept = _kept(workload, machine, ahead) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
     units: list[UnitPlan] = []
     for u, unit in enumerate(workload.units):
         acts: list[Action] = [
@@ -44,7 +48,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         policy=NAME,
         units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
-        prefetch_acts_units=int(number(NAME, options, "prefetch", low=0)),
+        prefetch_acts_units=ahead,
         strict_windows=True,
         options=options,
     )
@@ -82,8 +86,8 @@ def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float
     return found, total_s
 
 
-def _kept(workload: Workload, machine: Machine) -> set[tuple[int, int]]:
-    """(unit, slot) of what is kept: the tail by SSDTrain's rule, and what would be forwarded from its store."""
+def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, int]]:
+    """(unit, slot) of what is kept: the tail by SSDTrain's rule, what would be forwarded, what is not back in time."""
 
     def rate(*streams: str) -> float:
         return min(machine.stream(name).rates["bytes"].at(1e9) for name in streams)
@@ -106,4 +110,49 @@ def _kept(workload: Workload, machine: Machine) -> set[tuple[int, int]]:
             kept.add((module.unit, module.slot))
         else:
             stored_s = done_s
-    return kept
+    either = machine.stream("gpu0.h2d").rates["bytes"].at(1e9), machine.stream("nvme.read").rates["bytes"].at(1e9)
+    hidden = kept | _late(modules, kept, either, stored_s, ahead)
+    return hidden if _has_room(workload, machine, modules, hidden) else kept
+
+
+def _has_room(workload: Workload, machine: Machine, modules: list[_Module], kept: set[tuple[int, int]]) -> bool:
+    """Whether the device surely holds what is kept, beside parameters, gradients, states and what two units work on."""
+    t = workload.training
+    waiting = workload.num_parameters if t.max_grad_norm else 2 * max(u.num_parameters for u in workload.units)
+    need = workload.num_parameters * (t.param_bytes + t.state_bytes) + waiting * t.grad_bytes
+    need += sum(m.size_bytes for m in modules if (m.unit, m.slot) in kept)
+    need += sum(u.saved_bytes for u in workload.units if u.kind != "block")
+    need += 2 * max(u.saved_bytes + u.input_bytes for u in workload.blocks)
+    need += max(u.output_bytes + max(u.forward_work_bytes, u.backward_work_bytes) for u in workload.units)
+    return need <= machine.tier("gpu0").capacity_bytes
+
+
+def _late(
+    modules: list[_Module], kept: set[tuple[int, int]], bytes_per_s: tuple[float, float], stored_s: float, ahead: int
+) -> set[tuple[int, int]]:
+    """(unit, slot) of what the drive could not bring back by the time that its unit's backward begins.
+
+    A unit's loads begin with the backward of the unit that is `ahead` + 1 after it, when the drive has stored
+    everything and loaded what comes before, over the drive and the link one after the other (`bytes_per_s`): the slower
+    one takes all tensors, the other one more. A unit's last tensors are the first to be kept instead.
+    """
+    slower, faster = min(bytes_per_s), max(bytes_per_s)
+    leaving: dict[int, list[_Module]] = {}
+    wanted_s: dict[int, float] = {}
+    for module in modules:
+        wanted_s[module.unit] = module.wanted_s
+        if (module.unit, module.slot) not in kept:
+            leaving.setdefault(module.unit, []).append(module)
+    late: set[tuple[int, int]] = set()
+    free_s = stored_s
+    for u in sorted(leaving, reverse=True):
+        begin_s = max(free_s, wanted_s.get(u + 1 + ahead, min(wanted_s.values())))
+        room_bytes = (wanted_s[u] - begin_s - max(m.size_bytes for m in leaving[u]) / faster) * slower
+        moved_bytes = 0.0
+        for module in leaving[u]:
+            if moved_bytes + module.size_bytes > room_bytes:
+                late.add((u, module.slot))
+            else:
+                moved_bytes += module.size_bytes
+        free_s = begin_s + moved_bytes / slower
+    return late
