@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tierplan import __version__
 from tierplan.commands import COMMANDS
@@ -17,14 +18,24 @@ USER_ERRORS = (ValueError, OSError, RuntimeError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: a dozen lines of usage would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says what there is\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
-    parser = argparse.ArgumentParser(
+    """Runs one command; the exit status: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted.
+
+    Some commands end with 3: what was asked about does not fit, which is an answer.
+    """
+    parser = Parser(
         prog="tierplan",
         description="Can I train this model on this machine, how fast, what limits it? Then run it.",
     )
     parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
@@ -32,8 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+        sub.set_defaults(run=module.run, parser=sub)
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown:
+        kind = "option" if unknown[0].startswith("-") else "argument"
+        args.parser.error(f"no {kind} {unknown[0]}")
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -45,5 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("TIERPLAN_DEBUG"):
             raise
-        print(f"tierplan {args.command}: {error}", file=sys.stderr)
+        print(f"tierplan {args.command}: {message_of(error)}", file=sys.stderr)
         return 1
+
+
+def message_of(error: Exception) -> str:
+    """The error's message. What the system alone says of a file is put in words, without its number."""
+    if not isinstance(error, OSError) or error.errno is None or error.filename is None:
+        return str(error)
+    name = error.filename2 or error.filename
+    reason = (error.strerror or str(error)).lower()
+    return f"{name}: {reason}; give another file or folder, or make this one usable"

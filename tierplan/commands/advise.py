@@ -12,6 +12,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from tierplan.commands.arguments import new_file, number, whole
+
 if TYPE_CHECKING:
     from tierplan.validation.advise import Advice
 
@@ -25,16 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
                         help="change the machine, e.g. nvme.drives=3")  # fmt: skip
-    parser.add_argument("--seq", type=int, default=1024, metavar="S", help="tokens in one sequence (default 1024)")
-    parser.add_argument("--batch", type=int, action="append", metavar="B",
+    parser.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
+    parser.add_argument("--batch", type=whole(1), action="append", metavar="B",
                         help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip
-    parser.add_argument("--planner-s", type=float, default=3.0, metavar="S",
+    parser.add_argument("--planner-s", type=number(least=0), default=3.0, metavar="S",
                         help="time limit of the planner; 0 leaves it out (default 3)")  # fmt: skip
-    parser.add_argument("--electricity", type=float, default=0.20, metavar="USD", help="per kWh (default 0.20)")
-    parser.add_argument("--years", type=float, default=3.0, help="over which the machine is written off (default 3)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default 1: most questions take seconds)")
+    parser.add_argument(
+        "--electricity", type=number(least=0), default=0.20, metavar="USD", help="per kWh (default 0.20)"
+    )
+    parser.add_argument(
+        "--years",
+        type=number(above=0),
+        default=3.0,
+        metavar="YEARS",
+        help="over which the machine is written off (default 3)",
+    )
+    parser.add_argument(
+        "--workers", type=whole(1), metavar="N", help="processes (default 1: most questions take seconds)"
+    )
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
-    parser.add_argument("-o", "--out", metavar="PAGE.html", help="also write it as a page")
+    parser.add_argument(
+        "-o", "--output", "--out", dest="out", type=new_file(), metavar="PAGE.html", help="also write it as a page"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

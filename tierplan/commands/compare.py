@@ -11,21 +11,30 @@ from __future__ import annotations
 import argparse
 import json
 
+from tierplan.commands.arguments import existing_file, new_file, whole
+
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN")
-    parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="the page (default report.html)")
+    parser.add_argument("plan", type=existing_file, metavar="PLAN", help="the plan or schedule that was run")
+    parser.add_argument("run_dir", metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=new_file(),
+        default="report.html",
+        metavar="FILE",
+        help="the page (default report.html)",
+    )
     parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
                         help="change the machine, as when planning")  # fmt: skip
     parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
     parser.add_argument(
-        "--warmup", type=int, default=2, metavar="N", help="steps at the beginning to leave out (default 2)"
+        "--warmup", type=whole(0), default=2, metavar="N", help="steps at the beginning to leave out (default 2)"
     )
-    parser.add_argument("--perfetto", metavar="FILE", help="also write both timelines for Perfetto")
+    parser.add_argument("--perfetto", type=new_file(), metavar="FILE", help="also write both timelines for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
 
 
@@ -35,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.validation.report import verdict, write_report
     from tierplan.validation.run_folder import load_run, read_schedule
 
-    if args.warmup < 0:
-        raise ValueError(f"--warmup is {args.warmup}; give 0 or more")
     machine = load_machine(args.machine, args.overrides)
     schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)
     found = load_run(args.run_dir)

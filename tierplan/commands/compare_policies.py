@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierplan.commands import scenario
+from tierplan.commands.arguments import PICTURES, new_file
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -25,7 +26,9 @@ OWN_SEMANTICS = ("harmony", "virtual-memory")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", metavar="NAME", help="only these (default: all)")
-    parser.add_argument("--plot", metavar="FILE", help="write the comparison as a picture (PNG, SVG or PDF)")
+    parser.add_argument(
+        "--plot", type=new_file(*PICTURES), metavar="FILE", help="write the comparison as a picture (PNG, SVG or PDF)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     scenario.add_arguments(parser)
 
@@ -39,8 +42,10 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import POLICIES
     from tierplan.planner.prediction import predict
 
-    found = scenario.read_scenario(args)
     names = args.policies or list(POLICIES)
+    for name in names:
+        scenario.check_policy(name)
+    found = scenario.read_scenario(args)
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     options = {"semantics": args.semantics} if args.semantics else {}
     predictions = [
@@ -63,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
                 )
         if found.machine.nameplate:
             print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+        if args.plot:
+            print(f"picture: {args.plot}")
     return 0
 
 

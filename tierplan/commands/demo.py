@@ -13,46 +13,74 @@ import json
 import sys
 from pathlib import Path
 
+from tierplan.commands.arguments import new_folder, whole
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
-        type=Path,
-        default=Path("tierplan-demo"),
+        type=new_folder,
+        default="tierplan-demo",
         metavar="DIR",
         help="where results go (default tierplan-demo)",
     )
     parser.add_argument(
-        "--nvme", type=Path, metavar="DIR", help="folder of the NVMe tier, on a drive (default: OUT/nvme)"
+        "--nvme",
+        "--nvme-dir",
+        dest="nvme",
+        type=new_folder,
+        metavar="DIR",
+        help="folder of the NVMe tier, on a drive (default: OUT/nvme)",
     )
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="training steps of each run (default 12)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="cores for the model's kernels (default 1)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    parser.add_argument(
+        "--steps", type=whole(4), default=12, metavar="N", help="training steps of each run (default 12, least 4)"
+    )
+    parser.add_argument(
+        "--threads", type=whole(1), default=1, metavar="N", help="cores for the model's kernels (default 1)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of weights and batches (default 0)")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    import os
     import shutil
 
     from tqdm import tqdm
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
     from tierplan.validation.demo import run_demo, summary
 
-    bar = tqdm(total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", file=sys.stderr, leave=False)
+    is_terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=1.0,
+        bar_format="{desc:64.64} |{bar:20}| {elapsed}",
+        file=sys.stderr,
+        leave=False,
+        disable=not is_terminal,
+    )
+    phase = ""
 
     def show(what: str, part: float) -> None:
+        nonlocal phase
+        if not is_terminal:
+            begun, phase = phase, what.partition(":")[0]
+            if phase != begun:
+                print(phase, file=sys.stderr, flush=True)
+            return
         bar.set_description_str(what, refresh=False)
         bar.n = min(max(part, 0.0), 1.0)
         bar.refresh()
 
-    own_nvme = args.nvme is None
+    out, own_nvme = Path(args.out), args.nvme is None
     try:
         result = run_demo(
-            args.out,
-            nvme_dir=args.nvme,
+            out,
+            nvme_dir=None if own_nvme else Path(args.nvme),
             steps=args.steps,
             num_threads=args.threads,
             seed=args.seed,
@@ -61,6 +89,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         bar.close()
         if own_nvme:
-            shutil.rmtree(args.out / "nvme", ignore_errors=True)
-    print(json.dumps(result.record(), indent=2) if args.json else summary(result, args.out))
+            shutil.rmtree(out / "nvme", ignore_errors=True)
+    print(json.dumps(result.record(), indent=2) if args.json else summary(result, out))
     return 0

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierplan.commands.arguments import existing_file, new_file, new_folder, number
+
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description
     from tierplan.hwmodels.machine import Machine
@@ -32,48 +34,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
     show.add_argument("machine", help="a catalog name, a TOML file, or `here`")
-    show.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    _add_set(show)
     show.add_argument("--keys", action="store_true", help="list every key that --set takes, with its meaning")
     show.add_argument("--json", action="store_true", help="as one JSON object")
     show.set_defaults(act=_show)
 
     measure = commands.add_parser("measure", help="measure this machine and keep the result as `here`")
-    measure.add_argument(
+    drives = measure.add_mutually_exclusive_group()
+    drives.add_argument(
         "--nvme-dir",
+        "--nvme",
+        dest="nvme_dir",
+        type=new_folder,
         action="append",
         metavar="DIR",
         help="folder on the drive that will be the NVMe tier, once per drive (default: this folder)",
     )
-    measure.add_argument("--no-nvme", action="store_true", help="leave drives out")
+    drives.add_argument("--no-nvme", action="store_true", help="leave drives out")
     measure.add_argument(
         "--thorough",
         action="store_true",
         help=f"about {THOROUGH_S / 60:.0f} minutes; writes enough to leave the drive's write cache",
     )
-    measure.add_argument("--budget-s", type=float, metavar="S", help=f"about how long (default {QUICK_S:.0f})")
-    measure.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    measure.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the machine here instead")
+    measure.add_argument(
+        "--budget-s", type=number(least=5), metavar="S", help=f"seconds, about (default {QUICK_S:.0f}, least 5)"
+    )
+    measure.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto is cuda where PyTorch sees a GPU"
+    )
+    measure.add_argument(
+        "-o", "--output", type=new_file(".toml"), metavar="FILE", help="write the machine to this TOML file instead"
+    )
     measure.set_defaults(act=_measure)
 
     imports = commands.add_parser("import", help="a machine from the output of other tools")
     imports.add_argument("--base", metavar="X", help="machine whose numbers hold where the tools say nothing")
-    imports.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    _add_set(imports)
     imports.add_argument(
-        "--fio", type=Path, action="append", default=[], metavar="FILE", help="fio --output-format=json"
+        "--fio", type=existing_file, action="append", default=[], metavar="FILE", help="fio --output-format=json"
     )
-    imports.add_argument("--nvbandwidth", type=Path, metavar="FILE", help="nvbandwidth --json")
-    imports.add_argument("--nvidia-smi", type=Path, metavar="FILE", help="nvidia-smi --query-gpu=... --format=csv")
+    imports.add_argument("--nvbandwidth", type=existing_file, metavar="FILE", help="nvbandwidth --format json")
+    imports.add_argument(
+        "--nvidia-smi", type=existing_file, metavar="FILE", help="nvidia-smi --query-gpu=... --format=csv"
+    )
     imports.add_argument(
         "--ds-io",
-        type=Path,
+        type=existing_file,
         action="append",
         default=[],
         metavar="FILE",
         help="what DeepSpeed's ds_io or ds_nvme_tune printed",
     )
-    imports.add_argument("--name", help="of the machine (default: the file's name)")
-    imports.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="TOML file to write")
+    imports.add_argument("--name", metavar="NAME", help="of the machine (default: the file's name)")
+    imports.add_argument(
+        "-o", "--output", type=new_file(".toml"), required=True, metavar="FILE", help="TOML file to write"
+    )
     imports.set_defaults(act=_import)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -164,7 +191,7 @@ def _measure(args: argparse.Namespace) -> int:
             budget_s=budget_s,
             device=args.device,
             progress=progress,
-            name=HERE if args.output is None else args.output.stem,
+            name=HERE if args.output is None else Path(args.output).stem,
         )
     target = args.output or here_path()
     write_atomically(target, write_description(description))
@@ -201,13 +228,12 @@ def _import(args: argparse.Namespace) -> int:
         ([args.nvidia_smi], read_nvidia_smi), ([args.nvbandwidth], read_nvbandwidth),
         (args.fio, read_fio), (args.ds_io, read_ds_io),
     ):  # fmt: skip
-        for path in paths:
-            if path is not None:
-                values |= read(path.read_text(encoding="utf-8"), where=path.name)
+        for path in filter(None, paths):
+            values |= read(Path(path).read_text(encoding="utf-8"), where=Path(path).name)
     if not values:
         raise MachineError("nothing to import; give at least one of --fio, --nvbandwidth, --nvidia-smi, --ds-io")
     base = load_description(args.base) if args.base else Description(name="")
-    description = replace(base, name=args.name or args.output.stem, values={**base.values, **values})
+    description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
     description = override(description, args.overrides)
     write_atomically(args.output, write_description(description))
     machine = build(load_description(str(args.output)))

@@ -6,7 +6,7 @@ Examples:
 
     tierplan plan --model gpt-13b --machine fuyou-4090 --batch 32
     tierplan plan --model gpt-13b --machine desktop-4090 --batch 8 -o plan.json --json
-    tierplan plan --model gpt-13b --machine fuyou-4090 --batch 32 --tokens 32 --explain
+    tierplan plan --model gpt-13b --machine fuyou-4090 --sequences 32 --explain
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands import scenario
+from tierplan.commands.arguments import PICTURES, new_file, number, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,22 +30,30 @@ EXIT_INFEASIBLE = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write plan and schedule, for `tierplan run`")
+    parser.add_argument(
+        "-o", "--output", type=new_file(), metavar="FILE", help="write plan and schedule, for `tierplan run`"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--time-limit", type=float, default=8.0, metavar="S", help="seconds that each search may compute (default 8)"
+        "--time-limit",
+        type=number(above=0),
+        default=8.0,
+        metavar="S",
+        help="seconds that each search may compute (default 8)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of the search's random changes (default 0)"
+    )
     parser.add_argument(
         "--sequences",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="sequences per optimizer step, of all devices: micro-batch size and accumulation are searched too "
         "(--batch and --accumulation do not apply then)",
     )
     parser.add_argument(
         "--drive-lifetime-years",
-        type=float,
+        type=number(above=0),
         metavar="Y",
         help="the drives are to last this long, training without pause, by their rated endurance (nvme.endurance): "
         "plans whose steps write more are left out",
@@ -52,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="also say what more memory, drives or link would be worth (plans again)"
     )
-    parser.add_argument("--frontier", metavar="FILE.png", help="plot the step time against device memory (plans again)")
+    parser.add_argument(
+        "--frontier",
+        type=new_file(*PICTURES),
+        metavar="FILE.png",
+        help="plot the step time against device memory (plans again)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
     from tierplan.planner.solve import InfeasiblePlan, plan
 
-    if not args.time_limit > 0:
-        raise ValueError(f"--time-limit is {args.time_limit}; it must be above 0 seconds")
     machine = scenario.read_machine(args)
     workload = scenario.read_workload(args, machine)
     try:
@@ -112,6 +124,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record(result, workload, worths), indent=2))
     else:
         print(text(result, workload, worths))
+        for what, where in (("plan", args.output), ("picture", args.frontier)):
+            if where:
+                print(f"{what}: {where}")
         if machine.nameplate:
             print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
     return 0
@@ -252,10 +267,10 @@ def _placements(result: PlanResult) -> list[str]:
         return []
     places: dict[str, int] = {}
     acts: dict[str, int] = {}
-    for number, unit in enumerate(result.plan.units):
+    for index, unit in enumerate(result.plan.units):
         name = f"params {unit.params}, states {unit.states}" + (" (late)" if unit.late_update else "")
         places[name] = places.get(name, 0) + 1
-        sizes = result.schedule.meta["units"][number]["slot_bytes"]  # type: ignore[index]
+        sizes = result.schedule.meta["units"][index]["slot_bytes"]  # type: ignore[index]
         for k, size in enumerate(sizes):
             action = unit.action(k)
             acts[action] = acts.get(action, 0) + int(size)

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 
+from tierplan.commands.arguments import new_file
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--write", metavar="FILE", help="write tables and pictures into this page, between its markers")
+    parser.add_argument(
+        "--write", type=new_file(), metavar="FILE", help="write tables and pictures into this page, between its markers"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

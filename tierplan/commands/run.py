@@ -13,11 +13,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+from tierplan.commands.arguments import existing_file, new_folder, number, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a schedule file")
+    parser.add_argument("plan", type=existing_file, metavar="PLAN", help="a plan or a schedule, in a file")
     parser.add_argument(
         "--model",
         type=Path,
@@ -28,52 +31,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, required=True, metavar="D", help="a text file, a folder of them, or tokens (.npy, .bin)"
     )
-    parser.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps of the whole run")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
+    parser.add_argument("--steps", type=whole(1), required=True, metavar="N", help="optimizer steps of the whole run")
+    parser.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="the run's folder")
     parser.add_argument("--resume", action="store_true", help="go on from the last commit in DIR, if there is one")
     parser.add_argument(
         "--nvme",
-        type=Path,
+        "--nvme-dir",
+        dest="nvme",
+        type=new_folder,
         action="append",
         metavar="DIR",
         help="folder of the NVMe tier (default: DIR/nvme in the run's folder); repeat it to stripe over several drives",
     )
     parser.add_argument(
         "--nvme-weights",
-        type=float,
+        type=number(above=0),
         nargs="+",
         default=(),
         metavar="W",
         help="relative speeds of those folders, one each (default: measured before the run, in about a second)",
     )
     parser.add_argument(
-        "--checkpoint-every", type=int, metavar="K", help="commit every K steps (default: at the end, and on Ctrl-C)"
+        "--checkpoint-every",
+        type=whole(1),
+        metavar="K",
+        help="commit every K steps (default: at the end, and on Ctrl-C)",
     )
     parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
-    training.add_argument("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant")
-    training.add_argument("--warmup-steps", type=int, default=0, metavar="W")
-    training.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar=("B1", "B2"))
-    training.add_argument("--eps", type=float, default=1e-8)
-    training.add_argument("--weight-decay", type=float, default=0.01)
-    training.add_argument("--seed", type=int, default=0, help="of weights, order of data, and dropout (default 0)")
+    training.add_argument("--lr", type=number(least=0), default=1e-3, metavar="LR", help="learning rate (default 1e-3)")
+    training.add_argument(
+        "--lr-schedule",
+        choices=("constant", "linear", "cosine"),
+        default="constant",
+        help="what becomes of the rate after the warm-up: it stays, or falls to 0 at the last step (default constant)",
+    )
+    training.add_argument(
+        "--warmup-steps", type=whole(0), default=0, metavar="W", help="steps in which the rate rises (default 0)"
+    )
+    training.add_argument(
+        "--betas",
+        type=number(least=0, below=1),
+        nargs=2,
+        default=(0.9, 0.999),
+        metavar=("B1", "B2"),
+        help="of AdamW (default 0.9 0.999)",
+    )
+    training.add_argument("--eps", type=number(above=0), default=1e-8, metavar="EPS", help="of AdamW (default 1e-8)")
+    training.add_argument(
+        "--weight-decay", type=number(least=0), default=0.01, metavar="D", help="per unit of rate (default 0.01)"
+    )
+    training.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of weights, order of data, and dropout (default 0)"
+    )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    machine.add_argument("--threads", type=int, metavar="T", help="threads for kernels on the CPU")
+    machine.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where PyTorch sees a GPU"
+    )
+    machine.add_argument(
+        "--threads", type=whole(1), metavar="T", help="threads for kernels on the CPU (default: as PyTorch chooses)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
     from tierplan.runtime.job import Job, run_job
 
     job = Job(
-        plan=args.plan,
+        plan=Path(args.plan),
         model=args.model,
         data=args.data,
         num_steps=args.steps,
-        out_dir=args.out,
+        out_dir=Path(args.out),
         resume=args.resume,
-        nvme_dirs=tuple(args.nvme or ()),
+        nvme_dirs=tuple(map(Path, args.nvme or ())),
         nvme_weights=tuple(args.nvme_weights),
         checkpoint_every=args.checkpoint_every,
         export=not args.no_export,

@@ -14,11 +14,21 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tierplan.commands.arguments import number, whole
+
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
     from tierplan.sim.workload import Training, Workload
 
-__all__ = ["Scenario", "add_arguments", "read_machine", "read_scenario", "read_training", "read_workload"]
+__all__ = [
+    "Scenario",
+    "add_arguments",
+    "check_policy",
+    "read_machine",
+    "read_scenario",
+    "read_training",
+    "read_workload",
+]
 
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 COMPUTE = "gpu0.compute"
@@ -44,25 +54,35 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
         help="config.json, a folder that holds one, or a name such as gpt-13b",
     )
     what.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="sequences in one micro-batch, per device (default 1)"
+        "--batch", type=whole(1), default=1, metavar="B", help="sequences in one micro-batch, per device (default 1)"
     )
     what.add_argument(
-        "--accumulation", type=int, default=1, metavar="G", help="micro-batches in one optimizer step (default 1)"
+        "--accumulation", type=whole(1), default=1, metavar="G", help="micro-batches in one optimizer step (default 1)"
     )
-    what.add_argument("--seq", type=int, default=1024, metavar="S", help="tokens in one sequence (default 1024)")
+    what.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
     what.add_argument(
         "--dtype",
         choices=("auto", *PRECISIONS),
         default="auto",
         help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine knows)",
     )
-    what.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    what.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="whose states are kept (default adamw)"
+    )
     what.add_argument(
         "--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states"
     )
-    what.add_argument("--attention", choices=("flash", "plain"), default="flash")
     what.add_argument(
-        "--max-grad-norm", type=float, metavar="X", help="clip gradients by their global norm (default: no clipping)"
+        "--attention",
+        choices=("flash", "plain"),
+        default="flash",
+        help="fused, or written out in matrix products, which needs --exact (default flash)",
+    )
+    what.add_argument(
+        "--max-grad-norm",
+        type=number(above=0),
+        metavar="X",
+        help="clip gradients by their global norm (default: no clipping)",
     )
     what.add_argument(
         "--backend", choices=("auto", "cuda", "cpu"), default="auto", help="whose kernels run (default: the machine's)"
@@ -88,8 +108,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
         default=[],
         dest="overrides",
         metavar="KEY=VALUE",
-        help="change the machine, e.g. nvme.drives=3",
+        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
     )
+
+
+def check_policy(name: str) -> None:
+    """Raises for a policy that does not exist, with the closest one that does, before anything is read."""
+    from difflib import get_close_matches
+
+    from tierplan.planner.policies import POLICIES
+    from tierplan.planner.policies.options import OptionError
+
+    if name not in POLICIES:
+        close = get_close_matches(name, POLICIES, n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(POLICIES)}")
 
 
 def read_machine(args: argparse.Namespace) -> Machine:

@@ -15,6 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands import scenario
+from tierplan.commands.arguments import new_file
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         required=True,
         metavar="NAME",
-        help="fuyou, zero-infinity, ... (`tierplan compare-policies` runs all)",
+        help="fuyou, zero-infinity, ... (a wrong name lists all; `tierplan compare-policies` runs all)",
     )
     parser.add_argument(
         "--option",
@@ -36,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="options",
         metavar="KEY=VALUE",
-        help="a setting of the policy, e.g. swap=all",
+        help="a setting of the policy, e.g. swap=all; repeatable (a wrong one lists all; docs/policies.md)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--max-model", action="store_true", help="find the largest GPT-3-style model that fits, instead of --model"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule, for `tierplan run`")
+    parser.add_argument(
+        "-o", "--output", type=new_file(), metavar="FILE", help="write the schedule, if it fits, for `tierplan run`"
+    )
     scenario.add_arguments(parser, needs_model=False)
 
 
@@ -52,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies.options import OptionError
     from tierplan.planner.prediction import predict
 
+    scenario.check_policy(args.policy)
     options = read_options(args)
     if args.max_model:
+        if args.model or args.output:
+            what = f"--model {args.model}" if args.model else f"-o {args.output}"
+            raise OptionError(f"--max-model looks for a model and writes no schedule; leave out {what}")
         return _largest(args, options)
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
@@ -72,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         print(text_of(prediction))
         if found.machine.nameplate:
             print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+        if args.output:
+            print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     return 0 if prediction.fits else 3
 
 

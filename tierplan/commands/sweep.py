@@ -22,15 +22,19 @@ import argparse
 import json
 import sys
 
+from tierplan.commands.arguments import existing_file, new_folder, whole
+
 __all__ = ["add_arguments", "run"]
 
 SHOWN = ("fits", "step_s", "tokens_per_s", "bound_by")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY.toml")
-    parser.add_argument("-o", "--out", metavar="DIR", help="folder for the results (default: the study's name)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("study", type=existing_file, metavar="STUDY.toml", help="what to vary, as above")
+    parser.add_argument(
+        "-o", "--out", type=new_folder, metavar="DIR", help="folder for the results (default: the study's name)"
+    )
+    parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
     parser.add_argument("--dask", metavar="ADDRESS", help="run on the dask scheduler at this address, tcp://host:port")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, one per line")
 
@@ -41,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.validation.study import load_study
     from tierplan.validation.sweep import sweep
 
-    if args.workers is not None and args.workers < 1:
-        raise ValueError(f"--workers is {args.workers}; give 1 or more")
     study = load_study(args.study)
+    study.check_names()
     out = Path(args.out or study.name)
     points = list(study.points())
     progress = sys.stderr.isatty()
@@ -59,10 +62,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         for row in rows:
             print(json.dumps(row))
-        return 0
-    _print_table(study.question, {**study.scenario, **study.overrides}, rows)
-    print(f"\n{len(rows)} scenarios in {out / 'table.csv'}")
-    return 0
+    else:
+        _print_table(study.question, {**study.scenario, **study.overrides}, rows)
+        print(f"\n{len(rows)} scenarios in {out / 'table.csv'}")
+    failed = [str(row["error"]) for row in rows if "error" in row]
+    if failed:
+        print(
+            f"tierplan sweep: {len(failed)} of {len(rows)} scenarios have an error instead of an answer; the first: "
+            f"{failed[0]}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:

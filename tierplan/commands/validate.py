@@ -16,23 +16,26 @@ import json
 import sys
 from pathlib import Path
 
+from tierplan.commands.arguments import new_file, new_folder, number
+
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("campaign", nargs="?", default="cpu-small", help="a name or a TOML file (default cpu-small)")
-    parser.add_argument("--out", default="campaign", metavar="DIR", help="folder for the artifacts (default campaign)")
-    parser.add_argument(
-        "--nvme-dir", default=".", metavar="DIR", help="folder on the drive that is the NVMe tier (default .)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--out", type=new_folder, default="campaign", metavar="DIR",
+                        help="folder for the artifacts (default campaign)")  # fmt: skip
+    parser.add_argument("--nvme-dir", "--nvme", dest="nvme_dir", type=new_folder, default=".", metavar="DIR",
+                        help="folder on the drive that is the NVMe tier (default .)")  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto is cuda where PyTorch sees a GPU")  # fmt: skip
     parser.add_argument("--machine-name", default="", metavar="NAME", help="what this machine is called in tables")
-    parser.add_argument("--measure-s", type=float, default=20.0, metavar="S",
+    parser.add_argument("--measure-s", type=number(least=5), default=20.0, metavar="S",
                         help="seconds to measure the machine, once per group (default 20)")  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="take up only runs whose group/name contains this")
     parser.add_argument("--list", action="store_true", help="print what the campaign asks, and run nothing")
     parser.add_argument("--table", metavar="DIR", help="make the page of the artifacts in DIR, and run nothing")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the page here")
+    parser.add_argument("-o", "--output", type=new_file(), metavar="FILE", help="write the page here")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
 

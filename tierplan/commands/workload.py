@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tierplan.commands.arguments import existing_file, number, whole
+
 if TYPE_CHECKING:
     from tierplan.sim.workload import Training, Unit, Workload
 
@@ -32,22 +34,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(act=_show)
 
     deepspeed = commands.add_parser("deepspeed", help="the settings and the policy of a DeepSpeed configuration")
-    deepspeed.add_argument("file", metavar="DS.JSON")
-    deepspeed.add_argument("--model", required=True, metavar="M")
+    deepspeed.add_argument("file", type=existing_file, metavar="DS.JSON", help="DeepSpeed's configuration")
+    deepspeed.add_argument(
+        "--model", required=True, metavar="M", help="config.json, a folder that holds one, or a name such as gpt-13b"
+    )
     _add_training(deepspeed)
     deepspeed.set_defaults(act=_deepspeed)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", "--per_device_train_batch_size", type=int, default=1, metavar="B", help="sequences per micro-batch")
-    add("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="G", help="micro-batches")
-    add("--seq", "--sequence_length", type=int, default=1024, metavar="S", help="tokens per sequence (default 1024)")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    add("--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the states")
-    add("--attention", choices=("flash", "plain"), default="flash")
-    add("--max-grad-norm", "--max_grad_norm", type=float, metavar="X", help="clip gradients by their global norm")
+    one = whole(1)
+    add("--batch", "--per_device_train_batch_size", type=one, default=1, metavar="B",
+        help="sequences in one micro-batch (default 1)")  # fmt: skip
+    add("--accumulation", "--gradient_accumulation_steps", type=one, default=1, metavar="G",
+        help="micro-batches in one optimizer step (default 1)")  # fmt: skip
+    add("--seq", "--sequence_length", type=one, default=1024, metavar="S",
+        help="tokens in one sequence (default 1024)")  # fmt: skip
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+        help="of parameters, activations and gradients (default bf16)")  # fmt: skip
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="whose states are kept (default adamw)")
+    add("--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states")
+    add("--attention", choices=("flash", "plain"), default="flash",
+        help="fused, or written out in matrix products, which needs --exact (default flash)")  # fmt: skip
+    add("--max-grad-norm", "--max_grad_norm", type=number(above=0), metavar="X",
+        help="clip gradients by their global norm (default: no clipping)")  # fmt: skip
     add("--backend", choices=("cuda", "cpu"), default="cuda", help="whose kernels run (default cuda)")
     add("--exact", action="store_true", help="run the model's class on fake tensors (needs torch)")
     add("--measured", action="store_true", help="seconds of real steps of the whole model here, with their spread")

@@ -13,6 +13,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module, resources
 from pathlib import Path
@@ -62,8 +63,10 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         return str(model), {**common, **dict.fromkeys(NO_DROPOUT[kind], 0.0), **config}
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        close = get_close_matches(str(model), named, n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
         raise WorkloadError(
-            f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name; "
+            f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name; {meant}"
             f"known names: {', '.join(named)}"
         )
     try:

@@ -103,6 +103,8 @@ class Study:
                 if not isinstance(value, KEYS[key]) or isinstance(value, bool):
                     wanted = "text" if KEYS[key] is str else "a whole number" if KEYS[key] is int else "a number"
                     raise StudyError(f"study {self.name!r}: {key} is {value!r}; it must be {wanted}")
+                if KEYS[key] is int and value < 1:  # type: ignore[operator]
+                    raise StudyError(f"study {self.name!r}: {key} is {value}; it must be 1 or more")
         for key in ("model", "machine"):
             if key not in self.scenario:
                 raise StudyError(f"study {self.name!r} names no {key}; add {key} = ... to [scenario]")
@@ -123,6 +125,28 @@ class Study:
             settings = dict(zip(names, values[: len(names)], strict=True))
             overrides = dict(zip(changed, values[len(names) :], strict=True))
             yield Point(**settings, overrides=overrides)  # type: ignore[arg-type]
+
+    def check_names(self) -> None:
+        """Raises what is wrong with a model, a machine, a policy or a key of the machine, each looked at alone.
+
+        A typo would otherwise be an error in every row. What only some combinations cannot do stays their row's error.
+        """
+        from tierplan.hwmodels import load_machine
+        from tierplan.hwmodels.keys import find_key
+        from tierplan.planner.policies import POLICIES
+        from tierplan.sim.models import read_config
+        from tierplan.sim.workload import Training
+
+        for policy in self.scenario.get("policy", ()):
+            if policy not in POLICIES and policy != "planner":
+                known = ", ".join((*POLICIES, "planner"))
+                raise StudyError(f"study {self.name!r}: there is no policy {policy!r}; choose among {known}")
+        for model in self.scenario["model"]:
+            read_config(str(model), Training())
+        for machine in self.scenario["machine"]:
+            load_machine(str(machine))
+        for key in self.overrides:
+            find_key(key)
 
     def relative_to(self, folder: Path) -> Study:
         """The study with models and machines that are files in `folder` found from anywhere."""

@@ -1,0 +1,177 @@
+"""Wrong input of every kind ends in one clear line and status 1 or 2, before anything is computed or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.commands import COMMANDS
+
+SCENARIO = ["--model", "gpt-13b", "--machine", "desktop-4090"]
+SIMULATE = ["simulate", "--policy", "fuyou", *SCENARIO]
+RUN = ["run", "plan.json", "--model", "m", "--data", "d", "--out", "run"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some files and folders to be wrong with."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    Path("a-folder").mkdir()
+    Path("a-file").write_text("hello\n")
+    Path("plan.json").write_text("{}")
+    Path("study.toml").write_text('[scenario]\nmodel = "gpt-13b"\nmachine = "desktop-4090"\n')
+    return tmp_path
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status and the message; nothing may have been printed beside it."""
+    try:
+        status = main(argv)
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return status, printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*SIMULATE, "--batch", "-1"], "--batch: -1 is too small; give a whole number of 1 or more"),
+        ([*SIMULATE, "--batch", "x"], "--batch: 'x' is no whole number; give 1 or more"),
+        ([*SIMULATE, "--seq", "0"], "--seq: 0 is too small"),
+        ([*SIMULATE, "--accumulation", "0"], "--accumulation: 0 is too small"),
+        ([*SIMULATE, "--max-grad-norm", "nan"], "--max-grad-norm: nan is out of range; give a number above 0"),
+        ([*SIMULATE, "-o", "a-folder"], "a-folder is a folder; give the name of a file"),
+        ([*SIMULATE, "-o", "a-file/x.json"], "a-file is a file, not a folder"),
+        ([*SIMULATE, "--bacth", "4"], "no option --bacth"),
+        (["compare-policies", *SCENARIO, "--plot", "x.txt"], "end it with .png or .svg or .pdf"),
+        (["compare-policies", *SCENARIO, "--plot", "a-folder"], "a-folder is a folder"),
+        (["plan", *SCENARIO, "--sequences", "0"], "--sequences: 0 is too small"),
+        (["plan", *SCENARIO, "--time-limit", "0"], "--time-limit: 0 is out of range; give a number above 0"),
+        (["plan", *SCENARIO, "--drive-lifetime-years", "-1"], "give a number above 0"),
+        (["plan", *SCENARIO, "--frontier", "x.txt"], "end it with .png or .svg or .pdf"),
+        (["reproduce", "--write", "a-folder"], "a-folder is a folder"),
+        ([*RUN, "--steps", "0"], "--steps: 0 is too small"),
+        ([*RUN, "--steps", "1", "--lr", "-1"], "--lr: -1 is out of range; give a number 0 or more"),
+        (
+            [*RUN, "--steps", "1", "--betas", "0.9", "1"],
+            "--betas: 1 is out of range; give a number 0 or more and below",
+        ),
+        ([*RUN, "--steps", "1", "--eps", "0"], "--eps: 0 is out of range; give a number above 0"),
+        ([*RUN, "--steps", "1", "--weight-decay", "-1"], "--weight-decay: -1 is out of range"),
+        ([*RUN, "--steps", "1", "--threads", "0"], "--threads: 0 is too small"),
+        ([*RUN, "--steps", "1", "--checkpoint-every", "0"], "--checkpoint-every: 0 is too small"),
+        ([*RUN, "--steps", "1", "--nvme-weights", "0"], "--nvme-weights: 0 is out of range; give a number above 0"),
+        ([*RUN, "--steps", "1", "--nvme", "a-file"], "a-file is a file, not a folder"),
+        (["run", "nope.json", *RUN[2:], "--steps", "1"], "there is no file 'nope.json'"),
+        (["run", "a-folder", *RUN[2:], "--steps", "1"], "a-folder is a folder; give a file"),
+        (["compare", "nope.json", "run"], "there is no file 'nope.json'"),
+        (["compare", "plan.json", "run", "-o", "a-folder"], "a-folder is a folder"),
+        (["compare", "plan.json", "run", "--warmup", "-1"], "--warmup: -1 is too small"),
+        (["sweep", "nope.toml"], "there is no file 'nope.toml'"),
+        (["sweep", "a-folder"], "a-folder is a folder; give a file"),
+        (["sweep", "study.toml", "-o", "a-file"], "a-file is a file, not a folder"),
+        (["sweep", "study.toml", "--workers", "0"], "--workers: 0 is too small"),
+        (["advise", *SCENARIO, "--batch", "0"], "--batch: 0 is too small"),
+        (["advise", *SCENARIO, "--years", "0"], "--years: 0 is out of range; give a number above 0"),
+        (["advise", *SCENARIO, "--electricity", "-1"], "--electricity: -1 is out of range; give a number 0 or more"),
+        (["advise", *SCENARIO, "--planner-s", "-1"], "--planner-s: -1 is out of range"),
+        (["advise", *SCENARIO, "--workers", "0"], "--workers: 0 is too small"),
+        (["advise", *SCENARIO, "-o", "a-folder"], "a-folder is a folder"),
+        (["demo", "--steps", "3"], "--steps: 3 is too small; give a whole number of 4 or more"),
+        (["demo", "--threads", "0"], "--threads: 0 is too small"),
+        (["demo", "--out", "a-file"], "a-file is a file, not a folder"),
+        (["machine", "measure", "--budget-s", "1"], "--budget-s: 1 is out of range; give a number 5 or more"),
+        (["machine", "measure", "--nvme-dir", "a-file"], "a-file is a file, not a folder"),
+        (["machine", "measure", "--no-nvme", "--nvme-dir", "."], "not allowed with"),
+        (["machine", "import", "--fio", "nope.json", "-o", "m.toml"], "there is no file 'nope.json'"),
+        (["workload", "show", "gpt-13b", "--batch", "0"], "--per_device_train_batch_size: 0 is too small"),
+        (["workload", "deepspeed", "a-folder", "--model", "gpt-13b"], "a-folder is a folder; give a file"),
+        (["validate", "--measure-s", "-1"], "--measure-s: -1 is out of range; give a number 5 or more"),
+        (["validate", "--out", "a-file"], "a-file is a file, not a folder"),
+        (["validate", "--table", "a-folder", "-o", "a-folder"], "a-folder is a folder"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, error = refused(argv, capsys)
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["simulate", "--policy", "fuyu", *SCENARIO], "did you mean 'fuyou'"),
+        (["compare-policies", "--policies", "fuyu", *SCENARIO[2:], "--model", "gpt-13b"], "did you mean 'fuyou'"),
+        (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-13b'"),
+        (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
+        (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
+        (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_1(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, error = refused(argv, capsys)
+    assert status == 1
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fuyou", "fuyu", "there is no policy 'fuyu'"),
+        ("gpt-13b", "gpt-13", "model 'gpt-13'"),
+        ("desktop-4090", "desktop-4900", "no machine 'desktop-4900'"),
+        ("[4]", "[-1]", "batch is -1; it must be 1 or more"),
+        ("drives", "drvies", "no key 'nvme.drvies'"),
+    ],
+)
+def test_a_study_with_a_typo_is_refused_whole(
+    old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = '[scenario]\nmodel = "gpt-13b"\nmachine = "desktop-4090"\npolicy = "fuyou"\nbatch = [4]\n'
+    study = scenario + "[set]\nnvme.drives = 1\n"
+    Path("study.toml").write_text(study.replace(old, new))
+    status, error = refused(["sweep", "study.toml", "--workers", "1"], capsys)
+    assert status == 1
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("study").exists()
+
+
+def test_a_schedule_says_where_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SIMULATE, "-o", "made/s.json"]) == 0
+    assert "made/s.json" in capsys.readouterr().out
+    assert main(["simulate", "--policy", "in-memory", *SCENARIO, "-o", "none.json"]) == 3
+    assert "none.json was not written" in capsys.readouterr().out
+    assert not Path("none.json").exists()
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert all(name in printed.err for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_is_explained(name: str) -> None:
+    import argparse
+    import importlib
+
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}").add_arguments(parser)
+    parsers = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers += action.choices.values()
+    actions = [a for p in parsers for a in p._actions if not isinstance(a, argparse._SubParsersAction)]
+    assert [a.option_strings or a.dest for a in actions if not a.help] == []

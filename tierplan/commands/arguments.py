@@ -1,0 +1,97 @@
+"""Types for arguments: what they refuse is said before anything is read or computed, and the exit status is 2.
+
+    parser.add_argument("--batch", type=whole(1))             a whole number of 1 or more
+    parser.add_argument("--lr", type=number(above=0))         a finite number above 0
+    parser.add_argument("plan", type=existing_file)           a file that is there
+    parser.add_argument("-o", type=new_file())                a file that can be written
+    parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
+    parser.add_argument("--out", type=new_folder)             a folder that is there or can be made
+
+This is no command: it is not listed in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["PICTURES", "existing_file", "new_file", "new_folder", "number", "whole"]
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A whole number of `least` or more."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is no whole number; give {least} or more") from None
+        if value < least:
+            raise ArgumentTypeError(f"{value} is too small; give a whole number of {least} or more")
+        return value
+
+    return read
+
+
+def number(*, least: float = -math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[str], float]:
+    """A finite number of `least` or more, above `above` and below `below`."""
+    rules = [f"{least:g} or more"] if least > -math.inf else []
+    rules += [f"above {above:g}"] if above > -math.inf else []
+    rules += [f"below {below:g}"] if below < math.inf else []
+    rule = f"give a number {' and '.join(rules)}" if rules else "give a finite number"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is no number; {rule}") from None
+        if not (math.isfinite(value) and least <= value and above < value < below):
+            raise ArgumentTypeError(f"{text} is out of range; {rule}")
+        return value
+
+    return read
+
+
+def existing_file(text: str) -> str:
+    """The path of a file that is there."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder; give a file")
+    if not path.exists():
+        raise ArgumentTypeError(f"there is no file {text!r}")
+    return text
+
+
+def new_file(*suffixes: str) -> Callable[[str], str]:
+    """The path of a file that can be written, with one of `suffixes`, if any are given."""
+
+    def read(text: str) -> str:
+        path = Path(text)
+        if path.is_dir():
+            raise ArgumentTypeError(f"{text} is a folder; give the name of a file")
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise ArgumentTypeError(f"{text!r} has no format that can be written; end it with {' or '.join(suffixes)}")
+        _check_writable(path.parent, text)
+        return text
+
+    return read
+
+
+def new_folder(text: str) -> str:
+    """The path of a folder that is there, or that can be made."""
+    _check_writable(Path(text), text)
+    return text
+
+
+def _check_writable(folder: Path, text: str) -> None:
+    """Refuses what lies below a file, or in a folder that one may not write to."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ArgumentTypeError(f"cannot write {text}: {there} is a file, not a folder; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ArgumentTypeError(f"cannot write {text}: no permission to write in {there}; give another place")
