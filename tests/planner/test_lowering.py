@@ -114,6 +114,33 @@ def test_the_walk_visits_each_unit_once_per_micro_batch_and_direction() -> None:
     assert vertical[8:12] == [("fwd", 4, 0), ("bwd", 4, 0), ("fwd", 4, 1), ("bwd", 4, 1)]
 
 
+@pytest.mark.parametrize(("window", "read_before", "fetch_before"), [(0, 5, 6), (1, 4, 5), (2, 2, 4)])
+def test_reads_come_a_window_before_the_fetches_that_need_them(
+    window: int, read_before: int, fetch_before: int
+) -> None:
+    """The link works a window ahead of compute, and the drive as far ahead of the link; at least a unit each."""
+    workload = toy_workload(8, tied=False)
+    choice = UnitPlan(params="nvme", grads="host", states="host")
+    plan = uniform_plan(workload, choice, prefetch_params_units=window)
+    keys = [op.key for op in lower(plan, workload, toy_machine(), refine=False).ops]
+
+    def next_forward(key: str) -> str:
+        return next(k for k in keys[keys.index(key) :] if k.startswith("fwd/"))
+
+    assert next_forward("read_params/L6/fwd/mb0") == f"fwd/L{read_before}/mb0"
+    assert next_forward("fetch_params/L6/fwd/mb0") == f"fwd/L{fetch_before}/mb0"
+
+
+def test_strict_windows_make_fetches_wait_for_the_turn_before_their_window() -> None:
+    workload = toy_workload(8, tied=False)
+    choice = UnitPlan(params="nvme", grads="host", states="host")
+    plan = uniform_plan(workload, choice, prefetch_params_units=1, strict_windows=True)
+    after = {op.key: op.after for op in lower(plan, workload, toy_machine()).ops}
+    assert after["fetch_params/L6/fwd/mb0"] == ("fwd/L4/mb0",)
+    assert after["read_params/L6/fwd/mb0"] == ("fwd/L3/mb0",)
+    assert after["fetch_params/embed/fwd/mb0"] == ()
+
+
 def test_windows_bound_how_many_units_are_on_the_device_at_once() -> None:
     """With window w, parameters of at most w + 2 units are there: the one that computes, the next, and w more."""
     workload = toy_workload(12, tied=False)
