@@ -64,6 +64,30 @@ def check_rules(schedule: Schedule, trace: Trace) -> None:
         assert peak == trace.peak_bytes[tier] <= trace.capacity_bytes[tier]
 
 
+def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between grant and start lies the system's scheduler: that is no work of the op, so its own thread says when."""
+    said_by: dict[int, str] = {}
+    now_ns = Executor._now_ns
+
+    def spied(self: Executor) -> int:
+        time_ns = now_ns(self)
+        said_by[time_ns] = threading.current_thread().name
+        return time_ns
+
+    monkeypatch.setattr(Executor, "_now_ns", spied)
+    read = Op(key="read", stream="nvme.read", kind="x", writes=("x",))
+    use = Op(key="use", stream="gpu0.compute", kind="x", reads=("x",))
+    x = Buffer(name="x", tier="host", size_bytes=1, content="x", kind="x")
+    tier = Tier(name="host", capacity_bytes=1)
+    schedule = validate(Schedule(name="two", tiers=(tier,), buffers=(x,), ops=(read, use)))
+    executor = Executor(schedule, lambda call: time.sleep(0.01))
+    executor.run(1)
+    spans = executor.trace().by_key()
+    assert spans["s0/use"].ready_ns > spans["s0/use"].free_ns, "it waited for its input"
+    for span in spans.values():
+        assert said_by[span.start_ns] == f"tierplan {span.stream}", span.key
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Random ops on three streams, with initial buffers, in-place updates and buffers that outlive the step."""

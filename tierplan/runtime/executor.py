@@ -340,6 +340,7 @@ class Executor:
             self._check_stalled()
             while not node.is_started and self._failure is None:
                 self._wakeup[stream].wait()
+            node.start_ns = self._now_ns()  # here, not where it was granted: waking up is not work of the op
             return None if self._failure is not None else node
 
     def _make_eligible(self, node: _Node) -> None:
@@ -365,7 +366,6 @@ class Executor:
 
     def _start(self, node: _Node) -> None:
         node.is_started = True
-        node.start_ns = self._now_ns()
         self._num_running += 1
         self._wakeup[node.op.stream].notify()
 
