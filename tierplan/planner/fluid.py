@@ -145,7 +145,8 @@ class Amounts:
     adam: float
     """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
     chain_s: Mapping[str, tuple[float, ...]]
-    """By home of the parameters: least seconds from a unit's gradients to parameters that compute can use, per unit."""
+    """By home of the parameters (`nvme`, or `host`, which the device's share): per unit, least seconds from gradients on
+    the device, by way of an update on the host, to parameters that compute can use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,20 +383,14 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         for u in workload.units
     ]
     adam = max((u.num_parameters / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
-    chain: dict[str, list[float]] = {"device": [], "host": [], "upload": [], "nvme": []}
+    chain: dict[str, list[float]] = {"host": [], "nvme": []}
     for u, seconds in zip(workload.units, adam_s, strict=True):
         n = u.num_parameters
-        update = n * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)
         arrive = _seconds(machine, DOWN, {"bytes": n * t.grad_bytes})
         home = _seconds(machine, UP, {"bytes": n * t.param_bytes})
-        through = 0.0
-        if has_nvme:
-            through = _seconds(machine, WRITE, {"bytes": n * t.param_bytes}) + _seconds(
-                machine, READ, {"bytes": n * t.param_bytes}
-            )
-        chain["device"].append(_seconds(machine, COMPUTE, {"elementwise_bytes": update}))
+        moved = {"bytes": n * t.param_bytes}
+        through = _seconds(machine, WRITE, moved) + _seconds(machine, READ, moved) if has_nvme else 0.0
         chain["host"].append(arrive + seconds + home)
-        chain["upload"].append(arrive + seconds + home)
         chain["nvme"].append(arrive + seconds + through + home)
     return Amounts(up, down, read, write, adam, {k: tuple(v) for k, v in chain.items()})
 
