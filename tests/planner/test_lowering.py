@@ -13,6 +13,7 @@ from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.walk import walk
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
+from tierplan.sim.workload import Workload
 
 PLACES = ("device", "host", "nvme")
 MIXED = ("keep", "recompute", "host", "nvme")
@@ -264,6 +265,31 @@ def test_a_word_or_number_that_no_plan_may_have_is_named(
     plan = uniform_plan(workload, UnitPlan(**unit), **whole)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=message):
         lower(plan, workload, toy_machine())
+
+
+def contents_read(workload: Workload, acts: object, key: str) -> set[str]:
+    """Contents of the buffers that an op reads, parameters left out, where blocks have these actions."""
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, toy_machine())  # type: ignore[arg-type]
+    buffers = schedule.buffers_by_name()
+    (reads,) = [op.reads for op in schedule.ops if op.key == key]
+    return {buffers[name].content for name in reads if buffers[name].kind != "params"}
+
+
+def test_an_input_stays_for_backward_or_for_what_is_made_from_it_again() -> None:
+    workload = toy_workload(slots=2)
+    without = replace(
+        workload, units=tuple(replace(u, saves_input=False) if u.kind == "block" else u for u in workload.units)
+    )
+    assert "x/L1/mb0" in contents_read(workload, "keep", "bwd/L1/mb0")
+    assert "x/L1/mb0" not in contents_read(without, "keep", "bwd/L1/mb0")
+    assert "x/L1/mb0" in contents_read(without, "recompute", "recompute/L1/mb0")
+
+
+def test_a_tensor_is_made_again_from_those_kept_but_a_whole_block_from_its_input() -> None:
+    workload, key = toy_workload(slots=2), "recompute/L1/mb0"
+    assert contents_read(workload, ("recompute", "keep"), key) == {"x/L1/mb0", "shared/mb0", "acts/L1/mb0/keep"}
+    assert contents_read(workload, ("recompute", "host"), key) == {"x/L1/mb0", "shared/mb0", "acts/L1/mb0/1"}
+    assert contents_read(workload, "recompute", key) == {"x/L1/mb0", "shared/mb0"}
 
 
 def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() -> None:
