@@ -145,8 +145,8 @@ class Amounts:
     adam: float
     """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
     chain_s: Mapping[str, tuple[float, ...]]
-    """By home of the parameters (`nvme`, else `host`): per unit, least seconds from gradients on the device, by way of an
-    update on the host, to parameters that compute can use."""
+    """By home of the parameters (`nvme`, else `host`), per unit: least seconds from gradients on the device, through
+    an update on the host, to parameters that compute can use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
