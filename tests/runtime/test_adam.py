@@ -100,7 +100,7 @@ def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype
     start = torch.randn(n, generator=generator).to(dtype)
     clip = torch.tensor(0.7)
 
-    def trained(borders: list[int]) -> list[torch.Tensor]:
+    def trained(borders: list[int], *, one_by_one: bool = True) -> list[torch.Tensor]:
         params = start.clone()
         pieces = [slice(a, b) for a, b in itertools.pairwise(borders)]
         states = [torch.zeros(4 * num_regions * (p.stop - p.start), dtype=torch.uint8) for p in pieces]
@@ -112,8 +112,9 @@ def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype
         for step in range(1, 30):
             grads = torch.randn(n, generator=draws).to(dtype)
             for found, piece in zip(regions, pieces, strict=True):
+                here = grads[piece] if one_by_one else [grads[a:b] for a, b in itertools.pairwise(gradient_borders)]
                 update_flat(
-                    params[piece], grads[piece], found, settings, step=step, lr=1e-2, clip=clip,
+                    params[piece], here, found, settings, step=step, lr=1e-2, clip=clip,
                     odd_lengths=lengths[1:], begin=piece.start, num_parameters=n, chunk_elements=100,
                 )  # fmt: skip
         return [params, *(torch.cat([found[key] for found in regions]) for key in regions[0])]
@@ -124,6 +125,9 @@ def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype
         cuts = sorted(rng.sample(range(1, n), rng.randint(1, 6)))
         for one, other in zip(whole, trained([0, *cuts, n]), strict=True):
             assert torch.equal(one, other), cuts
+    gradient_borders = list(itertools.accumulate(lengths, initial=0))
+    for one, other in zip(whole, trained([0, n], one_by_one=False), strict=True):
+        assert torch.equal(one, other), "gradients in a tensor per parameter"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

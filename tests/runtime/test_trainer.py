@@ -32,16 +32,15 @@ STEPS = 4
 
 
 def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
-    rates = {
-        kind: Rate.constant(1e9)
-        for kind in ("bytes", "parameters", "elementwise_bytes", "matmul_fp32_flops", "matmul_bf16_flops")
-    }
+    kinds = ("bytes", "parameters", "elementwise_bytes")
+    flops = (f"{what}_{dtype}_flops" for what in ("matmul", "attention") for dtype in ("fp32", "bf16"))
+    rates = {kind: Rate.constant(1e9) for kind in (*kinds, *flops)}
     sizes = {"gpu0": device_bytes, "host": host_bytes, "nvme": 1 << 30}
-    kinds: dict[str, Any] = {"gpu0": "device", "host": "host", "nvme": "nvme"}
+    tiers: dict[str, Any] = {"gpu0": "device", "host": "host", "nvme": "nvme"}
     streams = ("gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam")
     return Machine(
         name="test",
-        tiers=tuple(TierSpec(name=n, kind=kinds[n], capacity_bytes=size) for n, size in sizes.items()),
+        tiers=tuple(TierSpec(name=n, kind=tiers[n], capacity_bytes=size) for n, size in sizes.items()),
         streams=tuple(Stream(name=n, rates=rates) for n in streams),
     )
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
+from tierplan.sim.workload import Unit
 
 __all__ = ["COMPUTE", "CORES", "DEVICE", "HOST", "NVME", "Builder", "Position"]
 
@@ -73,6 +74,18 @@ class Builder:
     def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
         """The transient of an op: written by it and read by nobody, so it is freed when the op ends."""
         return [self._add(f"work/{key}", tier, size_bytes, "work")] if size_bytes else []
+
+    def backward_work(self, key: str, unit: Unit, writes: Iterable[str]) -> list[str]:
+        """The transient of a backward that writes these buffers.
+
+        Where it adds gradients to earlier ones, these are there throughout, and each new one is made beside them.
+        """
+        over = [b for b in map(self.buffers.__getitem__, writes) if b.kind == "grads" and b.reuses]
+        size_bytes = unit.backward_work_bytes
+        if any(b.content.startswith("grads/") for b in over):
+            size_bytes = max(size_bytes, unit.accumulating_work_bytes)
+        size_bytes += sum(b.size_bytes for b in over if b.content.startswith("tied/"))
+        return self.work(key, size_bytes)
 
     def _add(
         self, content: str, tier: str, size_bytes: int, kind: str, *, initial: bool = False, reuses: str | None = None

@@ -37,9 +37,10 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
     do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
     """
     plan.check(workload)
-    have = sum(tier.kind == "device" for tier in machine.tiers)
-    if plan.devices > have:
-        raise PlanError(f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {have}")
+    if plan.devices > machine.num_devices:
+        raise PlanError(
+            f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
+        )
     if plan.packs is not None:
         lower_them = lower_packs if plan.packs.devices > 1 else lower_packs_alone
         return lower_them(plan, plan.packs, workload, machine)
@@ -264,7 +265,7 @@ class _Lowering:
             self.dx[m] = self.made.buffer(f"dx/{unit.name}/mb{m}", DEVICE, unit.input_bytes, "acts")
             writes.append(self.dx[m])
         made = self.updates.gradients(stage, reads, writes)
-        writes += self.made.work(key, unit.backward_work_bytes)
+        writes += self.made.backward_work(key, unit, writes)
         self._compute(stage, key, "backward", unit.backward, reads, writes)
         if made:
             self.updates.leave(stage, made)

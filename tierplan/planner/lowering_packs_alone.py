@@ -156,7 +156,7 @@ class _AloneLowering(PackLowering):
                 made = self.made.buffer(f"grads/{unit.name}/mb{m}", DEVICE, size, "grads")
             self.grads[unit.name] = made
             writes.append(made)
-        writes += self.made.work(key, unit.backward_work_bytes)
+        writes += self.made.backward_work(key, unit, writes)
         self.made.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
         return key, dx
 

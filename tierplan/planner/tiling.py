@@ -65,6 +65,7 @@ def _cut(unit: Unit, parts: int) -> Unit:
         output_bytes=-(-unit.output_bytes // parts),
         forward_work_bytes=-(-unit.forward_work_bytes // parts),
         backward_work_bytes=-(-unit.backward_work_bytes // parts),
+        accumulating_work_bytes=-(-unit.accumulating_work_bytes // parts),
     )
 
 

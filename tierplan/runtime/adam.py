@@ -13,6 +13,7 @@ The states of a unit are one flat fp32 buffer of regions, each one element per p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -82,7 +83,7 @@ def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> 
 
 def update_flat(
     params: torch.Tensor,
-    grads: torch.Tensor,
+    grads: torch.Tensor | Sequence[torch.Tensor],
     regions: Mapping[str, torch.Tensor],
     settings: OptimizerSettings,
     *,
@@ -105,7 +106,7 @@ def update_flat(
     params
         Working copy. With a master copy among the regions it is only written (`master` is what is updated).
     grads
-        In the working copy's dtype. Not changed.
+        In the working copy's dtype; one tensor, or several that follow each other. Not changed.
     step
         1 in the first step of training.
     clip
@@ -121,33 +122,37 @@ def update_flat(
 
     Raises `NonFiniteGradientError` before anything has changed.
     """
-    _check_finite(grads, label, chunk_elements)
+    grads = [grads] if isinstance(grads, torch.Tensor) else grads
+    for grad in grads:
+        _check_finite(grad, label, chunk_elements)
     master = regions.get("master")
     target = params if master is None else master
     step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
     tensors = [params if master is None else master, *(regions[name] for name in REGIONS[settings.name])]
     if not segments:
-        lengths = ((num_parameters or grads.numel()) - sum(odd_lengths), *odd_lengths)
+        lengths = ((num_parameters or params.numel()) - sum(odd_lengths), *odd_lengths)
         segments = [Segment(length=length, weight_decay=settings.weight_decay) for length in lengths]
+    starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=begin))
     for piece, segment in _pieces(segments, chunk_elements):
         rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor
-        for here, in_vector in _overlaps(piece, slice(begin, begin + grads.numel())):
-            part = slice(here.start - begin, here.stop - begin)
-            if segment.is_frozen:
+        for grad, start in zip(grads, starts, strict=False):
+            for here, in_vector in _overlaps(piece, slice(start, start + grad.numel())):
+                part = slice(here.start - begin, here.stop - begin)
+                if segment.is_frozen:
+                    if master is not None:
+                        params[part].copy_(master[part])  # the working copy may be in new memory
+                    continue
+                own = grad[here.start - start : here.stop - start]
+                if clip is not None:
+                    own = own * clip.to(own.device)
+                own = own.to(target.dtype)
+                tensors_here = [tensor[part] for tensor in tensors]
+                if in_vector is None:
+                    _step(tensors_here, own, settings, step_tensor, rate, segment.weight_decay)
+                else:
+                    _step_in_vector(tensors_here, own, settings, step_tensor, rate, segment.weight_decay, in_vector)
                 if master is not None:
-                    params[part].copy_(master[part])  # the working copy may be in new memory
-                continue
-            grad = grads[part]
-            if clip is not None:
-                grad = grad * clip.to(grad.device)
-            grad = grad.to(target.dtype)
-            if in_vector is None:
-                _step([tensor[part] for tensor in tensors], grad, settings, step_tensor, rate, segment.weight_decay)
-            else:
-                here_tensors = [tensor[part] for tensor in tensors]
-                _step_in_vector(here_tensors, grad, settings, step_tensor, rate, segment.weight_decay, in_vector)
-            if master is not None:
-                params[part].copy_(master[part])
+                    params[part].copy_(master[part])
 
 
 def _step(

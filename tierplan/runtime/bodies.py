@@ -5,7 +5,7 @@ SizeError(ValueError)   an op made more or fewer bytes than its buffer declares;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings, sta
 from tierplan.runtime.arena import Block, Pool, map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.executor import Call, Instance
+from tierplan.runtime.gradients import complete, gather, given, parts_of, sink_of, take_over
 from tierplan.runtime.groups import segments
 from tierplan.runtime.held import GradientThing, Held, InputThing, SavedThing, held_of
 from tierplan.runtime.lanes import Lane
@@ -126,6 +127,7 @@ class Bodies:
             return
         if held.thing is not None and instance.buffer.tier == DEVICE:
             held.thing.leave()
+        held.parts = None
         if isinstance(held.place, Extent):
             assert self.store is not None
             if held.place not in self.committed:
@@ -170,7 +172,9 @@ class Bodies:
             return
         new = self.place(target)
         new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
-        if isinstance(new.place, Extent):
+        if old.parts is not None:
+            gather(old, self._unit_of(source), new)
+        elif isinstance(new.place, Extent):
             assert self.store is not None
             self.store.write(new.place, self._memory(source))
         elif isinstance(old.place, Extent):
@@ -283,24 +287,27 @@ class Bodies:
         """
         self._sinks.clear()
         for instance in call.writes:
-            kind, *rest = instance.buffer.content.split("/")
+            kind = instance.buffer.content.partition("/")[0]
             if kind not in ("grads", "tied"):
                 continue
-            unit = self.units[self._index[rest[0]]]
-            over = instance.over
-            held = self.place(instance)
-            if over is None:
-                held.filled = set()
-            self._aim(unit, held)
-            tied = next((x for x in call.reads if x.buffer.content.startswith(f"tied/{rest[0]}/")), None)
-            if tied is not None and kind == "grads" and over is not tied:
-                self._aim(unit, held_of(tied), only=held_of(tied).filled)
+            unit, over = self._unit_of(instance), instance.over
+            instance.value = held = Held(parts=[None] * len(unit.parameters)) if over is None else held_of(over)
+            self._aim(unit, held, range(len(unit.parameters)))
+            tied = self._tied(call, unit)
+            if tied is not None and kind == "grads" and tied is not held:
+                self._aim(unit, tied, given(tied, unit))
 
-    def _aim(self, unit: ModelUnit, held: Held, only: set[int] | None = None) -> None:
-        views = unit.views(held.block.data.view(self.dtype))
-        for k, ((_, p), view) in enumerate(zip(unit.parameters, views, strict=True)):
-            if only is None or k in only:
-                self._sinks[id(p)] = _sink(view, held, k)
+    def _unit_of(self, instance: Instance) -> ModelUnit:
+        return self.units[self._index[instance.buffer.content.split("/")[1]]]
+
+    def _tied(self, call: Call, unit: ModelUnit) -> Held | None:
+        """The share in the unit's gradients that the op reads."""
+        found = (held_of(x) for x in call.reads if x.buffer.content.startswith(f"tied/{unit.name}/"))
+        return next(found, None)
+
+    def _aim(self, unit: ModelUnit, held: Held, which: Iterable[int]) -> None:
+        for k in which:
+            self._sinks[id(unit.parameters[k][1])] = sink_of(held, unit, k)
 
     def _take_gradient(self, p: torch.Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
@@ -312,22 +319,12 @@ class Bodies:
 
     def _finish_gradients(self, call: Call) -> None:
         for instance in call.writes:
-            kind, *rest = instance.buffer.content.split("/")
-            if kind != "grads":
-                continue
-            unit, held = self.units[self._index[rest[0]]], held_of(instance)
-            views = unit.views(held.block.data.view(self.dtype))
-            for other in call.reads:
-                tied = other.value
-                if other.buffer.content.startswith(f"tied/{rest[0]}/") and isinstance(tied, Held) and tied is not held:
-                    shares = unit.views(tied.block.data.view(self.dtype))
-                    for k in sorted(tied.filled or ()):
-                        _sink(views[k], held, k)(shares[k])
-            if held.filled is not None:
-                for k, view in enumerate(views):
-                    if k not in held.filled:
-                        view.zero_()
-                held.filled = None
+            if instance.buffer.content.startswith("grads/"):
+                unit, held = self._unit_of(instance), held_of(instance)
+                tied = self._tied(call, unit)
+                if tied is not None and tied is not held:
+                    take_over(held, unit, tied)
+                complete(held, unit)
         self._sinks.clear()
 
     def _accumulate(self, call: Call) -> None:
@@ -344,12 +341,12 @@ class Bodies:
     def _norm(self, call: Call) -> None:
         """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
         unit = self.units[self._index[call.op.unit]]
-        views = unit.views(held_of(call.reads[0]).block.data.view(self.dtype))
+        parts = parts_of(held_of(call.reads[0]), unit)
         with threads_here(self.num_threads):
             norms = [
-                (self._position[id(p)], torch.linalg.vector_norm(view, 2.0).cpu())
-                for (_, p), view in zip(unit.parameters, views, strict=True)
-                if p.requires_grad
+                (self._position[id(p)], torch.linalg.vector_norm(part, 2.0).cpu())
+                for (_, p), part in zip(unit.parameters, parts, strict=True)
+                if p.requires_grad and part is not None
             ]
         call.writes[0].value = Held(norms=norms)
 
@@ -395,11 +392,17 @@ class Bodies:
                 flat.copy_(regions["master"])
             return
         is_wide = call.reads[0].buffer.content.endswith("/wide")
-        gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype)[part.start : part.stop]
+        gradient: torch.Tensor | list[torch.Tensor]
+        if grads.parts is not None:
+            assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"
+            gradient = [t.view(-1) for t in grads.parts if t is not None]
+        else:
+            flat_gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype)
+            gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
         num_updates = call.step - (unit.name in self.behind)
         update_flat(
             flat,
-            gradient.to(self.dtype),  # exact either way
+            gradient,
             regions,
             self.optimizer,
             step=num_updates + 1,
@@ -425,16 +428,3 @@ def expect(instance: Instance, found_bytes: int) -> None:
         raise SizeError(
             f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
         )
-
-
-def _sink(view: torch.Tensor, held: Held, k: int) -> Callable[[torch.Tensor], None]:
-    """Where a gradient goes: added to what is there, or put there if nothing is."""
-
-    def take(gradient: torch.Tensor) -> None:
-        if held.filled is None or k in held.filled:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            held.filled.add(k)
-
-    return take

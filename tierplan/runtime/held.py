@@ -138,8 +138,10 @@ class Held:
 
     place: Block | Extent | None = None
     thing: Thing | None = None
+    parts: list[torch.Tensor | None] | None = None
+    """Of a gradient as autograd makes it on the device: by parameter of the unit (see `tierplan.runtime.gradients`)."""
     filled: set[int] | None = None
-    """Of a gradient: the positions, in the unit, of the parameters that have one; None for all."""
+    """Of a gradient in flat memory: the positions, in the unit, of the parameters that have one; None for all."""
     is_absent: bool = False
     """Of a gradient: there is none yet (the first delayed update)."""
     norms: Sequence[tuple[int, torch.Tensor]] = ()

@@ -159,6 +159,8 @@ class _Tracer:
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
+        trained = [p for p in self.parameters_of_model if p.requires_grad]
+        handles += [p.register_post_accumulate_grad_hook(self._complete) for p in trained]
         for i, block in enumerate(self.blocks):
             block.forward = self._replacement(i, block, block.forward)  # type: ignore[method-assign]
         try:
@@ -183,6 +185,12 @@ class _Tracer:
 
     def _leave(self, module: nn.Module, args: object, out: object) -> None:
         self.scopes.pop()
+
+    def _complete(self, p: torch.Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        if self.recorder is not None and self.parameters[p.untyped_storage()._cdata] not in self.owner:
+            assert p.grad is not None
+            self.recorder.memory.complete_bytes += p.grad.untyped_storage().nbytes()
 
     def _scope(self) -> str:
         """The module that runs now, by its name inside the block."""
@@ -293,14 +301,14 @@ class _Tracer:
         shared_grad_bytes = sum(g.untyped_storage().nbytes() for g in grads[1:])
         results.clear()
         before = recorder.memory.live_bytes - sum(g.untyped_storage().nbytes() for g in grads)
-        recorder.memory.peak_bytes = recorder.memory.live_bytes
+        recorder.memory.restart()
         recorder.backward_work.clear()  # what it took to make up the output's gradient
         if edges:
             torch.autograd.backward(edges, grads)
         del grads, edges
         gradients = [p.grad for p in (*self.given, *self.parameters_of_model) if p.grad is not None]
         grad_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-        backward_peak = recorder.memory.peak_bytes
+        memory = recorder.memory
         del gradients
         recorder.__exit__(None, None, None)
         self.recorder = self.hooks = None
@@ -310,6 +318,7 @@ class _Tracer:
         for parameter in recorder.parameters_used:
             self.owner.setdefault(parameter, name)
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
+        granted = before + out_bytes + shared_grad_bytes + grad_bytes
         unit = Unit(
             name=name,
             kind=kind,  # type: ignore[arg-type]
@@ -323,7 +332,8 @@ class _Tracer:
             saves_input=recorder.saves_input,
             saves_parameters=recorder.saves_parameters,
             forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes),
-            backward_work_bytes=max(0, backward_peak - before - out_bytes - shared_grad_bytes - grad_bytes),
+            backward_work_bytes=max(0, memory.peak_bytes - granted),
+            accumulating_work_bytes=max(0, memory.accumulating_peak_bytes + memory.complete_bytes - granted),
         )
         self.units.append(unit)
         return unit

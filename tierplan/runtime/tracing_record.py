@@ -70,10 +70,19 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: ob
 class _Memory:
     live_bytes: int = 0
     peak_bytes: int = 0
+    complete_bytes: int = 0
+    """Of what is live, gradients of own parameters that are complete."""
+    accumulating_peak_bytes: int = 0
+    """The peak without those: they would be part of earlier gradients by then."""
 
     def add(self, size_bytes: int) -> None:
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.accumulating_peak_bytes = max(self.accumulating_peak_bytes, self.live_bytes - self.complete_bytes)
+
+    def restart(self) -> None:
+        """Peaks from here on."""
+        self.peak_bytes = self.accumulating_peak_bytes = self.live_bytes
 
 
 @dataclass(eq=False)

@@ -131,6 +131,9 @@ class Unit:
     """Live at forward's peak beyond parameters, input, saved tensors and output."""
     backward_work_bytes: int = 0
     """Live at backward's peak beyond parameters, input, saved tensors, output gradient, and all gradients it makes."""
+    accumulating_work_bytes: int = 0
+    """The same where the gradients of the unit's own parameters are added to earlier ones, which are there throughout;
+    at least `backward_work_bytes`."""
     spread: float = 0.0
     """Relative standard deviation of measured times; 0 where they are modelled."""
 

@@ -44,6 +44,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
     words = embedding(tape, ids, config.vocabulary, config.hidden)
     positions = position_ids(tape, ids.shape[1])
+    tape.hold(positions)  # a local variable of the model's forward
     places = embedding(tape, positions, config.number("n_positions", 1024), config.hidden)
     hidden = add(tape, words, places)
     return dropout(tape, hidden, config.fraction("embd_pdrop", DROPOUT))

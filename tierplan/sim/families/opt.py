@@ -49,6 +49,7 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
     mask = tape.empty(ids.shape, "fp32")
     tape.record("ones", [], [mask], tape.moved(mask))
     numbers = place_numbers(tape, mask)
+    tape.hold(numbers)  # blocks get it
     places = embedding(tape, moved_on(tape, numbers), config.number("max_position_embeddings") + OFFSET, config.hidden)
     return add(tape, words, places)
 

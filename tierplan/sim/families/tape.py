@@ -8,6 +8,7 @@ operations in reverse, as the autograd engine does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -21,15 +22,22 @@ ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
 
 
 class Meter:
-    """Bytes live now, and the most there have been."""
+    """Bytes live now, and the most there have been: with complete gradients of own parameters, and without."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.complete_bytes = 0
+        self.accumulating_peak_bytes = 0
 
     def add(self, size_bytes: int) -> None:
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.accumulating_peak_bytes = max(self.accumulating_peak_bytes, self.live_bytes - self.complete_bytes)
+
+    def restart(self) -> None:
+        """Peaks from here on."""
+        self.peak_bytes = self.accumulating_peak_bytes = self.live_bytes
 
 
 class Storage:
@@ -65,6 +73,8 @@ class Node:
     """Gradients go through as parts of larger storages."""
     leaf: bool = False
     """A parameter or the unit's input: gradients end here."""
+    is_own: bool = False
+    """A parameter of this unit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +137,7 @@ class Tape:
             self.shared_parameters += size
         else:
             self.num_parameters += size
-        leaf = Node((), None, size, dtype, leaf=True)
+        leaf = Node((), None, size, dtype, leaf=True, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
 
     def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:
@@ -203,6 +213,7 @@ class Tape:
         """Walks the operations in reverse; `meter` then has backward's peak, `backward_work` its work."""
         root = self.grad(output.numel, output.dtype)  # the unit behind handed it over: it is held throughout
         pending = {id(output): root}
+        uses = Counter(id(leaf) for node in self.nodes for leaf in node.edges if leaf is not None and leaf.is_own)
         while self.nodes:
             node = self.nodes.pop()
             grad = pending.pop(id(node), None)
@@ -224,6 +235,11 @@ class Tape:
                     del both, old
                 pending[id(target)] = new
                 del new
+            for target in node.edges:
+                if target is not None and target.is_own:
+                    uses[id(target)] -= 1
+                    if not uses[id(target)]:
+                        self.meter.complete_bytes += pending[id(target)].size_bytes
         self._final_grads = list(pending.values())
 
     def _reduce(self, node: Node, made: list[Storage | None]) -> None:

@@ -92,12 +92,13 @@ def position_ids(tape: Tape, length: int) -> Value:
 def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
     table = tape.parameter(rows, width)
-    tape.save(ids)
+    saved = tape.save(ids)
     out = tape.empty((*ids.shape, width), table.dtype)
     tape.record("embedding", [ids, table], [out], {"elementwise_bytes": ids.size_bytes + 2 * out.size_bytes})
     size, dtype, id_bytes = table.numel, table.dtype, ids.size_bytes
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
+        assert saved
         made = tape.grad(size, dtype)
         tape.backward_work.append({"elementwise_bytes": id_bytes + grad.size_bytes + made.size_bytes})
         return [made]
@@ -163,14 +164,14 @@ def measure_unit(
     input_bytes = 0 if is_embed else given.size_bytes
     forward_peak = tape.meter.peak_bytes
     saved, saved_bytes = tape.saved(), tape.saved_bytes
-    passed_on = sum({storage.number: storage.size_bytes for storage in tape.held}.values())
+    passed_on = sum({s.number: s.size_bytes for s in tape.held if s.number not in tape.saves}.values())
     forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes) - passed_on)
     del out, given
-    tape.meter.peak_bytes = tape.meter.live_bytes
+    tape.meter.restart()
     before = tape.meter.live_bytes
     tape.run_backward(node)
     gradients = tape.num_parameters + tape.shared_parameters
-    made = gradients * training.grad_bytes + input_bytes + (0 if loss_bytes else out_bytes)
+    granted = before + gradients * training.grad_bytes + input_bytes + (0 if loss_bytes else out_bytes)
     return Unit(
         name=name,
         kind=kind,  # type: ignore[arg-type]
@@ -184,5 +185,6 @@ def measure_unit(
         saves_input=tape.input_saved and not is_embed,
         saves_parameters=tape.parameters_saved,
         forward_work_bytes=forward_work,
-        backward_work_bytes=max(0, tape.meter.peak_bytes - before - made),
+        backward_work_bytes=max(0, tape.meter.peak_bytes - granted),
+        accumulating_work_bytes=max(0, tape.meter.accumulating_peak_bytes + tape.meter.complete_bytes - granted),
     )
