@@ -285,6 +285,28 @@ def test_an_input_stays_for_backward_or_for_what_is_made_from_it_again() -> None
     assert "x/L1/mb0" in contents_read(without, "recompute", "recompute/L1/mb0")
 
 
+def test_segments_are_made_again_as_a_whole_from_their_first_input_the_last_one_shorter() -> None:
+    workload = toy_workload(6)
+    plan = uniform_plan(workload, UnitPlan(acts="recompute", input="host"), segment_units=4)
+    schedule = lower(plan, workload, toy_machine(), refine=False)
+    again = [op.key.removesuffix("/mb0") for op in schedule.ops if op.key.startswith(("recompute/", "bwd/L"))]
+    assert again == [
+        *("recompute/L4", "recompute/L5", "bwd/L5", "bwd/L4"),
+        *("recompute/L0", "recompute/L1", "recompute/L2", "recompute/L3"),
+        *("bwd/L3", "bwd/L2", "bwd/L1", "bwd/L0"),
+    ]
+    moved = [op.key for op in schedule.ops if op.key.startswith("offload_x/")]
+    assert moved == ["offload_x/L0/mb0", "offload_x/L4/mb0"]
+
+
+def test_forward_holds_what_it_drops_until_it_ends() -> None:
+    workload = toy_workload(slots=3)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=("recompute", "keep", "recompute"))), workload, toy_machine())
+    sizes = {b.content: b.size_bytes for b in schedule.buffers}
+    assert sizes["work/fwd/L1/mb0"] == workload.units[2].forward_work_bytes + 2 * MIB
+    assert sizes["acts/L1/mb0/re"] == 2 * MIB
+
+
 def test_a_tensor_is_made_again_from_those_kept_but_a_whole_block_from_its_input() -> None:
     workload, key = toy_workload(slots=2), "recompute/L1/mb0"
     assert contents_read(workload, ("recompute", "keep"), key) == {"x/L1/mb0", "shared/mb0", "acts/L1/mb0/keep"}
