@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, check, machine, one_thread
+from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.trainer import Trainer, TrainingError
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = (
     "in-memory",

@@ -12,13 +12,13 @@ from torch import nn
 
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_models import Own
-from tests.runtime.test_trainer import CPU, check, machine, one_thread
+from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.policies import decide
 from tierplan.runtime.tracing import trace_module
 from tierplan.runtime.units import ModelError
 from tierplan.sim.workload import Workload, WorkloadError
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sizes(workload: Workload) -> list[object]:
