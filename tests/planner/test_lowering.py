@@ -299,6 +299,18 @@ def test_segments_are_made_again_as_a_whole_from_their_first_input_the_last_one_
     assert moved == ["offload_x/L0/mb0", "offload_x/L4/mb0"]
 
 
+def test_a_whole_block_is_made_again_by_its_forward_unless_less_is_known_to_do() -> None:
+    def work(recompute: dict[str, float] | None) -> dict[str, float]:
+        workload = toy_workload(2)
+        blocks = (replace(u, recompute=recompute) if u.kind == "block" else u for u in workload.units)
+        workload = replace(workload, units=tuple(blocks))
+        schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, toy_machine())
+        return dict(next(op.work for op in schedule.ops if op.key == "recompute/L1/mb0"))
+
+    assert work(None) == {"matmul_bf16_flops": 1e9}
+    assert work({"matmul_bf16_flops": 7e8}) == {"matmul_bf16_flops": 7e8}
+
+
 def test_forward_holds_what_it_drops_until_it_ends() -> None:
     workload = toy_workload(slots=3)
     schedule = lower(uniform_plan(workload, UnitPlan(acts=("recompute", "keep", "recompute"))), workload, toy_machine())
