@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import pytest
 
@@ -132,6 +132,19 @@ def test_unrolled_steps_hand_over_what_outlives_them() -> None:
     assert buffers["s1/w2"].reuses == "s0/w2"
     assert {b.name: b.becomes for b in three.buffers if b.becomes} == {"s2/w2": "s0/w", "s0/still": "s0/still"}
     assert three.meta["num_steps"] == 3
+
+
+def test_unrolling_renames_and_keeps_all_else() -> None:
+    full_op = Op(key="o", stream="t", kind="copy", unit="L3", micro_batch=2, work={"bytes": 7.0}, after=("f",))
+    full_buffer = buffer("a", size_bytes=9, content="acts/L3/mb2", kind="acts", initial=True, becomes="a")
+    step = schedule([full_buffer], [op("f", "a"), full_op], Tier(name="host", capacity_bytes=9, rounding="page"))
+    one = unroll(validate(step), 1)
+    assert one.ops[1] == replace(full_op, key="s0/o", after=("s0/f",))
+    assert one.buffers == (replace(full_buffer, name="s0/a", becomes="s0/a"),)
+    assert one.tiers == step.tiers
+    for made in (full_op, full_buffer):  # a new field needs a value here that is not its default
+        ours = {f.name for f in fields(made) if f.default is not MISSING and getattr(made, f.name) == f.default}
+        assert ours <= {"reads", "writes", "reuses"}
 
 
 def test_unrolled_twice_is_unrolled_at_once() -> None:
