@@ -232,14 +232,8 @@ class Updates:
             content = part_content(unit.name, k, len(parts))
             if choice.grads == "nvme" and k == 0:
                 grads = made.move(early, f"grads/{unit.name}", grads, HOST, unit.name, after=may_read)
-            reads, writes = [grads], []
-            if self.clip and self.plan.semantics == "exact-clip":
-                reads.append(self.clip)
-            states = self.states_home.get(content)
-            if states and choice.states == "nvme":
-                states = made.move(early, content, states, HOST, unit.name, after=may_read)
-            if self.waiting_home:
-                self.waiting_home((f"read_{content}",) if states and choice.states == "nvme" else ())
+            reads, writes = [grads, *self._coefficient()], []
+            states = self._states_arrive(unit, content, early, may_read)
             if states:
                 reads.append(states)
                 states = made.over(states)
@@ -276,10 +270,22 @@ class Updates:
             else:
                 self._take_home(home, len(self.home_keys) - 1, ())
 
+    def _coefficient(self) -> tuple[str, ...]:
+        """What clipping multiplies gradients with; nothing where it does not clip."""
+        return (self.clip,) if self.clip and self.plan.semantics == "exact-clip" else ()
+
+    def _states_arrive(self, unit: Unit, content: str, at: Position, after: tuple[str, ...]) -> str | None:
+        """States in host memory, read from NVMe if they live there; a delayed write-back goes behind that read."""
+        states = self.states_home.get(content)
+        is_read = states is not None and self.choice[unit.name].states == "nvme"
+        if states is not None and is_read:
+            states = self.made.move(at, content, states, HOST, unit.name, after=after)
+        if self.waiting_home:
+            self.waiting_home((f"read_{content}",) if is_read else ())
+        return states
+
     def _update_on_device(self, unit: Unit, step: float, grads: str) -> None:
-        reads, writes, t = [grads], [], self.training
-        if self.clip and self.plan.semantics == "exact-clip":
-            reads.append(self.clip)
+        reads, writes, t = [grads, *self._coefficient()], [], self.training
         for homes, name in ((self.states_home, f"states/{unit.name}"), (self.params_home, unit.name)):
             if name in homes:
                 reads.append(homes[name])
