@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_trainer import CPU, check
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.adam import OptimizerSettings, ParameterGroup
-from tierplan.runtime.groups import GroupError, check_groups, segments, without_decay
+from tierplan.runtime.groups import GroupError, check_groups, matching, segments, without_decay
 from tierplan.runtime.units import ModelError, split_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +75,24 @@ def test_frozen_parameters(
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("choice", "accumulation", "clip"), [(AWAY, 2, None), (HERE, 1, 0.5)])
+def test_frozen_by_the_optimizer(
+    family: str, dtype: str, choice: UnitPlan, accumulation: int, clip: float | None, tmp_path: Path
+) -> None:
+    """The plan is that of the whole model; plain training has `requires_grad=False`."""
+    model = make_model(family, dropout=0.1, dtype=dtype)
+    patterns = ["*embed*", "*wte*", "*layers.0.*", "*.layer.0.*", "*.h.0.*", "*bias"]
+    names = [name for name, _ in model.named_parameters()]
+    frozen = matching(model, [p for p in patterns if fnmatch.filter(names, p)])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = OptimizerSettings(lr=1e-2, weight_decay=0.3, groups=(without_decay(model),), frozen=frozen)
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
+    check(model, training, choice, tmp_path, optimizer=settings)
+    assert {name for name, p in model.named_parameters() if p.equal(before[name])} == set(frozen)
+
+
 def test_segments_are_as_few_as_can_be() -> None:
     model = make_model("gpt2", num_blocks=1)
     units = split_model(model, make_batches(1)[0])
@@ -92,6 +111,21 @@ def test_groups_that_do_not_fit_say_so() -> None:
     twice = OptimizerSettings(groups=(ParameterGroup(names=(names[0],)), ParameterGroup(names=(names[0],))))
     with pytest.raises(GroupError, match="is in two groups"):
         check_groups(twice, names)
+    with pytest.raises(GroupError, match="to be frozen, but the model has no such"):
+        check_groups(OptimizerSettings(frozen=("wte",)), names)
+    with pytest.raises(GroupError, match="nothing to train"):
+        check_groups(OptimizerSettings(frozen=tuple(names)), names)
+
+
+def test_patterns_match_names_and_each_matches_one() -> None:
+    model = make_model("gpt2", num_blocks=2)
+    assert matching(model, ["*.ln_f.*", "*wte*"]) == (
+        "transformer.wte.weight",
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+    )
+    with pytest.raises(GroupError, match=r"no parameter of GPT2LMHeadModel matches 'lm_head\*'; its names are such as"):
+        matching(model, ["*wte*", "lm_head*"])
 
 
 def test_a_model_that_is_frozen_altogether_is_refused() -> None:

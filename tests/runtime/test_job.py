@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,11 @@ from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.adam import OptimizerSettings
 from tierplan.runtime.arena import PAGE_BYTES
+from tierplan.runtime.groups import without_decay
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.text import TokenBatches
 from tierplan.runtime.tracing import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
@@ -84,6 +89,33 @@ def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
     assert [m["loss"] for m in metrics(files, "whole")] == [m["loss"] for m in metrics(files, "parts")]
 
 
+def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--weight-decay", "0.3", "--no-decay-on-norms", "--freeze", "*.wte.*", "--freeze", "*.h.0.*"]
+    assert main(arguments(files, 4, "out", *options)) == 0
+    assert main(arguments(files, 1, "start", "--lr", "0")) == 0
+
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(files / "start" / "model").train()
+    frozen = tuple(name for name, _ in model.named_parameters() if ".wte." in name or ".h.0." in name)
+    settings = OptimizerSettings(lr=0.01, weight_decay=0.3, groups=(without_decay(model),), frozen=frozen)
+    tokens = np.load(files / "out" / "tokens.npy")
+    batches = TokenBatches(tokens, CPU.per_device_train_batch_size, CPU.sequence_length)
+    losses = train_plainly(model, batches, steps=4, optimizer=settings)
+    assert [row["loss"] for row in metrics(files, "out")] == losses
+    start, found = weights_in(files / "start" / "model"), weights_in(files / "out" / "model")
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name], p)
+        assert torch.equal(found[name], start[name]) == (name in frozen)
+
+    capsys.readouterr()
+    assert main(arguments(files, 5, "out", *options[:-2], "--resume")) == 1
+    assert "the run was made with optimizer.frozen = [" in capsys.readouterr().err.splitlines()[-1]
+    assert main(arguments(files, 5, "out", *options[:2], *options[3:], "--resume")) == 1
+    assert "the run was made with optimizer.groups = [" in capsys.readouterr().err.splitlines()[-1]
+    assert main(arguments(files, 5, "out", *options, "--resume")) == 0
+
+
 def test_faster_drives_get_more(files: Path) -> None:
     drives = [str(files / name) for name in ("fast", "slow")]
     options = ["--nvme", drives[0], "--nvme", drives[1], "--nvme-weights", "3", "1"]
@@ -132,19 +164,36 @@ def test_ctrl_c_commits_and_resume_goes_on(files: Path) -> None:
     assert len(metrics(files, "out")) == done + 2
 
 
+def test_a_run_that_could_not_begin_leaves_no_tokens_of_its_data(files: Path) -> None:
+    (files / "wrong.txt").write_text("x")
+    wrong = arguments(files, 2, "out", "--no-export")
+    wrong[wrong.index("--data") + 1] = str(files / "wrong.txt")
+    assert main(wrong) == 1
+    assert main(arguments(files, 2, "out", "--no-export")) == 0
+    assert main(arguments(files, 2, "fresh", "--no-export")) == 0
+    assert [row["loss"] for row in metrics(files, "out")] == [row["loss"] for row in metrics(files, "fresh")]
+
+
+def test_resuming_a_run_that_is_done_keeps_its_trace(files: Path) -> None:
+    assert main(arguments(files, 3, "out", "--no-export")) == 0
+    before = Trace.load(files / "out" / "trace.json")
+    assert main(arguments(files, 3, "out", "--no-export", "--resume")) == 0
+    assert Trace.load(files / "out" / "trace.json") == before
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("--model", "nothing.json", "does not exist; --model takes"),
         ("--data", "nothing.txt", "does not exist; give a text file"),
-        ("--steps", "0", "--steps is 0"),
+        ("--freeze", "*.lm_head.*", "no parameter of GPT2LMHeadModel matches"),
     ],
 )
 def test_errors_are_one_line(
     files: Path, option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = arguments(files, 3, "out")
-    command[command.index(option) + 1] = value if option == "--steps" else str(files / value)
+    command = arguments(files, 3, "out", "--freeze", "*.wte.*")
+    command[command.index(option) + 1] = value if option == "--freeze" else str(files / value)
     assert main(command) == 1
     error = capsys.readouterr().err.strip()
     assert message in error.splitlines()[-1]

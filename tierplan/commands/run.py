@@ -82,6 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-decay", type=number(least=0), default=0.01, metavar="D", help="per unit of rate (default 0.01)"
     )
     training.add_argument(
+        "--no-decay-on-norms", action="store_true", help="no weight decay for biases and the parameters of norms"
+    )
+    training.add_argument(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="do not train parameters whose names match, such as 'transformer.wte.*'; may be repeated",
+    )
+    training.add_argument(
         "--seed", type=whole(0), default=0, metavar="N", help="of weights, order of data, and dropout (default 0)"
     )
     machine = parser.add_argument_group("machine")
@@ -115,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         betas=tuple(args.betas),
         eps=args.eps,
         weight_decay=args.weight_decay,
+        no_decay_on_norms=args.no_decay_on_norms,
+        freeze=tuple(args.freeze),
         seed=args.seed,
         device=args.device,
         num_threads=args.threads,

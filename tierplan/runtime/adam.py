@@ -71,6 +71,9 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     groups: tuple[ParameterGroup, ...] = ()
     """See `tierplan.runtime.groups`."""
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not updated, and whose gradients count for no norm. Gradients are made for them all
+    the same, so that a plan of the whole model fits; the numbers are those of `requires_grad=False`."""
 
 
 def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> dict[str, torch.Tensor]:

@@ -345,8 +345,8 @@ class Bodies:
         with threads_here(self.num_threads):
             norms = [
                 (self._position[id(p)], torch.linalg.vector_norm(part, 2.0).cpu())
-                for (_, p), part in zip(unit.parameters, parts, strict=True)
-                if p.requires_grad and part is not None
+                for (name, p), part in zip(unit.parameters, parts, strict=True)
+                if p.requires_grad and name not in self.optimizer.frozen and part is not None
             ]
         call.writes[0].value = Held(norms=norms)
 

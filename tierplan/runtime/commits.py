@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -150,11 +151,15 @@ class CommitLog:
 
 def check_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
     """Raises `CommitError` unless the run to resume has these settings."""
-    wanted = json.loads(json.dumps(settings))
-    for name in sorted(wanted.keys() | commit.settings.keys()):
-        before, now = commit.settings.get(name), wanted.get(name)
-        if before != now:
-            raise CommitError(
-                f"the run was made with {name} = {before!r}, and is to be resumed with {now!r}; that would change its "
-                "numbers. Use the old setting, or start a new run"
-            )
+    _check_equal("", commit.settings, json.loads(json.dumps(settings)))
+
+
+def _check_equal(name: str, before: object, now: object) -> None:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in sorted(before.keys() | now.keys()):
+            _check_equal(f"{name}.{key}" if name else key, before.get(key), now.get(key))
+    elif before != now:
+        raise CommitError(
+            f"the run was made with {name} = {reprlib.repr(before)}, and is to be resumed with {reprlib.repr(now)}; "
+            "that would change its numbers. Use the old setting, or start a new run"
+        )

@@ -1,6 +1,7 @@
 """Which parameters the optimizer treats how: groups with a weight decay or a rate of their own, and frozen parameters.
 
     OptimizerSettings(weight_decay=0.1, groups=(without_decay(model),))
+    OptimizerSettings(frozen=matching(model, ["transformer.wte.*"]))
 
 `segments` cuts a unit's flat buffer where the treatment changes. A parameter that is not whole vectors is a segment of
 its own, since the fused kernel rounds the end of a tensor differently (see `tierplan.runtime.adam`).
@@ -8,6 +9,7 @@ its own, since the fused kernel rounds the end of a tensor differently (see `tie
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from torch import nn
 from tierplan.runtime.adam import VECTOR_ELEMENTS, OptimizerSettings, ParameterGroup, Segment
 from tierplan.runtime.units import ModelUnit
 
-__all__ = ["GroupError", "check_groups", "segments", "without_decay"]
+__all__ = ["GroupError", "check_groups", "matching", "segments", "without_decay"]
 
 
 class GroupError(ValueError):
@@ -40,8 +42,28 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, known) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 
+def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the model's parameters that match shell patterns, of which each must match one."""
+    names = [name for name, _ in model.named_parameters()]
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise GroupError(
+                f"no parameter of {type(model).__name__} matches {pattern!r}; its names are such as {names[0]!r} and "
+                f"{names[-1]!r}, a tied parameter has the one where it comes first, and * stands for any characters"
+            )
+        found.update(matched)
+    return tuple(name for name in names if name in found)
+
+
 def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
-    """Raises `GroupError` unless every name of every group is one of the model's, and in one group only."""
+    """Raises `GroupError` unless every name that is given is one of the model's, and in one group only."""
+    for name in settings.frozen:
+        if name not in names:
+            raise GroupError(f"{name!r} is to be frozen, but the model has no such parameter")
+    if len(set(settings.frozen)) == len(names):
+        raise GroupError("all parameters are to be frozen; there is nothing to train")
     seen: set[str] = set()
     for group in settings.groups:
         for name in group.names:
@@ -73,7 +95,9 @@ def _treatment(name: str, p: torch.Tensor, length: int, settings: OptimizerSetti
     group = _group_of(name, settings.groups)
     decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
     factor = 1.0 if group is None else group.lr_factor
-    return Segment(length=length, weight_decay=decay, lr_factor=factor, is_frozen=not p.requires_grad)
+    return Segment(
+        length=length, weight_decay=decay, lr_factor=factor, is_frozen=not p.requires_grad or name in settings.frozen
+    )
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> ParameterGroup | None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.commits import CommitLog
+from tierplan.runtime.groups import matching, without_decay
 from tierplan.runtime.learning_rates import learning_rate
 from tierplan.runtime.text import TokenBatches, read_tokens
 from tierplan.runtime.trainer import RunResult, Trainer
@@ -55,6 +57,9 @@ class Job:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    no_decay_on_norms: bool = False
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained."""
     seed: int = 0
     device: str = "auto"
     num_threads: int | None = None
@@ -101,16 +106,25 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     loaded = has_weights(folder) and job.model.is_dir()
     weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
     job.out_dir.mkdir(parents=True, exist_ok=True)
+    cache = job.out_dir / "tokens.npy"
+    if CommitLog(job.out_dir).last() is None:
+        cache.unlink(missing_ok=True)  # of an attempt that committed nothing, perhaps with other data
     config: Any = model.config
     tokens = read_tokens(
         job.data,
         vocab_size=config.get_text_config().vocab_size,
         tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
-        cache=job.out_dir / "tokens.npy",
+        cache=cache,
     )
     batches = TokenBatches(tokens, training.per_device_train_batch_size, training.sequence_length, job.seed)
     optimizer = OptimizerSettings(
-        name=training.optimizer, lr=job.lr, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
+        name=training.optimizer,
+        lr=job.lr,
+        betas=job.betas,
+        eps=job.eps,
+        weight_decay=job.weight_decay,
+        groups=(without_decay(model),) if job.no_decay_on_norms else (),
+        frozen=matching(model, job.freeze),
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
     predicted = predicted_step_s(schedule)
@@ -136,7 +150,8 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             metrics.begin(trainer.num_steps_done)
             trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
             result = trainer.result()
-            result.trace.save(job.out_dir / "trace.json")
+            if result.step_ends_s:  # else the run was done before, and its trace is there
+                result.trace.save(job.out_dir / "trace.json")
             if job.export and not was_stopped():
                 export(trainer, job.out_dir / "model")
                 _copy_tokenizer(folder if job.model.is_dir() else None, job.out_dir / "model")

@@ -73,6 +73,9 @@ def train_plainly(
     `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later.
     """
     settings = optimizer or OptimizerSettings()
+    for name, p in model.named_parameters():
+        if name in settings.frozen:
+            p.requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
     has_master = master_weights and any(p.dtype != torch.float32 for p in parameters)
     masters = [nn.Parameter(p.detach().float()) if has_master else p for p in parameters]
