@@ -57,7 +57,9 @@ def ratios(first: Callable[[], float], second: Callable[[], float], pairs: int) 
     return found
 
 
-def fio(path: Path, verb: str, size_bytes: int, request_bytes: int, num_threads: int) -> float:
+def fio(
+    path: Path, verb: str, size_bytes: int, request_bytes: int, num_threads: int, window_s: float = WINDOW_S
+) -> float:
     """Bytes per second that fio moves with requests of that size, one in flight per thread.
 
     Its buffers lie in huge pages, as those of the store do: with 4 KiB pages a request is cut into so many pieces that
@@ -66,8 +68,9 @@ def fio(path: Path, verb: str, size_bytes: int, request_bytes: int, num_threads:
     done = subprocess.run(
         ["fio", "--output-format=json", "--name=x", f"--filename={path}", f"--rw={verb}", "--direct=1",
          "--ioengine=psync", f"--bs={request_bytes}", f"--size={size_bytes // num_threads}", f"--numjobs={num_threads}",
-         f"--offset_increment={size_bytes // num_threads}", "--thread", "--time_based", f"--runtime={WINDOW_S}",
-         "--group_reporting", "--invalidate=0", "--fallocate=none", "--iomem_align=2M", "--scramble_buffers=0"],
+         f"--offset_increment={size_bytes // num_threads}", "--thread", "--time_based",
+         f"--runtime={window_s * 1000:.0f}ms", "--group_reporting", "--invalidate=0", "--fallocate=none",
+         "--iomem_align=2M", "--scramble_buffers=0"],
         env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip

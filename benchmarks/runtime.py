@@ -3,11 +3,9 @@
     python -m benchmarks.runtime --nvme-dir /mnt/nvme/scratch [--json FILE] [--only fio busiest overlap larger]
 
     fio         the store's reads and writes, in ops of the size of a block's states, against fio on the same file with
-                requests of the same size and as many in flight; the medians of the ratios of pairs
-    busiest     three plans that the drive limits: step time in steady state over the busy time of the busiest stream;
-                over the time in which the drive read or wrote, since a drive that is asked to do both shares itself;
-                and the whole run over what the simulator makes of it when each op takes as long as it did, which is
-                what the runtime itself adds
+                requests of the same size and as many in flight; the medians of the ratios of turns
+    busiest     three plans that the drive limits, as `benchmarks.nvme_bound` makes them for this machine: step time in
+                steady state over the busy time of the busiest stream, and over the time in which the drive was busy
     overlap     updates inside backward against the same plan with updates behind backward, steps one by one, in turn;
                 the median of the ratios of pairs
     larger      a model in bf16 with Adam whose parameters and states (14 bytes per parameter) exceed this machine's
@@ -31,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -39,8 +37,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import fio, ratios
-from tierplan.hwmodels.costs import Cost
+from benchmarks.machine import fio
+from benchmarks.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
@@ -51,15 +49,13 @@ from tierplan.runtime.striping import REQUEST_BYTES
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.runtime.weights import hollow_model, random_weights
-from tierplan.sim.engine import simulate
-from tierplan.sim.schedule import Schedule, unroll
-from tierplan.sim.steady import steady_state
-from tierplan.sim.trace import Span
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workload import Training
 
 MIB = 2**20
 GIB = 2**30
 SEQUENCE_LENGTH = 64
+FIO_WINDOW_S = 0.5
 
 
 def machine(device_bytes: int, host_bytes: int) -> Machine:
@@ -125,7 +121,6 @@ def make(
     *,
     dtype: str = "bf16",
     semantics: str = "in-backward",
-    windows: tuple[int, int] = (1, 1),
 ) -> tuple[Schedule, Training, int]:
     """The schedule, its training settings, and the number of parameters."""
     training = Training(sequence_length=SEQUENCE_LENGTH, dtype=dtype, backend="cpu")  # type: ignore[arg-type]
@@ -136,14 +131,16 @@ def make(
         policy="benchmark",
         units=units,
         semantics=semantics,  # type: ignore[arg-type]
-        prefetch_params_units=windows[0],
-        prefetch_states_units=windows[1],
     )
     return lower(plan, workload, place), training, workload.num_parameters
 
 
-def against_fio(nvme_dir: Path, *, op_bytes: int = 144 * MIB, num_ops: int = 12, pairs: int = 15) -> dict[str, object]:
-    """The store's throughput over fio's, both on the store's own file."""
+def against_fio(nvme_dir: Path, *, op_bytes: int = 144 * MIB, num_ops: int = 12, turns: int = 40) -> dict[str, object]:
+    """The store's throughput over fio's, both on the store's own file, with as many requests of one size in flight.
+
+    Turns are short, and each of the store's stands against the mean of fio's before and behind it, so that what a
+    shared drive does meanwhile goes out of the ratio.
+    """
     store = Store([nvme_dir])
     memory = map_host(op_bytes)
     memory.random_(0, 256)
@@ -156,72 +153,22 @@ def against_fio(nvme_dir: Path, *, op_bytes: int = 144 * MIB, num_ops: int = 12,
 
         def ours(move: Callable[[Extent, torch.Tensor], None] = move, turn: Iterator[Extent] = turn) -> float:
             began, moved = time.perf_counter(), 0
-            while time.perf_counter() - began < 1.0:
+            while time.perf_counter() - began < FIO_WINDOW_S:
                 move(next(turn), memory)
                 moved += op_bytes
             return moved / (time.perf_counter() - began)
 
-        theirs = partial(fio, nvme_dir / FILE_NAME, verb, num_ops * op_bytes, REQUEST_BYTES, 2)
+        theirs = partial(fio, nvme_dir / FILE_NAME, verb, num_ops * op_bytes, REQUEST_BYTES, 2, FIO_WINDOW_S)
         ours()
-        rows = ratios(ours, theirs, pairs)
-        found[verb] = {"ratio": statistics.median(rows), "ratios": rows}
-        print(f"{verb} / fio: median {statistics.median(rows):.3f} of {pairs}, from {min(rows):.3f} to {max(rows):.3f}")
+        before, rows = theirs(), []
+        for _ in range(turns):
+            mine, behind = ours(), theirs()
+            rows.append(2 * mine / (before + behind))
+            before = behind
+        low, middle, high = statistics.quantiles(rows, n=4)
+        found[verb] = {"ratio": middle, "quartiles": [low, high], "ratios": rows}
+        print(f"{verb} / fio: median {middle:.3f} of {turns} turns, half of them {low:.3f} to {high:.3f}", flush=True)
     store.close(remove=True)
-    return found
-
-
-def covered_s(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of them ran."""
-    total, end = 0, 0
-    for span in sorted(spans, key=lambda s: s.start_ns):
-        total += max(0, span.end_ns - max(span.start_ns, end))
-        end = max(end, span.end_ns)
-    return total / 1e9
-
-
-def busiest(nvme_dir: Path) -> dict[str, object]:
-    """Step time over the busiest stream's time, and over the drive's, for three plans."""
-    raw = config(1024, 12)
-    place = machine(4 * GIB, 3 * GIB)
-    plans = {
-        "states": (UnitPlan(grads="host", states="nvme"), (2, 3)),
-        "parameters and states": (UnitPlan(params="nvme", grads="host", states="nvme"), (2, 3)),
-        "parameters, states and gradients": (UnitPlan(params="nvme", grads="nvme", states="nvme"), (2, 1)),
-    }
-    found = {}
-    for name, (choice, windows) in plans.items():
-        schedule, training, _ = make(raw, choice, place, windows=windows)
-        model = hollow_model(raw, training)
-        with Trainer(schedule, model, nvme_dir=nvme_dir, weights=random_weights(model, seed=0)) as trainer:
-            trainer.run(batches(), 13)
-            result = trainer.result()
-        ends = result.step_ends_s
-        step_s = (ends[-1] - ends[5]) / 7
-        window = [s for s in result.trace.spans if int(s.key[1:].partition("/")[0]) in range(6, 13)]
-        busy: dict[str, float] = {}
-        for span in window:
-            busy[span.stream] = busy.get(span.stream, 0.0) + span.duration_ns / 7e9
-        stream = max(busy, key=lambda k: busy[k])
-        drive_s = covered_s([s for s in window if s.stream in ("nvme.read", "nvme.write")]) / 7
-        unrolled = unroll(schedule, len(result.step_ends_s))
-        taken = {x.key: Cost(0.0, x.duration_ns / 1e9) for x in result.trace.spans}
-        overhead_frac = result.trace.duration_ns / simulate(unrolled, taken).duration_ns - 1
-        found[name] = {
-            "step_s": step_s,
-            "overhead_frac": overhead_frac,
-            "busiest_stream": stream,
-            "busy_s": busy,
-            "step_over_busiest": step_s / busy[stream],
-            "drive_s": drive_s,
-            "step_over_drive": step_s / drive_s,
-            "predicted_step_s": steady_state(schedule, place).period_s,
-            "moved_bytes_per_step": {k: v // len(ends) for k, v in result.moved_bytes.items()},
-        }
-        print(
-            f"{name}: {step_s:.3f} s per step; {stream} {busy[stream]:.3f} s, ratio {step_s / busy[stream]:.3f}; "
-            f"the drive {drive_s:.3f} s, ratio {step_s / drive_s:.3f}; the runtime adds {overhead_frac:.2%}",
-            flush=True,
-        )
     return found
 
 

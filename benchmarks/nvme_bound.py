@@ -1,0 +1,346 @@
+"""How close a training step comes to its busiest stream, on three plans that the drive limits.
+
+    python -m benchmarks.nvme_bound --nvme-dir /mnt/nvme/scratch [--json FILE] [--predict-only]
+
+The machine is measured first (half a minute). Then each configuration is planned for it, predicted, and trained:
+
+    states                              a GPT-2 whose optimizer states lie on the drive, the rest in memory
+    parameters and states               a Llama; gradients wait in host memory
+    parameters, gradients and states    an OPT whose gradients are clipped: they wait on the drive for the norm
+
+How they were chosen. A plan is NVMe-bound here when the drive alone, with nothing beside it, needs at least `MARGIN`
+times as long as any other stream. Per parameter in bf16 with Adam, the drive moves 24 to 34 bytes per step, whatever
+the batch, while compute grows with the tokens: so micro-batches are one sequence of 32 tokens, for which the cores of a
+small machine are quick enough (with 64 tokens, two cores that work on matrix products and updates at the same time were
+the limit as often as the drive). Everything of a kind lies on the drive, as in ZeRO-Infinity: that is what the planner
+comes to for a model much larger than memory. Models are shallow so that a run takes a minute, and their memory is too
+small for what lies on the drive; in what memory is left the planner would hold a few blocks' states, which shifts work
+from the drive to the cores until neither limits by a margin.
+
+What is left is chosen as the planner does, by simulation over its own settings (`candidates`): which updates are late,
+how far ahead to read, into how many parts states are cut, in which order updates come behind the clipping norm. The
+quickest step in steady state counts; what is measured afterwards decides nothing.
+
+For each: step time over the busy time of the busiest stream, predicted and measured (the median over steps, and the
+whole run); over the time in which the drive read or wrote, since a drive that is asked for both shares itself; and the
+run over what the simulator makes of it when each op takes as long as it did, which is what the runtime itself adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.fluid import problem
+from tierplan.planner.knobs import SETTINGS
+from tierplan.planner.moves import with_parts, with_windows
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.search import Budget, Candidate, Evaluator, late_updates
+from tierplan.runtime.measure import measure
+from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.weights import hollow_model, random_weights
+from tierplan.sim.engine import simulate
+from tierplan.sim.explain import StreamTime, stream_times
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.trace import Span, Trace
+from tierplan.sim.workload import Training, Workload
+
+GIB = 2**30
+SEQUENCE_LENGTH = 32
+VOCABULARY = 512
+MARGIN = 1.3
+DRIVE = ("nvme.read", "nvme.write")
+STRETCHES = (float("inf"), 2.5, 1.5, 1.0, 0.7)
+"""Of the planner's: how much of the updates backward has time for; the rest is late."""
+PARTS = (1, 4)
+WINDOWS = (*SETTINGS["windows"], (3, 4, 4), (3, 4, 6))
+"""In units, for parameters, activations and states: the planner's, and two that read states further ahead."""
+WARMUP_STEPS, STEPS = 4, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A model, how it is trained, where its bytes live, and the memory that it gets."""
+
+    name: str
+    config: Mapping[str, object]
+    places: UnitPlan
+    device_bytes: int
+    host_bytes: int
+    max_grad_norm: float | None = None
+
+    def workload(self) -> Workload:
+        training = Training(
+            sequence_length=SEQUENCE_LENGTH, dtype="bf16", backend="cpu", max_grad_norm=self.max_grad_norm
+        )
+        return trace_config(self.name, self.config, training)
+
+    def on(self, machine: Machine) -> Machine:
+        """The machine with this much memory."""
+        sizes = {"gpu0": self.device_bytes, "host": self.host_bytes}
+        tiers = tuple(replace(t, capacity_bytes=sizes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
+        return replace(machine, tiers=tiers)
+
+
+GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY, "n_positions": 256,
+    "n_embd": 1024, "n_layer": 12, "n_head": 16, "bos_token_id": 0, "eos_token_id": 0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+OPT = {
+    "model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": VOCABULARY, "max_position_embeddings": 256,
+    "hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
+
+CONFIGURATIONS = (
+    Configuration(
+        name="states",
+        config=GPT2,
+        places=UnitPlan(grads="host", states="nvme"),
+        device_bytes=GIB,
+        host_bytes=int(0.8 * GIB),
+    ),
+    Configuration(
+        name="parameters and states",
+        config=LLAMA,
+        places=UnitPlan(params="nvme", grads="host", states="nvme"),
+        device_bytes=GIB // 4,
+        host_bytes=GIB // 2,
+    ),
+    Configuration(
+        name="parameters, gradients and states",
+        config=OPT,
+        places=UnitPlan(params="nvme", grads="nvme", states="nvme"),
+        device_bytes=GIB // 4,
+        host_bytes=GIB // 2,
+        max_grad_norm=1.0,
+    ),
+)
+
+
+# ---- the plan ----
+
+
+def candidates(configuration: Configuration, workload: Workload, machine: Machine) -> Iterator[Plan]:
+    """Plans with everything where the configuration says, over the planner's settings of what is left to choose."""
+    clips = configuration.max_grad_norm is not None
+    base = Plan(
+        policy="benchmark",
+        units=(configuration.places,) * len(workload.units),
+        semantics="exact-clip" if clips else "in-backward",
+    )
+    amounts = problem(workload, machine, semantics=base.semantics)
+    for num_parts, windows in itertools.product(PARTS, WINDOWS):
+        plan = with_windows(with_parts(base, num_parts), windows)
+        if clips:
+            yield plan
+            yield replace(plan, update_order="backward")
+        else:
+            yield from (late_updates(amounts, plan, stretch=stretch) for stretch in STRETCHES)
+
+
+def quickest(configuration: Configuration, workload: Workload, machine: Machine) -> Candidate:
+    """The candidate whose step takes least time in steady state, by simulation."""
+    evaluate = Evaluator(workload, machine, Budget(float("inf")))
+    tried = [evaluate(plan) for plan in candidates(configuration, workload, machine)]
+    fitting = [c for c in tried if c.step_s is not None]
+    if not fitting:
+        raise SystemExit(f"no plan for {configuration.name!r} fits its memory: {tried[0].reason}")
+    return min(fitting, key=lambda c: c.step_s or 0.0)
+
+
+# ---- ratios ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """Of some stretches of time, one after the other: what was busy in them."""
+
+    step_s: Sequence[float]
+    busy_s: Mapping[str, Sequence[float]]
+    drive_s: Sequence[float]
+    """In which the drive read or wrote, or both."""
+    busiest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "busiest", max(self.busy_s, key=lambda stream: sum(self.busy_s[stream])))
+
+    @property
+    def over_busiest(self) -> list[float]:
+        return [a / b for a, b in zip(self.step_s, self.busy_s[self.busiest], strict=True)]
+
+    @property
+    def over_drive(self) -> list[float]:
+        return [a / b for a, b in zip(self.step_s, self.drive_s, strict=True)]
+
+    def record(self) -> dict[str, object]:
+        total_s = sum(self.step_s)
+        return {
+            "step_s": total_s / len(self.step_s),
+            "busiest_stream": self.busiest,
+            "busy_s": {stream: sum(s) / len(s) for stream, s in self.busy_s.items()},
+            "drive_s": sum(self.drive_s) / len(self.drive_s),
+            "over_busiest": statistics.median(self.over_busiest),
+            "over_drive": statistics.median(self.over_drive),
+            "over_busiest_whole": total_s / sum(self.busy_s[self.busiest]),
+            "over_drive_whole": total_s / sum(self.drive_s),
+            "over_busiest_by_step": self.over_busiest,
+        }
+
+
+def ratios_between(spans: Sequence[Span], moments_ns: Sequence[float]) -> Ratios:
+    """What was busy between each moment and the next."""
+    windows = list(itertools.pairwise(moments_ns))
+    streams = sorted({s.stream for s in spans})
+    by_stream = {stream: [s for s in spans if s.stream == stream] for stream in streams}
+    drive = [s for s in spans if s.stream in DRIVE]
+    return Ratios(
+        step_s=[(end - begin) / 1e9 for begin, end in windows],
+        busy_s={name: [covered_s(mine, begin, end) for begin, end in windows] for name, mine in by_stream.items()},
+        drive_s=[covered_s(drive, begin, end) for begin, end in windows],
+    )
+
+
+def covered_s(spans: Sequence[Span], begin_ns: float = 0.0, end_ns: float = float("inf")) -> float:
+    """Seconds between two moments in which at least one of the spans ran."""
+    total_ns, done_ns = 0.0, begin_ns
+    for span in sorted(spans, key=lambda s: s.start_ns):
+        total_ns += max(0.0, min(span.end_ns, end_ns) - max(span.start_ns, done_ns))
+        done_ns = max(done_ns, span.end_ns)
+    return total_ns / 1e9
+
+
+def step_ends_ns(trace: Trace) -> list[int]:
+    """When the last op of each step ended."""
+    ends: dict[int, int] = {}
+    for span in trace.spans:
+        step = int(span.key[1:].partition("/")[0])
+        ends[step] = max(ends.get(step, 0), span.end_ns)
+    return [max(end for step, end in ends.items() if step <= k) for k in sorted(ends)]
+
+
+def drive_margin(streams: Mapping[str, StreamTime]) -> float:
+    """How many times as long as any other stream the drive would take, each alone."""
+    drive_s = sum(streams[s].alone_s for s in DRIVE)
+    return drive_s / max(time.alone_s for name, time in streams.items() if name not in DRIVE)
+
+
+# ---- one configuration ----
+
+
+def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predict_only: bool) -> dict[str, object]:
+    """Plans, predicts and trains one configuration; what was found, as JSON values."""
+    workload, place = configuration.workload(), configuration.on(machine)
+    chosen = quickest(configuration, workload, place)
+    plan, steady, schedule = chosen.plan, chosen.steady, chosen.schedule
+    assert steady is not None
+    assert schedule is not None
+    begin_s, end_s = steady.window_s
+    predicted = ratios_between(steady.trace.spans, [begin_s * 1e9, end_s * 1e9])
+    margin = drive_margin(stream_times(steady.trace, steady.window_s))
+    num_late = sum(unit.late_update for unit in plan.units)
+    found: dict[str, object] = {
+        "plan": {
+            "windows": [plan.prefetch_params_units, plan.prefetch_acts_units, plan.prefetch_states_units],
+            "state_parts": max(unit.state_parts for unit in plan.units),
+            "late_updates": num_late,
+            "update_order": plan.update_order,
+            "semantics": plan.semantics,
+        },
+        "drive_margin": margin,
+        "predicted": predicted.record() | {"step_s": steady.period_s},
+    }
+    print(
+        f"{configuration.name}: predicted {steady.period_s:.3f} s per step, {_shown(predicted)}; "
+        f"the drive alone {margin:.1f} times any other stream alone" + ("" if margin >= MARGIN else ": NOT NVMe-bound"),
+        flush=True,
+    )
+    if predict_only:
+        return found
+    result = train(configuration, workload.training, schedule, nvme_dir)
+    ends = step_ends_ns(result.trace)
+    measured = ratios_between(result.trace.spans, ends[WARMUP_STEPS - 1 : -1])  # nothing follows the last step
+    taken = {x.key: Cost(0.0, x.duration_ns / 1e9) for x in result.trace.spans}
+    again = simulate(unroll(schedule, len(ends)), taken)
+    added_frac = result.trace.duration_ns / again.duration_ns - 1
+    found["measured"] = measured.record()
+    found["runtime_adds_frac"] = added_frac
+    found["moved_bytes_per_step"] = {k: v // len(ends) for k, v in result.moved_bytes.items()}
+    found["peak_bytes"] = dict(result.peak_bytes)
+    print(
+        f"    measured {statistics.fmean(measured.step_s):.3f} s per step, {_shown(measured)}; "
+        f"the runtime adds {added_frac:.1%}",
+        flush=True,
+    )
+    return found
+
+
+def train(configuration: Configuration, training: Training, schedule: Schedule, nvme_dir: Path) -> RunResult:
+    """Trains from random weights on the same text again and again."""
+    ids = torch.randint(0, VOCABULARY, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
+    batches = itertools.repeat({"input_ids": ids, "labels": ids})
+    model = hollow_model(dict(configuration.config), training)
+    with Trainer(schedule, model, nvme_dir=nvme_dir, weights=random_weights(model, seed=0)) as trainer:
+        trainer.run(batches, WARMUP_STEPS + STEPS + 1)
+        return trainer.result()
+
+
+def _shown(ratios: Ratios) -> str:
+    return (
+        f"{statistics.median(ratios.over_busiest):.3f} times {ratios.busiest}'s, "
+        f"{statistics.median(ratios.over_drive):.3f} times the drive's"
+    )
+
+
+def busiest(nvme_dir: Path, *, predict_only: bool = False) -> dict[str, object]:
+    """All configurations on this machine, as it is measured now."""
+    machine = measure(nvme_dir, budget_s=30, device="cpu", dtypes=("bf16", "fp32"), save=False)
+    rates = {s.name: {kind: rate.points[-1][1] for kind, rate in s.rates.items()} for s in machine.streams}
+    found: dict[str, object] = {
+        "machine": {"rates_per_s": rates, "limits": {x.name: x.limit for x in machine.shared_limits}}
+    }
+    for configuration in CONFIGURATIONS:
+        found[configuration.name] = run(configuration, machine, nvme_dir, predict_only=predict_only)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-dir", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--predict-only", action="store_true", help="measure the machine and plan, but do not train")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.nvme_dir.mkdir(parents=True, exist_ok=True)
+    record: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "load_average_before": os.getloadavg(),
+        **busiest(args.nvme_dir, predict_only=args.predict_only),
+        "load_average_after": os.getloadavg(),
+    }
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The benchmark of NVMe-bound plans: its ratios against hand-made traces, its configurations against the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import nvme_bound
+from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
+from benchmarks.runtime import machine
+from tierplan.sim.explain import stream_times
+from tierplan.sim.trace import Span, Trace
+
+S = 10**9
+
+
+def span(key: str, stream: str, start_s: float, end_s: float) -> Span:
+    start_ns, end_ns = round(start_s * S), round(end_s * S)
+    return Span(key, stream, start_ns, start_ns, start_ns, end_ns, end_ns - start_ns)
+
+
+def test_time_is_counted_once_however_many_spans_cover_it() -> None:
+    spans = [span("c", "b", 6, 7), span("a", "a", 0, 3), span("b", "b", 2, 4)]
+    assert covered_s(spans) == 5
+    assert covered_s(spans, 1 * S, 6.5 * S) == 3.5
+    assert covered_s([]) == 0
+
+
+def test_a_span_across_a_steps_end_counts_in_both_steps() -> None:
+    spans = [
+        span("s0/read", "nvme.read", 0, 6),
+        span("s1/write", "nvme.write", 5, 9),
+        span("s1/fwd", "gpu0.compute", 12, 13),
+    ]
+    ratios = ratios_between(spans, [0, 8 * S, 16 * S])
+    assert ratios.busy_s == {"gpu0.compute": [0, 1], "nvme.read": [6, 0], "nvme.write": [3, 1]}
+    assert ratios.drive_s == [8, 1]
+    assert ratios.busiest == "nvme.read"
+    assert ratios.over_drive == [1, 8]
+    assert ratios_between(spans[:2], [0, 8 * S]).over_busiest == [8 / 6]
+
+
+def test_a_record_has_the_median_of_steps_and_the_whole() -> None:
+    ratios = Ratios(step_s=[2, 2, 8], busy_s={"nvme.read": [2, 1, 2]}, drive_s=[2, 2, 2])
+    record = ratios.record()
+    assert record["over_busiest"] == 2
+    assert record["over_busiest_whole"] == 12 / 5
+    assert record["over_drive"] == 1
+    assert record["over_drive_whole"] == 2
+
+
+def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
+    spans = (span("s0/a", "a", 0, 5), span("s1/a", "a", 1, 2), span("s1/b", "a", 2, 3), span("s10/a", "a", 8, 9))
+    trace = Trace(name="t", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
+    assert step_ends_ns(trace) == [5 * S, 5 * S, 9 * S]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configuration) -> None:
+    """On the described machine of two cores; kinds of data on the drive are those that the name says."""
+    place = configuration.on(machine(1, 1))
+    chosen = nvme_bound.quickest(configuration, configuration.workload(), place)
+    assert chosen.steady is not None
+    assert chosen.schedule is not None
+    steady = chosen.steady
+    begin_s, end_s = steady.window_s
+    predicted = ratios_between(steady.trace.spans, [begin_s * S, end_s * S])
+    assert nvme_bound.drive_margin(stream_times(steady.trace, steady.window_s)) >= nvme_bound.MARGIN
+    assert predicted.busiest in nvme_bound.DRIVE
+    assert predicted.over_busiest[0] <= 1.10
+    written = {
+        op.key.removeprefix("write_").partition("/")[0] for op in chosen.schedule.ops if op.stream == "nvme.write"
+    }
+    short = {"params": "parameters", "grads": "gradients", "states": "states"}
+    assert {short[kind] for kind in written} == set(configuration.name.replace(" and ", ", ").split(", "))
