@@ -291,7 +291,7 @@ def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str,
 def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, int]) -> UnitAmounts:
     t, n = workload.training, unit.num_parameters
     is_first = names[unit.name] == 0
-    moved = n * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)
+    moved = n * t.update_traffic_bytes
     owner = names[unit.shares] if unit.shares else (names[unit.name] if n else -1)
     work_gb = unit.forward_work_bytes / GB
     transient_input = 0 if is_first else unit.input_bytes

@@ -110,12 +110,7 @@ class _Lowering:
             "config": dict(self.workload.config),
             "units": [
                 {
-                    "name": u.name,
-                    "kind": u.kind,
-                    "num_parameters": u.num_parameters,
-                    "shares": u.shares,
-                    "slot_bytes": [t.size_bytes for t in u.saved],
-                    "slot_actions": [self.choice[u.name].action(k) for k in range(len(u.saved))],
+                    **u.record([self.choice[u.name].action(k) for k in range(len(u.saved))]),
                     "late_update": is_late(self.plan, self.choice[u.name]),
                 }
                 for u in self.units

@@ -48,14 +48,7 @@ class _AloneLowering(PackLowering):
     def meta(self, machine: Machine) -> dict[str, object]:
         kept_from = self.packs.backward[-1][0]
         units = [
-            {
-                "name": unit.name,
-                "kind": unit.kind,
-                "num_parameters": unit.num_parameters,
-                "shares": unit.shares,
-                "slot_bytes": [t.size_bytes for t in unit.saved],
-                "slot_actions": ["keep" if u >= kept_from else "recompute"] * len(unit.saved),
-            }
+            unit.record(["keep" if u >= kept_from else "recompute"] * len(unit.saved))
             for u, unit in enumerate(self.units)
         ]
         return {**super().meta(machine), "config": dict(self.workload.config), "units": units}

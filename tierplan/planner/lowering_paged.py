@@ -129,8 +129,7 @@ class _Paged:
             return
         ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.home]
         own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
-        t = self.workload.training
-        moved = unit.num_parameters * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)
+        moved = unit.num_parameters * self.workload.training.update_traffic_bytes
         for r in ranks:
             reads = [own[r]]
             if len(ranks) > 1:

@@ -285,13 +285,13 @@ class Updates:
         return states
 
     def _update_on_device(self, unit: Unit, step: float, grads: str) -> None:
-        reads, writes, t = [grads, *self._coefficient()], [], self.training
+        reads, writes = [grads, *self._coefficient()], []
         for homes, name in ((self.states_home, f"states/{unit.name}"), (self.params_home, unit.name)):
             if name in homes:
                 reads.append(homes[name])
                 homes[name] = self.made.over(homes[name])
                 writes.append(homes[name])
-        work = {"elementwise_bytes": unit.num_parameters * (2 * t.state_bytes + t.grad_bytes + 2 * t.param_bytes)}
+        work = {"elementwise_bytes": unit.num_parameters * self.training.update_traffic_bytes}
         key, at = f"update/{unit.name}", (step, 3)
         self.made.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, unit=unit.name, at=at)
 

@@ -8,7 +8,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,6 +76,11 @@ class Training:
         return moments + (4 if self.has_master else 0)
 
     @property
+    def update_traffic_bytes(self) -> int:
+        """Bytes per parameter that an update reads and writes: states and parameters both ways, the gradient once."""
+        return 2 * self.state_bytes + self.grad_bytes + 2 * self.param_bytes
+
+    @property
     def tokens_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.sequence_length
 
@@ -140,6 +145,17 @@ class Unit:
     @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
+
+    def record(self, slot_actions: Sequence[str]) -> dict[str, object]:
+        """What a schedule's `meta["units"]` tells the runtime of this unit; the actions are by slot."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "num_parameters": self.num_parameters,
+            "shares": self.shares,
+            "slot_bytes": [t.size_bytes for t in self.saved],
+            "slot_actions": list(slot_actions),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
