@@ -83,6 +83,15 @@ def test_updates_after_backward_come_in_the_order_that_was_chosen(order: str) ->
     assert keys == [f"update/{name}" for name in (units if order == "forward" else units[::-1])]
 
 
+def test_parts_of_delayed_updates_are_spread_over_the_step() -> None:
+    """Ten units with parameters over twenty turns: two turns for each update, one for each half of it."""
+    choice = UnitPlan(grads="host", states="nvme", state_parts=2)
+    keys = list(ops_of(choice, semantics="delayed-1"))
+    for unit in ("L0", "L3", "L7"):
+        first, second = (keys.index(f"update/{unit}/{part}of2") for part in (0, 1))
+        assert sum(key.startswith(("fwd/", "bwd/")) for key in keys[first:second]) == 1
+
+
 # ---- what they cost ----
 
 
