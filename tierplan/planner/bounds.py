@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierplan.planner.building import COMPUTE
 from tierplan.planner.fluid import GB, Problem
 from tierplan.planner.milp import Margins, Model, build
 from tierplan.planner.program import LP_TIME_LIMIT_S, Solution, solve
@@ -60,7 +61,7 @@ def lower_bound(problem: Problem, *, transients: bool = True) -> Bound:
     if solution.status == "infeasible":
         return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution)
     if not solution.usable or solution.status != "optimal":
-        return Bound(step_s=compute_s(problem), shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
+        return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
     bound_s = max(model.step_bound_s(solution.objective), compute_s(problem))
     return Bound(
         step_s=bound_s,
@@ -89,7 +90,7 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
         if dual:
             for column, coefficient in zip(columns, coefficients, strict=True):
                 if column in durations:
-                    name = "gpu0.compute" if family in ("idle time", "prefix sums") else family
+                    name = COMPUTE if family in ("idle time", "prefix sums") else family
                     parts[name] = parts.get(name, 0.0) + dual * coefficient * solution.values[column]
     whole = sum(v for v in parts.values() if v > 0)
     shares = {k: v / whole for k, v in parts.items() if v > 1e-9}

@@ -15,15 +15,15 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.workload import Unit
 
-__all__ = ["COMPUTE", "CORES", "DEVICE", "HOST", "NVME", "Builder", "Position"]
+__all__ = ["COMPUTE", "CORES", "DEVICE", "DOWN", "HOST", "NVME", "READ", "UP", "WRITE", "Builder", "Position"]
 
 DEVICE, HOST, NVME = "gpu0", "host", "nvme"
-COMPUTE, CORES = "gpu0.compute", "host.adam"
+COMPUTE, UP, DOWN, READ, WRITE, CORES = "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam"
 LINKS = {
-    (HOST, DEVICE): ("gpu0.h2d", "fetch"),
-    (DEVICE, HOST): ("gpu0.d2h", "offload"),
-    (NVME, HOST): ("nvme.read", "read"),
-    (HOST, NVME): ("nvme.write", "write"),
+    (HOST, DEVICE): (UP, "fetch"),
+    (DEVICE, HOST): (DOWN, "offload"),
+    (NVME, HOST): (READ, "read"),
+    (HOST, NVME): (WRITE, "write"),
 }
 """Stream and verb of a copy on one device, by the tiers it goes between."""
 

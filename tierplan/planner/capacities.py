@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.planner.columns import Columns, minus
-from tierplan.planner.fluid import COMPUTE, CORES, DOWN, MODES, READ, UP, WRITE, Problem
+from tierplan.planner.fluid import MODES, Problem
 from tierplan.planner.plan import PLACES
 from tierplan.planner.program import Terms
 from tierplan.planner.queues import Activations, Updates

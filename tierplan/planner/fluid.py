@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.planner.plan import Order, Place, Semantics
 from tierplan.planner.tiling import cut_batches
 from tierplan.sim.workload import Unit, Workload, total_work
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 GB = 1e9
-COMPUTE, UP, DOWN, READ, WRITE, CORES = "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam"
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
 

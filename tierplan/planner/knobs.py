@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierplan.planner.building import CORES, READ, UP, WRITE
 from tierplan.planner.fluid import PARTS, Problem
 from tierplan.planner.milp import Margins
 from tierplan.planner.search import Candidate
@@ -50,8 +51,8 @@ class Knobs:
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
-        slow = {"nvme.read", "nvme.write", "host.adam"}
-        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and "gpu0.h2d" not in loads}
+        slow = {READ, WRITE, CORES}
+        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and UP not in loads}
         return Margins(
             device_gb=min(self.device * device_gb, 0.5 * problem.device_gb),
             host_gb=min(self.host * host_gb, 0.5 * problem.host_gb),

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from tierplan.planner.building import DEVICE
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
 __all__ = ["partition"]
 
-DEVICE = "gpu0"
 PARTED = ("params", "grads", "states")
 """Kinds of buffers that are cut into parts."""
 COMPUTE_KINDS = ("forward", "recompute", "backward")

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.building import CORES, READ, WRITE
 from tierplan.planner.endurance import written_bytes
 from tierplan.planner.fluid import GB, Problem
 from tierplan.planner.lowering import lower
@@ -210,7 +211,7 @@ def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
             read, write = unit.states_gb / rates.read["states"], unit.states_gb / rates.write["states"]
             loads += [read, write]
             for per in problem.loads.values():
-                streams = (("nvme.read", unit.states_gb), ("nvme.write", unit.states_gb), ("host.adam", unit.gparams))
+                streams = ((READ, unit.states_gb), (WRITE, unit.states_gb), (CORES, unit.gparams))
                 loads.append(sum(per.get(stream, 0.0) * amount for stream, amount in streams))
         seconds.append(max(loads))
     late = {u for u, s in enumerate(seconds) if s > 0}

@@ -17,6 +17,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
+from tierplan.planner.building import COMPUTE
 from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.fluid import GB, Problem, problem, runs_of
 from tierplan.planner.knobs import Knobs, tune
@@ -299,11 +300,11 @@ class _Loop:
         if self.num_devices > 1:
             # any device may do any op: all that is certain is the compute, evenly divided
             step_s = compute_s(problems[0]) * self.best.plan.devices / self.num_devices
-            return Bound(step_s=step_s, shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
+            return Bound(step_s=step_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
         best = min(bounds, key=lambda b: b.step_s)
         if not best.feasible or best.step_s > self.best.step_s * (1 + 1e-6):
             self.notes.append("the best plan does what the bound's program does not know; its bound is compute alone")
-            return Bound(step_s=compute_s(problems[0]), shares={"gpu0.compute": 1.0}, s_per_gb={}, proven=False)
+            return Bound(step_s=compute_s(problems[0]), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
         return best
 
     def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
