@@ -20,9 +20,10 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.tracing import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.runtime.units import ModelError, split_model
+from tierplan.sim.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,6 +179,22 @@ class Late(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.layers[1](self.layers[0](self.table(input_ids)) + self.other(input_ids))
         return (x * self.other(labels)).sum()
+
+
+def test_an_encoder_decoder_with_two_types_of_blocks_is_refused() -> None:
+    """Its encoder's states are both what the last block of one type hands over, and read by all of the other."""
+    import transformers as hf
+
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=32, max_position_embeddings=64, **sizes)
+    why = r"two types: BartEncoderLayer, and BartDecoderLayer in 'model.decoder.layers'.* as T5 is"
+    model = hf.BartForConditionalGeneration(config)
+    with pytest.raises(ModelError, match=why):
+        split_model(model, make_batches(1)[0])
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(model, make_batches(1)[0], CPU)
+    with pytest.raises(WorkloadError, match=why):
+        trace_config("bart", json.loads(config.to_json_string(use_diff=False)), CPU)
 
 
 def test_models_that_cannot_be_cut_say_why() -> None:

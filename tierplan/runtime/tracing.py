@@ -51,12 +51,16 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
         model = build_model(raw, training)
         try:
             blocks = [block for _, block in find_blocks(model)]
+            shape = (training.per_device_train_batch_size, training.sequence_length)
+            ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+            tracer = _Tracer(model, training, blocks)
+            units = tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error
-        shape = (training.per_device_train_batch_size, training.sequence_length)
-        ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-        tracer = _Tracer(model, training, blocks)
-        units = tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
+        except DataDependentOutputException as error:
+            raise WorkloadError(
+                f"{name}: {type(model).__name__} looks at values of its inputs ({error}); tracing has none to show"
+            ) from error
     return Workload(
         name=name,
         model_type=str(raw["model_type"]),

@@ -108,6 +108,13 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         )
     longest = max(outer, key=lambda item: len(item[1]))[1]
     kind = type(longest[0])
+    other = next(((name, blocks) for name, blocks in outer if type(blocks[0]) is not kind), None)
+    if other is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} has blocks of two types: {kind.__name__}, and {type(other[1][0]).__name__} in "
+            f"{other[0]!r}. Of encoder-decoders, only those with one type of block and something behind the encoder's "
+            "last block are supported, as T5 is; take such a model, or one without an encoder"
+        )
     return [(f"{name}.{i}", m) for name, blocks in outer if type(blocks[0]) is kind for i, m in enumerate(blocks)]
 
 
