@@ -9,8 +9,8 @@ to be kept is the first that the drive could not have stored in time by SSDTrain
 with F the seconds of the whole forward pass. SSDTrain also forwards tensors whose store is still in flight when
 backward asks for them, and cancels stores that have not begun. A schedule is fixed before the step, so that decision is
 made here, on the modelled times: what could not be stored and back by then is kept. The rest comes back in reverse
-order, each block's part while the blocks just after it run backward. Where the device has room for it, no more leaves a
-block than comes back in that time, so that nothing waits for the drive; where it has not, the rule alone decides.
+order, each block's part while the blocks just after it run backward. As far as the device has room, no more leaves a
+block than comes back in that time, so that nothing waits for the drive; where it has none, the rule alone decides.
 
 Drive lifetime follows from the bytes written and the drives' rated endurance (`tierplan simulate` reports it).
 """
@@ -111,12 +111,17 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
         else:
             stored_s = done_s
     either = machine.stream("gpu0.h2d").rates["bytes"].at(1e9), machine.stream("nvme.read").rates["bytes"].at(1e9)
-    hidden = kept | _late(modules, kept, either, stored_s, ahead)
-    return hidden if _has_room(workload, machine, modules, hidden) else kept
+    late = _late(modules, kept, either, stored_s, ahead)
+    room_bytes = _room_bytes(workload, machine, modules, kept)
+    for module in modules:
+        if (module.unit, module.slot) in late and module.size_bytes <= room_bytes:
+            kept.add((module.unit, module.slot))
+            room_bytes -= module.size_bytes
+    return kept
 
 
-def _has_room(workload: Workload, machine: Machine, modules: list[_Module], kept: set[tuple[int, int]]) -> bool:
-    """Whether the device surely holds what is kept, beside parameters, gradients, states and what two units work on."""
+def _room_bytes(workload: Workload, machine: Machine, modules: list[_Module], kept: set[tuple[int, int]]) -> int:
+    """What the device surely has beside what is kept, parameters, gradients, states and what two units work on."""
     t = workload.training
     waiting = workload.num_parameters if t.max_grad_norm else 2 * max(u.num_parameters for u in workload.units)
     need = workload.num_parameters * (t.param_bytes + t.state_bytes) + waiting * t.grad_bytes
@@ -124,7 +129,7 @@ def _has_room(workload: Workload, machine: Machine, modules: list[_Module], kept
     need += sum(u.saved_bytes for u in workload.units if u.kind != "block")
     need += 2 * max(u.saved_bytes + u.input_bytes for u in workload.blocks)
     need += max(u.output_bytes + max(u.forward_work_bytes, u.backward_work_bytes) for u in workload.units)
-    return need <= machine.tier("gpu0").capacity_bytes
+    return machine.tier("gpu0").capacity_bytes - need
 
 
 def _late(
