@@ -65,6 +65,26 @@ def test_the_parts_of_a_step_are_as_long_as_the_step() -> None:
         assert sum(bar.get_width() for bar in bars) == pytest.approx(whole)
 
 
+def test_time_counts_from_the_beginning_of_the_window() -> None:
+    begin_s, end_s = STEADY.window_s
+    assert begin_s > 0
+    for ax in (
+        plot_timeline(TRACE, window_s=(begin_s, end_s)).axes[0],
+        plot_memory(TRACE, window_s=(begin_s, end_s)).axes[0],
+    ):
+        in_ms = 1.0 if "(s)" in ax.figure.axes[-1].get_xlabel() else 1e3
+        assert ax.get_xlim() == pytest.approx((0, (end_s - begin_s) * in_ms))
+    whole, later = plot_timeline(TRACE).axes[0], plot_timeline(TRACE, window_s=(begin_s, end_s)).axes[0]
+
+    def last(ax: plt.Axes) -> float:
+        scale = 1.0 if ax.get_xlabel() == "time (s)" else 1e-3
+        return max(p.get_extents().x1 for c in ax.collections for p in c.get_paths()) * scale  # type: ignore[no-any-return]
+
+    spans = [s for s in TRACE.spans if s.free_ns <= end_s * 1e9 and s.end_ns >= begin_s * 1e9]
+    assert last(whole) == pytest.approx(max(s.end_ns for s in TRACE.spans) / 1e9)
+    assert last(later) == pytest.approx(max(s.end_ns for s in spans) / 1e9 - begin_s)
+
+
 def test_they_draw_into_given_axes_and_leave_no_figure_open() -> None:
     figure, axes = plt.subplots(3, 1)
     assert plot_timeline(TRACE, ax=axes[0], window_s=STEADY.window_s) is figure

@@ -69,8 +69,8 @@ def test_a_gpu_that_is_in_nothing_better_is_not_offered() -> None:
     assert not any("GPU" in what for what in own)
     older = load_description("desktop-4090", ["gpu.part=gtx-1080-ti"])
     assert {what for what, _, _ in _wishes(older, Prices()) if "GPU" in what} == {
-        "a rtx-3090 as GPU",
-        "a rtx-4090 as GPU",
+        "rtx-3090 as GPU",
+        "rtx-4090 as GPU",
     }
 
 
@@ -99,7 +99,10 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
     found = advise("gpt-6.7b", "desktop-4090", batches=(1,), policies=("in-memory",), planner_s=0, num_workers=1)
     assert not found.fits
     assert "gpu0" in found.why_not["in-memory"]
-    assert advice_lines(found)[2].startswith("No: it does not fit")
+    lines = advice_lines(found)
+    assert lines[2].startswith("No: it does not fit")
+    assert "GiB in tier 'gpu0'" in lines[4]
+    assert "held by" not in "".join(lines)
     assert found.largest_model == ""
 
 

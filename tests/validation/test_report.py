@@ -12,12 +12,12 @@ import pytest
 
 from tests.validation.toy import RATES, toy_schedule, toy_trace
 from tierplan.validation.compare import compare
-from tierplan.validation.page import bars, page, paragraph, table
+from tierplan.validation.page import bars, cards, page, paragraph, table
 from tierplan.validation.report import verdict, write_report
-from tierplan.validation.text import format_bytes, format_count, format_error, format_rate, format_s
+from tierplan.validation.text import format_bytes, format_count, format_error, format_rate, format_s, in_short
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-VOID = {"meta", "link", "br"}
+VOID = {"meta", "link", "br", "wbr"}
 
 
 class Outline(HTMLParser):
@@ -128,6 +128,24 @@ def test_bars_share_a_scale_and_a_zero() -> None:
     assert gain == ("25.00", "75.00")
     assert loss == ("0.00", "25.00")
     assert nothing == ("25.00", "0.00")
+
+
+def test_a_reason_in_short_keeps_sizes_and_drops_the_holders() -> None:
+    reason = (
+        "op 'fwd/L0' wants 2,147,483,648 bytes in tier 'gpu0', but 1,073,741,824 of 8,589,934,592 are free and nothing "
+        "that still runs will free more; held by s0/states/L0@gpu0#0 5,242,880 B and 39 more. This schedule completes "
+        "with 9,663,676,416 bytes there or more"
+    )
+    assert in_short(reason) == (
+        "op 'fwd/L0' wants 2 GiB in tier 'gpu0', but 1 GiB of 8 GiB are free and nothing that still runs will free more"
+        ". This schedule completes with 9 GiB there or more"
+    )
+    assert in_short("1,024 tokens of 10,000,000 bytes", lambda size: f"{size / 1e6:.0f} MB") == "1,024 tokens of 10 MB"
+
+
+def test_a_name_on_a_card_breaks_behind_its_dot() -> None:
+    assert "gpu0.<wbr>compute" in cards([("Busiest", "gpu0.compute", "")])
+    assert "1.5 s" in cards([("Step", "1.5 s", "")])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ def short_reason(prediction: Prediction) -> str:
     """Why it does not fit, in one line."""
     shortage = prediction.shortage
     if shortage is None:
-        return prediction.why_not
+        from tierplan.validation.text import in_short
+
+        return "does not run: " + in_short(prediction.why_not, lambda size: f"{size / GB:.1f} GB")
     if shortage.short_bytes is None:
         return f"does not fit: {shortage.tier} is too small, and another tier as well"
     return (

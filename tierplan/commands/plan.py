@@ -203,6 +203,8 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
 
 def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> str:
     """The result for people."""
+    from tierplan.validation.text import in_short
+
     training, plan = workload.training, result.plan
     lines = [
         f"{workload.name}, {training.per_device_train_batch_size} sequences of {training.sequence_length} tokens"
@@ -224,8 +226,7 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
     lines.append(f"  published systems on the same model and machine{', for the same work' * (plan.devices > 1)}:")
     for name, policy in sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0])):
         if policy.step_s is None:
-            reason = policy.reason if len(policy.reason) <= 90 else policy.reason[:87] + "..."
-            lines.append(f"    {name:16s}  does not run: {reason}")
+            lines.append(f"    {name:16s}  does not run: {in_short(policy.reason, lambda size: f'{size / GB:.1f} GB')}")
         else:
             other = "" if policy.same_numbers else "  (other numbers: delayed updates)"
             same_work_s = policy.step_s * plan.devices / policy.devices

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
 GB = 1e9
-SECONDS_PER_YEAR = 365.25 * 86400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +100,11 @@ def read_options(args: argparse.Namespace) -> dict[str, object]:
 
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
+    from tierplan.validation.text import format_s
+
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
     if prediction.step_s is None or prediction.steady is None or prediction.schedule is None:
-        return f"{head} does not fit\n  {prediction.why_not}"
+        return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
     lines = [
         head,
         f"  step time      {prediction.step_s:10.3f} s        bound by {prediction.bound_by}",
@@ -119,8 +120,9 @@ def text_of(prediction: Prediction) -> str:
         busy = 100 * prediction.utilization.get(stream, 0)
         lines.append(f"  moved {stream:14s}{size / GB:8.2f} GB  busy {busy:5.1f} % of the step")
     if prediction.lifetime_s is not None:
-        years = prediction.lifetime_s / SECONDS_PER_YEAR
-        lines.append(f"  drives last    {years:10.2f} years of writing like this, by their rated endurance")
+        lines.append(
+            f"  drives last    {format_s(prediction.lifetime_s)} of writing like this, by their rated endurance"
+        )
     return "\n".join(lines)
 
 

@@ -178,15 +178,14 @@ def plot_frontier(points: Sequence[Point], path: str | os.PathLike[str], workloa
     bounded = [(p.device_bytes / GB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
     axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", label="planned")
     axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
-    for p in points:
-        if p.step_s is None:
-            axes.axvline(p.device_bytes / GB, color="0.8", linewidth=1)
+    for k, p in enumerate(p for p in points if p.step_s is None):
+        axes.axvline(p.device_bytes / GB, color="0.8", linewidth=1, label="" if k else "does not fit")
     now = next(t.capacity_bytes for t in machine.tiers if t.kind == "device") / GB
     axes.axvline(now, color="tab:green", linewidth=1, label="this machine")
     axes.set(
-        xlabel="device memory, GB",
-        ylabel="step time, s",
-        title=f"{workload.name} on {machine.name}: step time against device memory (grey: does not fit)",
+        xlabel="device memory (GB)",
+        ylabel="step time (s)",
+        title=f"{workload.name} on {machine.name}: step time against device memory",
         ylim=(0, None),
     )
     axes.legend()

@@ -44,7 +44,8 @@ def plot_timeline(trace: Trace, *, window_s: Window = None, ax: Axes | None = No
     """Every op as a bar on the lane of its stream, coloured by what it does or moves.
 
     Successive units of the model alternate between full and paler colour, so that 96 layers can be told apart. Below a
-    lane, a thin line shows what an idle stream waited for; above it, how much of an op was due to shared limits.
+    lane, a thin line shows what an idle stream waited for; above it, how much of an op was due to shared limits. Time
+    counts from the beginning of the window.
     """
     streams = _streams(trace)
     fig, ax = _axes(ax, height=1.4 + 0.55 * len(streams))
@@ -60,16 +61,16 @@ def plot_timeline(trace: Trace, *, window_s: Window = None, ax: Axes | None = No
         lane = streams.index(span.stream)
         colour = _what(span)
         used.add(colour)
-        bar = _bar(span.start_ns, span.end_ns, per_s)
+        bar = _bar(span.start_ns, span.end_ns, per_s, begin_s)
         bars.setdefault((lane, colour, _paleness(span)), []).append(bar)
         granted_ns = max(span.free_ns, span.ready_ns)
         if granted_ns > span.free_ns:
-            waits.setdefault((lane, WAIT_INPUT), []).append(_bar(span.free_ns, granted_ns, per_s))
+            waits.setdefault((lane, WAIT_INPUT), []).append(_bar(span.free_ns, granted_ns, per_s, begin_s))
         if span.start_ns > granted_ns:
-            waits.setdefault((lane, WAIT_MEMORY), []).append(_bar(granted_ns, span.start_ns, per_s))
+            waits.setdefault((lane, WAIT_MEMORY), []).append(_bar(granted_ns, span.start_ns, per_s, begin_s))
         if 0 <= span.alone_ns < span.duration_ns:
             slowed.setdefault(lane, []).append(
-                _bar(span.end_ns - (span.duration_ns - span.alone_ns), span.end_ns, per_s)
+                _bar(span.end_ns - (span.duration_ns - span.alone_ns), span.end_ns, per_s, begin_s)
             )
     for (lane, colour, alpha), found in sorted(bars.items()):
         ax.broken_barh(found, (lane - 0.32, 0.64), facecolors=COLOURS[colour], alpha=alpha, linewidth=0)
@@ -79,10 +80,10 @@ def plot_timeline(trace: Trace, *, window_s: Window = None, ax: Axes | None = No
         ax.broken_barh(found, (lane - 0.45, 0.08), facecolors=SLOWED, linewidth=0)
     for boundary_s in _step_ends(trace):
         if begin_s < boundary_s < end_s:
-            ax.axvline(boundary_s * per_s, color=INK, linewidth=0.8, linestyle=":")
+            ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(streams)), streams)
     ax.set_ylim(len(streams) - 0.5, -0.5)
-    ax.set_xlim(begin_s * per_s, end_s * per_s)
+    ax.set_xlim(0, (end_s - begin_s) * per_s)
     ax.set_xlabel(f"time ({unit})")
     labels: dict[str, list[str]] = {}  # updates and the states that they need share a colour
     for name in [name for name in COLOURS if name in used]:
@@ -124,14 +125,15 @@ def plot_memory(
         times_s, held = _levels(trace, tier)
         size_unit, size = _size_unit(trace.peak_bytes[tier])
         bottom = [0.0] * len(times_s)
+        outline = min(1.0, 100 / max(len(times_s), 1))  # thousands of changes would paint everything black
         handles = []
         for kind, levels in held.items():
             top = [b + level / size for b, level in zip(bottom, levels, strict=True)]
             colour = COLOURS.get(kind, COLOURS["other"])
             hatch = "////" if kind not in COLOURS else None
-            x = [t * per_s for t in times_s]
+            x = [(t - begin_s) * per_s for t in times_s]
             ax.fill_between(x, bottom, top, step="post", facecolor=colour, edgecolor="white", hatch=hatch, linewidth=0)
-            ax.plot(x, top, drawstyle="steps-post", color=INK, linewidth=0.3)
+            ax.plot(x, top, drawstyle="steps-post", color=INK, linewidth=0.3, alpha=outline)
             handles.append(Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=kind))
             bottom = top
         capacity, peak = trace.capacity_bytes[tier] / size, trace.peak_bytes[tier] / size
@@ -140,7 +142,7 @@ def plot_memory(
             ax.set_ylim(0, capacity * 1.12)
             ax.annotate(
                 f"capacity {capacity:.3g} {size_unit}",
-                (begin_s * per_s, capacity),
+                (0, capacity),
                 xytext=(4, 3),
                 textcoords="offset points",
                 fontsize="small",
@@ -153,7 +155,7 @@ def plot_memory(
             loc="left",
         )
         ax.set_ylabel(size_unit)
-        ax.set_xlim(begin_s * per_s, end_s * per_s)
+        ax.set_xlim(0, (end_s - begin_s) * per_s)
         _finish(ax, handles[::-1])
     axes[-1].set_xlabel(f"time ({unit})")
     figure = axes[0].figure
@@ -263,8 +265,8 @@ def _paleness(span: Span) -> float:
     return 0.62 if digits and int(digits) % 2 else 1.0
 
 
-def _bar(start_ns: float, end_ns: float, per_s: float) -> tuple[float, float]:
-    return start_ns / 1e9 * per_s, (end_ns - start_ns) / 1e9 * per_s
+def _bar(start_ns: float, end_ns: float, per_s: float, begin_s: float) -> tuple[float, float]:
+    return (start_ns / 1e9 - begin_s) * per_s, (end_ns - start_ns) / 1e9 * per_s
 
 
 def _step_ends(trace: Trace) -> Iterable[float]:

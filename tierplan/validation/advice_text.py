@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from tierplan.validation.advise import Advice, Change
+from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Change
 from tierplan.validation.page import bars, cards, facts, paragraph, section, table, write_page
 from tierplan.validation.sweep import Row
-from tierplan.validation.text import format_bytes, format_count, format_frac, format_s
+from tierplan.validation.text import format_bytes, format_count, format_frac, format_s, in_short
 
 __all__ = ["advice_lines", "write_advice"]
 
@@ -19,17 +19,15 @@ def advice_lines(advice: Advice) -> list[str]:
     """The advice as lines for a terminal."""
     lines = [_title(advice), "", _answer(advice), ""]
     if not advice.fits:
-        lines += [f"  {policy}: {why}" for policy, why in advice.why_not.items()]
+        lines += [f"  {policy:<16} {in_short(why)}" for policy, why in advice.why_not.items()]
     for name, value in _figures(advice):
         lines.append(f"  {name:<26} {value}")
     if advice.fits:
         lines += ["", "By policy, each at its best batch", *_columns(_policy_rows(advice))]
     if advice.changes:
-        lines += [
-            "",
-            "What would help, most per price first",
-            *_columns([CHANGE_COLUMNS, *map(_cells, advice.changes)]),
-        ]
+        columns = _change_columns(advice)
+        rows = [CHANGE_COLUMNS, *map(_cells, advice.changes)]
+        lines += ["", _changes_title(advice), *_columns([row[:columns] for row in rows])]
     lines += ["", *(f"Assumed: {text}." for text in advice.assumptions)]
     return lines
 
@@ -44,7 +42,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
                 [
                     ("Step", format_s(best["step_s"]), f"{best['policy']}, batch {best['batch']}"),
                     ("Speed", f"{format_count(best['tokens_per_s'])} tokens/s", _flops(best)),
-                    ("Limited by", str(best["bound_by"]), _busy(best)),
+                    ("Limited by", str(best["bound_by"]), _busy(best, most=3)),
                     ("One billion tokens", _days(advice), f"{advice.usd_per_billion_tokens:,.0f} USD"),
                 ]
             ),
@@ -52,13 +50,32 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
             section("By policy, each at its best batch", _html_table(_policy_rows(advice))),
         ]
     else:
-        parts += [section("Why not", facts(advice.why_not.items())), section("Figures", facts(_figures(advice)))]
+        parts += [
+            section("Why not", facts((policy, in_short(why)) for policy, why in advice.why_not.items())),
+            section("Figures", facts(_figures(advice))),
+        ]
     if advice.changes:
-        gains = bars([(c.gain_frac or 0.0) for c in advice.changes])
-        rows = [(*_cells(c), bar) for c, bar in zip(advice.changes, _turned(gains), strict=True)]
-        parts.append(section("What would help, most per price first", table((*CHANGE_COLUMNS, ""), rows)))
+        gains = _turned(bars([(c.gain_frac or 0.0) for c in advice.changes]))
+        columns = _change_columns(advice)
+        has_gains = any(c.gain_frac is not None for c in advice.changes)
+        rows = [
+            (*_cells(c)[:columns], *((bar,) if has_gains else ())) for c, bar in zip(advice.changes, gains, strict=True)
+        ]
+        heads = (*CHANGE_COLUMNS[:columns], *(("",) if has_gains else ()))
+        parts.append(section(_changes_title(advice), table(heads, rows)))
     parts.append(section("Assumed", facts((str(i), text) for i, text in enumerate(advice.assumptions, 1))))
     write_page(path, _title(advice), parts)
+
+
+def _change_columns(advice: Advice) -> int:
+    """How many columns of a change say something: where none makes it fit, there is neither speed nor gain."""
+    return len(CHANGE_COLUMNS) if any(c.fits for c in advice.changes) else 3
+
+
+def _changes_title(advice: Advice) -> str:
+    if any(c.fits for c in advice.changes):
+        return "What would help, most per price first"
+    return "Changes that were tried"
 
 
 def _title(advice: Advice) -> str:
@@ -90,9 +107,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
             ("one billion tokens", f"{_days(advice)} and {advice.usd_per_billion_tokens:,.0f} USD"),
         ]
         if advice.written_bytes_per_step:
-            life = (
-                "not known" if advice.drive_life_years is None else f"{advice.drive_life_years:.2g} years of training"
-            )
+            years = advice.drive_life_years
+            life = "not known" if years is None else f"{format_s(years * SECONDS_PER_YEAR)} of training"
             found.append(("drives live", f"{life}; {format_bytes(advice.written_bytes_per_step)} written per step"))
     found.append(("largest model that fits", advice.largest_model or "none of the named ones"))
     return found
@@ -107,8 +123,8 @@ def _flops(row: Row) -> str:
     return f"{format_count(row['model_flops_per_s'])} model FLOP/s"
 
 
-def _busy(row: Row) -> str:
-    parts = sorted(_prefixed(row, "utilization."), key=lambda item: -item[1])
+def _busy(row: Row, most: int | None = None) -> str:
+    parts = sorted(_prefixed(row, "utilization."), key=lambda item: -item[1])[:most]
     return ", ".join(f"{name} {format_frac(part)}" for name, part in parts)
 
 

@@ -268,7 +268,7 @@ def _wishes(description: Description, prices: Prices) -> list[tuple[str, dict[st
         other = load_part("gpu", name)
         its_price = other.number("gpu.price")
         if its_price and (part is None or (name != part.value and not _is_lesser(other, description))):
-            found.append((f"a {name} as GPU", {"gpu.part": name}, its_price))
+            found.append((f"{name} as GPU", {"gpu.part": name}, its_price))
     return found
 
 

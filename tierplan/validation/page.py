@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -96,10 +97,15 @@ def paragraph(text: str, kind: str = "") -> str:
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
     """Key figures: (label, figure, remark)."""
     cells = (
-        f'<div class="card"><span>{escape(label)}</span><b>{escape(figure)}</b><span>{escape(remark)}</span></div>'
+        f'<div class="card"><span>{escape(label)}</span><b>{_breakable(figure)}</b><span>{escape(remark)}</span></div>'
         for label, figure, remark in items
     )
     return f'<div class="cards">{"".join(cells)}</div>'
+
+
+def _breakable(figure: str) -> str:
+    """The text, which may be broken behind a dot in a name (`gpu0.compute`) rather than within a word."""
+    return re.sub(r"(?<=[a-z0-9]\.)(?=[a-z])", "<wbr>", escape(figure))
 
 
 def facts(items: Iterable[tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from tierplan.planner.prediction import Prediction
@@ -21,13 +22,16 @@ COLOURS = {
 
 
 def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str]) -> None:
-    """Writes bars of step time (left) and of each stream's work per step (right); what does not fit is named."""
+    """Writes bars of step time (left) and of each stream's work per step (right), the most tokens per second first.
+
+    Of several devices' streams of a kind, the busiest is shown. What does not fit is named.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: -(p.step_s or 0.0))
+    fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: p.tokens_per_s or 0.0)
     missing = [p.policy for p in predictions if p.step_s is None]
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 1.6 + 0.45 * max(len(fitting), 1)), sharey=True, layout="constrained"
@@ -40,15 +44,25 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
     left.set_yticks(rows, [p.policy for p in fitting])
     left.set_xlim(0, 1.45 * max(steps, default=1.0))
     left.set_xlabel("step time (s)")
-    height = 0.8 / len(COLOURS)
-    for k, (stream, colour) in enumerate(COLOURS.items()):
-        busy = [p.utilization.get(stream, 0.0) * (p.step_s or 0.0) for p in fitting]
+    streams = [name for name in COLOURS if any(_busiest(p, name) for p in fitting)]
+    height = 0.8 / max(len(streams), 1)
+    for k, stream in enumerate(streams):
+        busy = [_busiest(p, stream) * (p.step_s or 0.0) for p in fitting]
         offsets = [row + 0.4 - (k + 0.5) * height for row in rows]
-        right.barh(offsets, busy, height=height, color=colour, label=stream, edgecolor="black", linewidth=0.3)
+        right.barh(offsets, busy, height=height, color=COLOURS[stream], label=stream, edgecolor="black", linewidth=0.3)
     right.set_xlabel("work of each stream in one step (s, alone)")
     if fitting:
         figure.legend(fontsize=8, loc="outside lower center", ncols=len(COLOURS))
     title = f"{predictions[0].model} on {predictions[0].machine}"
-    figure.suptitle(title + (f" - does not fit: {', '.join(missing)}" if missing else ""), fontsize=10)
+    figure.suptitle(title + (f"\ndoes not run: {', '.join(missing)}" if missing else ""), fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _busiest(prediction: Prediction, stream: str) -> float:
+    """The part of the step that the stream of this kind works, on the device where that is most."""
+    kind = stream.removeprefix("gpu0")
+    if kind == stream:
+        return prediction.utilization.get(stream, 0.0)
+    of_devices = re.compile(rf"gpu\d+{re.escape(kind)}")
+    return max((part for name, part in prediction.utilization.items() if of_devices.fullmatch(name)), default=0.0)

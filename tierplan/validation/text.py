@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from math import floor, isfinite, log10
 
-__all__ = ["format_bytes", "format_count", "format_error", "format_frac", "format_rate", "format_s"]
+__all__ = ["format_bytes", "format_count", "format_error", "format_frac", "format_rate", "format_s", "in_short"]
 
 
 def format_s(seconds: float, *, signed: bool = False) -> str:
@@ -60,6 +62,16 @@ def format_error(frac: float | None) -> str:
     if frac is None:
         return "–"
     return "0 %" if frac == 0 else f"{frac * 100:+.1f} %"
+
+
+def in_short(reason: str, size: Callable[[float], str] = format_bytes) -> str:
+    """Why something does not fit, for a table: sizes to three digits, and without the list of what holds the memory."""
+    text = re.sub(r"; held by [^.]*(?=\.)", "", reason).replace(
+        "op '(before the step)' wants", "before the step it wants"
+    )
+    return re.sub(
+        r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?", lambda match: size(float(re.sub(r"[^\d]", "", match[0]))), text
+    )
 
 
 def _digits(number: float) -> str:
