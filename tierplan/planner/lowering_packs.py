@@ -174,9 +174,8 @@ class PackLowering:
                 key = f"fetch_params/{unit}/{task.phase}/{name}"
                 params.append(self.made.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
 
-        params_first = left is None or (self.packs.form == "pipeline" and (task.phase == "fwd" or task.is_last))
-        if self.packs.devices == 1:
-            params_first = left is None
+        between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
+        params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
         if params_first:
             fetch_params()
         grads: str | None = None
