@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.instances import MB, chain, small_machine
+from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.bounds import lower_bound
 from tierplan.planner.capacities import ENDURANCE
 from tierplan.planner.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.fluid import problem
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp import build, fractions
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.program import solve
 from tierplan.planner.solve import InfeasiblePlan, plan
 from tierplan.sim.workload import Workload
@@ -43,6 +46,16 @@ def test_the_allowed_rate_is_what_all_drives_take_over_the_lifetime():
     assert allowed_bytes_per_s(machine, 2.0) == pytest.approx(5e6)
     assert allowed_bytes_per_s(machine, 4.0) == pytest.approx(2.5e6)
     assert lifetime_s(machine, written=10_000_000, step_s=2.0) == pytest.approx(2 * SECONDS_PER_YEAR)
+
+
+def test_what_a_step_writes_is_states_and_parameters_that_live_on_the_drive():
+    """bf16 with a master copy: 12 and 2 bytes per parameter; what is read does not count."""
+    workload = toy_workload(3, tied=False)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme")
+    schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
+    assert written_bytes(schedule) == 14 * workload.num_parameters
+    in_memory = lower(uniform_plan(workload, UnitPlan()), workload, toy_machine())
+    assert written_bytes(in_memory) == 0
 
 
 def test_without_drives_nothing_wears():

@@ -8,6 +8,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload
+from tierplan.hwmodels.machine import Rate
 from tierplan.planner.fluid import GB, MODES, problem, runs_of
 
 MACHINE = small_machine(link_mb_per_s=100, read_mb_per_s=50, write_mb_per_s=40, adam_m_per_s=20)
@@ -22,6 +23,24 @@ def test_the_chain_from_gradients_to_usable_parameters() -> None:
     through_s = 4 * t.param_bytes / 40 + 4 * t.param_bytes / 50
     assert found["host"] == pytest.approx([down_s + update_s + up_s, 0.0])
     assert found["nvme"] == pytest.approx([down_s + update_s + through_s + up_s, 0.0])
+
+
+def test_the_chain_updates_in_as_many_parts_as_are_quickest() -> None:
+    """With a latency per update that is one part; with cores that are slow at large updates, sixteen."""
+    workload = chain(forward_s=[1.0], parameters=[16 * MB], saved_mb=[[1]])
+    copies_s = 16 * (workload.training.grad_bytes + workload.training.param_bytes) / 100
+
+    def update_s(**cores: object) -> float:
+        streams = tuple(replace(s, **cores) if s.name == "host.adam" else s for s in MACHINE.streams)  # type: ignore[arg-type]
+        p = problem(workload, replace(MACHINE, streams=streams), semantics="in-backward")
+        return p.rates.chain_s["host"][0] - copies_s
+
+    assert update_s(latency_s=0.01) == pytest.approx(16 / 20 + 0.01)
+    by_size = {
+        "parameters": Rate(((1.0 * MB, 20.0 * MB), (16.0 * MB, 10.0 * MB))),
+        "elementwise_bytes": Rate.constant(1e9),
+    }
+    assert update_s(rates=by_size) == pytest.approx(16 / 20)
 
 
 def test_rates_are_the_best_that_any_transfer_reaches_with_its_latency() -> None:
