@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.largest import largest_model
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.models import load_workload
@@ -65,3 +66,8 @@ def test_more_device_memory_never_fits_a_smaller_model(policy: str, machine: str
     sizes = [0 if fits is None else fits.num_parameters for fits in found]
     assert sizes == sorted(sizes)
     assert sizes[-1] > sizes[0]
+
+
+def test_a_card_without_half_precision_says_what_to_do() -> None:
+    with pytest.raises(MachineError, match="no rate for 'matmul_fp16_flops'.*train in a dtype that it has"):
+        ask("zero-infinity", "gpt-6.7b", "harmony-4x1080ti", 1)
