@@ -152,8 +152,8 @@ class Machine:
             else:
                 raise MachineError(
                     f"stream {stream_name!r} of machine {self.name!r} has no rate for {kind!r}; "
-                    f"it has {', '.join(sorted(stream.rates)) or 'none'}; describe that rate of the machine, or train in a "
-                    "dtype that it has"
+                    f"it has {', '.join(sorted(stream.rates)) or 'none'}; describe that rate of the machine, or "
+                    "train in a dtype that it has"
                 )
             for limit, weights in stream.takes.items():
                 if weight := weights.get(kind, 0.0):
