@@ -4,7 +4,7 @@
 
     fio         the store's reads and writes, in ops of the size of a block's states, against fio on the same file with
                 requests of the same size and as many in flight; the medians of the ratios of turns
-    busiest     three plans that the drive limits, as `benchmarks.nvme_bound` makes them for this machine: step time in
+    busiest     plans that the drive limits, as `benchmarks.nvme_bound` makes them for this machine: step time in
                 steady state over the busy time of the busiest stream, and over the time in which the drive was busy
     overlap     updates inside backward against the same plan with updates behind backward, steps one by one, in turn;
                 the median of the ratios of pairs
@@ -183,7 +183,8 @@ def overlap(nvme_dir: Path) -> dict[str, object]:
         folder = nvme_dir / name
         trainers[name] = Trainer(schedule, model, nvme_dir=folder, weights=random_weights(model, seed=0))
         trainers[name].run(batches(), 2)
-    ratios, seconds = [], {name: [] for name in trainers}
+    ratios: list[float] = []
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(15):
         for name in sorted(trainers, reverse=bool(turn % 2)):
             begin_s = time.perf_counter()
@@ -261,6 +262,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "torch": torch.__version__,
         "num_threads": args.threads,
+        "load_average_before": os.getloadavg(),
     }
     args.nvme_dir.mkdir(parents=True, exist_ok=True)
     if "fio" in args.only:
@@ -288,8 +290,9 @@ def main() -> None:
                 command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
             subprocess.run(command, check=True)
             record["larger"] = json.loads(Path(file.name).read_text())
+    record["load_average_after"] = os.getloadavg()
     if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

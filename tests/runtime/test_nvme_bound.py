@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from benchmarks import nvme_bound
+from benchmarks import nvme_bound, runtime_page
 from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
 from benchmarks.runtime import machine
 from tierplan.sim.explain import stream_times
 from tierplan.sim.trace import Span, Trace
 
 S = 10**9
+ROOT = Path(__file__).parents[2]
 
 
 def span(key: str, stream: str, start_s: float, end_s: float) -> Span:
@@ -54,6 +59,15 @@ def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
     assert step_ends_ns(trace) == [5 * S, 5 * S, 9 * S]
 
 
+def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
+    page = (ROOT / "docs" / "runtime.md").read_text(encoding="utf-8")
+    part = page.partition(f"<!-- {runtime_page.PART}")[2].partition(f"<!-- end of {runtime_page.PART}")[0]
+    names = re.findall(r"`(benchmarks/results/[\w.-]+\.json)`", part)
+    assert len(names) == 2
+    records = [json.loads((ROOT / name).read_text(encoding="utf-8")) for name in names]
+    assert part.partition("\n")[2].rstrip() == "\n".join(runtime_page.lines(*records, names=names))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
 def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configuration) -> None:
@@ -68,8 +82,13 @@ def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configur
     assert nvme_bound.drive_margin(stream_times(steady.trace, steady.window_s)) >= nvme_bound.MARGIN
     assert predicted.busiest in nvme_bound.DRIVE
     assert predicted.over_busiest[0] <= 1.10
-    written = {
-        op.key.removeprefix("write_").partition("/")[0] for op in chosen.schedule.ops if op.stream == "nvme.write"
+    writes = [op.key for op in chosen.schedule.ops if op.stream == "nvme.write"]
+    written = {key.removeprefix("write_").partition("/")[0] for key in writes}
+    short = {
+        "params": "parameters",
+        "grads": "gradients",
+        "states": "states",
+        "acts": "activations",
+        "x": "activations",
     }
-    short = {"params": "parameters", "grads": "gradients", "states": "states"}
     assert {short[kind] for kind in written} == set(configuration.name.replace(" and ", ", ").split(", "))
