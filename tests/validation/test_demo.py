@@ -42,16 +42,18 @@ def test_the_text_is_the_same_bytes_each_time() -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
-    assert main(["demo", "--out", str(tmp_path / "file" / "out")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--out", str(tmp_path / "file" / "out")])
     error = capsys.readouterr().err
-    assert "cannot write to" in error
+    assert "cannot write" in error
     assert "--out" in error
     assert "Traceback" not in error
 
 
 def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--out", str(tmp_path), "--steps", "1"]) == 1
-    assert "needs 4 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--out", str(tmp_path), "--steps", "1"])
+    assert "give a whole number of 4 or more" in capsys.readouterr().err
 
 
 @pytest.mark.slow
