@@ -153,12 +153,13 @@ def test_dask_cluster_gives_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_with_ctrl_c_it_continues(tmp_path: Path) -> None:
-    """SIGINT in the middle of a run with processes: it ends soon, and the second run does only what is missing."""
+@pytest.mark.parametrize(("killed_by", "status"), [("int", 130), ("int int", 130), ("kill", -signal.SIGKILL)])
+def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path: Path) -> None:
+    """In the middle of a run with processes: all of them end soon, and the second run does only what is missing."""
     script = tmp_path / "slow.py"
     script.write_text(
         textwrap.dedent("""
-        import sys, time
+        import os, sys, time
         from pathlib import Path
         from tierplan.validation.study import Point
         from tierplan.validation.sweep import sweep
@@ -166,7 +167,7 @@ def test_interrupted_with_ctrl_c_it_continues(tmp_path: Path) -> None:
         def slow(point):
             time.sleep(0.05)
             with open(sys.argv[2], "a") as log:
-                log.write(f"{point.batch}\\n")
+                log.write(f"{os.getpid()}\\n")
             return {"step_s": float(point.batch)}
 
         if __name__ == "__main__":
@@ -184,8 +185,15 @@ def test_interrupted_with_ctrl_c_it_continues(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (not results.exists() or len(results.read_bytes().splitlines()) < 10):
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    if killed_by == "kill":
+        process.kill()
+    for _ in range(killed_by.count("int")):
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) in (status, -signal.SIGINT if killed_by == "int int" else status)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in set(log.read_text().split())):
+        assert time.monotonic() < deadline, "a process goes on without the one that began it"
+        time.sleep(0.05)
     kept = len(results.read_bytes().splitlines())
     assert 10 <= kept < 100
     evaluated_before = len(log.read_text().splitlines())

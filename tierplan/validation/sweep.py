@@ -12,9 +12,11 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +99,9 @@ def _results(
         executor = ProcessPoolExecutor(
             min(num_workers, len(points)),
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_ignore_interrupt,
+            initializer=_begin_worker,
         )
-        stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+        stack.push(partial(_end_pool, executor))
     limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)
     waiting = iter(points.items())
     in_flight: dict[Future[Row], str] = {}
@@ -125,10 +127,29 @@ def _row(evaluate: Callable[[Point], Mapping[str, object]], point: Point) -> Row
     return row
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C reaches all processes; the parent alone decides what it means."""
+def _end_pool(pool: ProcessPoolExecutor, kind: type[BaseException] | None, *_: object) -> None:
+    """Ends the processes: after the work, or at once where something went wrong, since what they do would be lost.
+
+    Waiting for them then would let a second Ctrl-C, or one that met a process before it began, hang the first.
+    """
+    if kind is not None:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+    pool.shutdown(wait=kind is None, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Ctrl-C reaches all processes; the parent alone decides what it means. Without a parent there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class _Kept:
