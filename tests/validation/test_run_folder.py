@@ -85,6 +85,25 @@ def test_a_plain_schedule_has_no_interval(folder: Path) -> None:
     assert len(schedule.ops) > 10
 
 
+def test_a_schedule_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierplan.cli import main
+    from tierplan.hwmodels import load_machine
+    from tierplan.planner.export import PlanFileError
+
+    monkeypatch.chdir(tmp_path)
+    named = ["--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090"]
+    assert main(["simulate", *named, "-o", "s.json"]) == 0
+    assert read_schedule("s.json", load_machine("desktop-4090"))[1] is None
+    assert read_schedule("s.json", None)[1] is None
+    with pytest.raises(PlanFileError, match="was made for another machine"):
+        read_schedule("s.json", load_machine("desktop-4090", ["nvme.drives=2"]))
+
+
+def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="the trace has 6 steps; give 5 or less"):
+        command.run(arguments(str(folder / "plan.json"), str(folder / "run"), "--warmup", "6"))
+
+
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
     from tierplan.planner.export import PlanFileError, save_plan
     from tierplan.planner.solve import plan

@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
                         help="change the machine, as when planning")  # fmt: skip
     parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
-    parser.add_argument(
-        "--warmup", type=whole(0), default=2, metavar="N", help="steps at the beginning to leave out (default 2)"
-    )
+    parser.add_argument("--warmup", type=whole(0), metavar="N", help="steps at the beginning to leave out (default 2)")
     parser.add_argument("--perfetto", type=new_file(), metavar="FILE", help="also write both timelines for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
 
@@ -56,8 +54,13 @@ def run(args: argparse.Namespace) -> int:
         found.trace,
         predicted_step_s=steady.period_s,
         interval_s=interval_s,
-        warmup_steps=args.warmup,
+        warmup_steps=2 if args.warmup is None else args.warmup,
     )
+    if args.warmup is not None and comparison.warmup_steps < args.warmup:
+        num_steps = len(comparison.measured_steps_s)
+        raise ValueError(
+            f"--warmup is {args.warmup}, but the trace has {num_steps} steps; give {num_steps - 1} or less"
+        )
     about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": machine.name}
     for key in ("model", "policy", "semantics"):
         if value := schedule.meta.get(key):

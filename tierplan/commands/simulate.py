@@ -68,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
+        from tierplan.planner.export import digest
         from tierplan.sim.schedule_file import save_schedule
 
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
+        meta["machine_sha256"] = digest(found.machine)
         save_schedule(replace(prediction.schedule, meta=meta), args.output)
     if args.json:
         print(json.dumps({**prediction.record(), "nameplate": list(found.machine.nameplate)}, indent=2))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.export import KEY, load_plan
+from tierplan.planner.export import KEY, PlanFileError, digest, load_plan
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import Trace
@@ -50,10 +50,15 @@ def load_run(folder: str | os.PathLike[str]) -> RunFolder:
 def read_schedule(path: str | os.PathLike[str], machine: Machine | None) -> tuple[Schedule, tuple[float, float] | None]:
     """The schedule of a plan or schedule file, and the predicted 90 % interval of its step if the plan has one.
 
-    Where `machine` is given, a plan for another one raises `PlanFileError`.
+    Where `machine` is given, a file for another one raises `PlanFileError`, if the file says which it was made for.
     """
     schedule = load_schedule(path)
     if KEY not in schedule.meta:
+        made_for = schedule.meta.get("machine_sha256")
+        if machine is not None and made_for is not None and made_for != digest(machine):
+            raise PlanFileError(
+                f"{path} was made for another machine than {machine.name!r}, or with other settings; give that one"
+            )
         return schedule, None
     plan = load_plan(path, machine=machine)
     interval = plan.prediction.get("interval_s")
