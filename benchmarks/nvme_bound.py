@@ -8,6 +8,7 @@ The machine is measured first (half a minute). Then each configuration is planne
     parameters and states               a Llama; gradients wait in host memory
     parameters, gradients and states    an OPT whose gradients are clipped: they wait on the drive for the norm
     parameters, activations and states  a GPT-2 whose saved tensors leave too, each by itself
+    what the planner puts there         the same Llama in the same memory, as `tierplan.planner.solve.plan` decides
 
 How they were chosen. A plan is NVMe-bound here when the drive alone, with nothing beside it, is predicted to need at
 least `MARGIN` times as long as any other stream alone; each line says by how much. With only states on it, a quick
@@ -16,8 +17,8 @@ to 34 bytes per step, whatever the batch, while compute grows with the tokens: s
 tokens (with 64, two cores that work on matrix products and updates at the same time were the limit as often as the
 drive). Everything of a kind lies on the drive, as in ZeRO-Infinity: that is what the planner comes to for a model much
 larger than memory. Models are shallow so that a run takes a minute, and their memory is too small for what lies on the
-drive; in what memory is left the planner would hold a few blocks' states, which shifts work from the drive to the cores
-until neither limits by a margin.
+drive. In what memory is left the planner holds some blocks' states, which makes its plans quicker; the last one shows
+whether they are limited by the drive too.
 
 What is left is chosen as the planner does, by simulation over its own settings (`candidates`): which updates are late,
 how far ahead to read, into how many parts states are cut, in which order updates come behind the clipping norm. The
@@ -49,6 +50,7 @@ from tierplan.planner.knobs import SETTINGS
 from tierplan.planner.moves import with_parts, with_windows
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.search import Budget, Candidate, Evaluator, late_updates
+from tierplan.planner.solve import plan as solve
 from tierplan.runtime.measure import measure
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
@@ -69,6 +71,7 @@ STRETCHES = (float("inf"), 2.5, 1.5, 1.0, 0.7)
 PARTS = (1, 4)
 WINDOWS = (*SETTINGS["windows"], (3, 4, 4), (3, 4, 6))
 """In units, for parameters, activations and states: the planner's, and two that read states further ahead."""
+PLANNER_S = 15.0
 WARMUP_STEPS, STEPS = 4, 20
 
 
@@ -78,7 +81,8 @@ class Configuration:
 
     name: str
     config: Mapping[str, object]
-    places: UnitPlan
+    places: UnitPlan | None
+    """None: as the planner decides."""
     device_bytes: int
     host_bytes: int
     max_grad_norm: float | None = None
@@ -142,6 +146,13 @@ CONFIGURATIONS = (
         device_bytes=GIB // 4,
         host_bytes=GIB // 2,
     ),
+    Configuration(
+        name="what the planner puts there",
+        config=LLAMA,
+        places=None,
+        device_bytes=GIB // 4,
+        host_bytes=GIB // 2,
+    ),
 )
 
 
@@ -150,6 +161,7 @@ CONFIGURATIONS = (
 
 def candidates(configuration: Configuration, workload: Workload, machine: Machine) -> Iterator[Plan]:
     """Plans with everything where the configuration says, over the planner's settings of what is left to choose."""
+    assert configuration.places is not None
     clips = configuration.max_grad_norm is not None
     base = Plan(
         policy="benchmark",
@@ -167,7 +179,10 @@ def candidates(configuration: Configuration, workload: Workload, machine: Machin
 
 
 def quickest(configuration: Configuration, workload: Workload, machine: Machine) -> Candidate:
-    """The candidate whose step takes least time in steady state, by simulation."""
+    """The candidate whose step takes least time in steady state, by simulation; the planner's plan where it decides."""
+    if configuration.places is None:
+        found = solve(workload, machine, time_limit_s=PLANNER_S)
+        return Candidate(found.plan, found.step_s, schedule=found.schedule, steady=found.steady)
     evaluate = Evaluator(workload, machine, Budget(float("inf")))
     tried = [evaluate(plan) for plan in candidates(configuration, workload, machine)]
     fitting = [c for c in tried if c.step_s is not None]
