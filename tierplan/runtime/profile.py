@@ -176,17 +176,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
             meta={
                 "semantics": "in-backward",
                 "training": asdict(training),
-                "units": [
-                    {
-                        "name": u.name,
-                        "kind": u.kind,
-                        "num_parameters": u.num_parameters,
-                        "shares": u.shares,
-                        "slot_bytes": [t.size_bytes for t in u.saved],
-                        "slot_actions": ["recompute" if is_dropped(u, t) else "keep" for t in u.saved],
-                    }
-                    for u in units
-                ],
+                "units": [u.record(["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units],
             },
         )
     )
