@@ -18,7 +18,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.steady import steady_state
-from tierplan.validation.demo import byte_tokens, demo_budgets, run_demo, summary
+from tierplan.validation.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
 
 
 def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:
@@ -29,6 +29,11 @@ def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_mem
         plan = Plan(policy="without NVMe", units=(choice,) * len(workload.units))
         with pytest.raises(OutOfMemory):
             steady_state(lower(plan, workload, machine), machine)
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert load_notes(0.2, 2) == []
+    assert "load 5.6 on 2 cores" in load_notes(5.6, 2)[0]
 
 
 def test_the_text_is_the_same_bytes_each_time() -> None:

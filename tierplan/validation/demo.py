@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sysconfig
 import tempfile
 import time
@@ -171,6 +172,7 @@ def run_demo(
 
     if steps < 4:
         raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
+    load = os.getloadavg()[0]
     seconds: dict[str, float] = {}
     nvme = nvme_dir or out / "nvme"
     _check_folder(out)
@@ -233,7 +235,7 @@ def run_demo(
         weights_equal=same_weights(model, plain.model),
         in_memory_device_bytes=in_memory_bytes,
         in_memory_measured_bytes=plain.peak_bytes,
-        notes=run.notes,
+        notes=(*load_notes(load, os.cpu_count() or 1), *run.notes),
         seconds=seconds,
     )
     _write(out, result, run.trace)
@@ -294,6 +296,13 @@ def _about(result: DemoResult) -> dict[str, str]:
         "Plan": f"{result.planned.plan.policy}, gap to the lower bound {format_frac(result.planned.gap)}",
         "Date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
+
+
+def load_notes(load: float, cores: int) -> list[str]:
+    """That other programs were at work when the demo began, by the load average of the minute before, if they were."""
+    if load < 0.5:
+        return []
+    return [f"other programs ran when this began (load {load:.1f} on {cores} cores): times vary with what they do"]
 
 
 def summary(result: DemoResult, out: Path) -> str:
