@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import config_of
-from tierplan.sim.models import SUPPORTED, load_workload, named_models, workload_of
+from tierplan.sim.models import SUPPORTED, load_workload, named_models, read_config, workload_of
 from tierplan.sim.workload import Training, Unit, WorkloadError
 
 BASE = Training(sequence_length=32)
@@ -157,3 +157,12 @@ def test_errors(tmp_path: Path, model: str, content: str | None, training: Train
         path.write_text(content)
     with pytest.raises(WorkloadError, match=message):
         load_workload(path if content is not None else model, training)
+
+
+def test_a_model_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    for path in (tmp_path / "small" / "config.json", tmp_path / "tiny.json"):
+        path.write_text('{"model_type": "gpt2"}')
+    assert read_config(tmp_path / "small", Training())[0] == "small"
+    assert read_config(tmp_path / "small" / "config.json", Training())[0] == "small"
+    assert read_config(tmp_path / "tiny.json", Training())[0] == "tiny"

@@ -75,7 +75,8 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
-    return file.resolve().parent.name or file.stem, config
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    return name or file.stem, config
 
 
 def load_workload(model: str | Path, training: Training) -> Workload:
