@@ -135,6 +135,15 @@ def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
     assert os.getpid() not in {row.get("pid") for row in by_processes}
 
 
+def test_a_family_without_closed_forms_is_traced(tmp_path: Path) -> None:
+    config = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "vocab_size": 256, "dropout_rate": 0.0, "decoder_start_token_id": 0}))
+    (row,) = sweep([Point(model=str(path), machine="laptop", policy="in-memory", seq=32)], num_workers=1)
+    assert row.get("error") is None
+    assert row["fits"]
+
+
 @pytest.mark.slow
 def test_dask_cluster_gives_the_same() -> None:
     """A real scheduler and two worker processes on this machine."""

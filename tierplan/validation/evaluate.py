@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import Prediction, predict, predicted
-from tierplan.sim.models import load_workload
+from tierplan.sim.models import SUPPORTED, load_workload, read_config
 from tierplan.sim.workload import Training, Workload
 from tierplan.validation.study import Point
 
@@ -74,7 +75,13 @@ def _machine(name: str, overrides: tuple[str, ...]) -> Machine:
 
 @lru_cache(maxsize=64)
 def _workload(model: str, training: Training) -> Workload:
-    return load_workload(model, training)
+    """By closed forms; a family that has none is run on fake tensors, where torch is there to do so."""
+    has_forms = read_config(model, training)[1]["model_type"] in SUPPORTED
+    if has_forms or not (find_spec("torch") and find_spec("transformers")):
+        return load_workload(model, training)
+    from tierplan.runtime.tracing import trace_workload
+
+    return trace_workload(model, training)
 
 
 def training_for(point: Point, machine: Machine) -> Training:
