@@ -12,6 +12,7 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.bounds import lower_bound, shortages
 from tierplan.planner.fluid import problem
+from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.search import Budget, Evaluator
 
 
@@ -35,6 +36,20 @@ def test_no_plan_that_runs_beats_the_bound(accumulation, semantics):
                     assert bound.feasible
                     assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
     assert num_ran > 60
+
+
+def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
+    """With clipping they wait for the norm: a plan that parks them runs in less memory than they take together."""
+    workload = chain(forward_s=[0.01] * 8, parameters=[10 * MB] * 8, saved_mb=[[1]] * 8, border_mb=0.1)
+    machine = small_machine(device_mb=70, host_mb=90)
+    assert 8 * 10 * MB * workload.training.grad_bytes > 90 * MB
+    choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_parts=16)
+    parking = Plan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
+    step_s = Evaluator(workload, machine, Budget(1e9))(parking).step_s
+    assert step_s is not None
+    p = problem(workload, machine, semantics="exact-clip")
+    assert not shortages(p)
+    assert lower_bound(p).step_s <= step_s
 
 
 def test_with_room_for_everything_the_bound_is_compute():

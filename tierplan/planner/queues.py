@@ -179,6 +179,10 @@ def update_queues(cols: Columns) -> Updates:
     single = len(p.blocks) == 1
     grad_gb = float(p.workload.training.grad_bytes)  # per 1e9 parameters
     state_gb = float(p.workload.training.state_bytes)
+    parked = _parked(cols)
+    for name in ("gW", "gR") if parked else ():
+        for flows in cols.flows:
+            flows[name] = lp.column(cost=TRANSFER_COST)
     link = _BlockLink(cols, 5)
     for b in range(len(p.blocks)):
         leaving, due, waiting, read, written = link.start(b)
@@ -194,8 +198,9 @@ def update_queues(cols: Columns) -> Updates:
                 lp.row([*leaving, *minus(made_last)], low=0.0, family="gradients leaving")
             due = [(1.0, cols.queue(due, released, updated, "updates due"))]
             if single:
-                used_up = [(grad_gb * a, c) for a, c in updated]
-                waiting = [(1.0, cols.queue(waiting, cols.flow(s, "dG"), used_up, "gradients on the host"))]
+                came = [*cols.flow(s, "dG"), *cols.flow(s, "gR")]
+                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "gW")]
+                waiting = [(1.0, cols.queue(waiting, came, went, "gradients on the host"))]
                 found.waiting[s] = waiting
             if p.has_nvme:
                 used = cols.flow(s, "aN", state_gb)
@@ -204,8 +209,15 @@ def update_queues(cols: Columns) -> Updates:
                 found.staged[s] = [*read, *written]
         link.end(b, [leaving, due, waiting, read, written])
     link.close()
-    _once_per_step(cols)
+    _once_per_step(cols, parked)
     return found
+
+
+def _parked(cols: Columns) -> Terms:
+    """GB of gradients that wait for the norm on NVMe: written there and read once more."""
+    if cols.p.semantics != "exact-clip" or not cols.p.has_nvme:
+        return []
+    return cols.over_units(lambda u: cols.placed(u, "grads", "nvme", cols.units[u].grads_gb))
 
 
 def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms]:
@@ -219,7 +231,7 @@ def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms
     return made, released
 
 
-def _once_per_step(cols: Columns) -> None:
+def _once_per_step(cols: Columns, parked: Terms) -> None:
     """What moves once per step, whenever: updates by kind, new parameters going home, old ones coming."""
     p, lp = cols.p, cols.lp
     on_drive: Terms = []
@@ -247,14 +259,8 @@ def _once_per_step(cols: Columns) -> None:
     if batches > 1:
         times = float(batches - 1)
         totals.append(("acc", [(times * a, c) for a, c in accumulated], "gradients added on the host"))
-    if p.semantics == "exact-clip" and p.has_nvme:
-        # gradients that wait on NVMe are written and read once more
-        parked = [t for u, unit in enumerate(cols.units) for t in cols.placed(u, "grads", "nvme", unit.grads_gb)]
-        if parked:
-            for name in ("gW", "gR"):
-                for flows in cols.flows:
-                    flows[name] = lp.column(cost=TRANSFER_COST)
-                totals.append((name, parked, "gradients on NVMe"))
+    if parked:
+        totals += [(name, parked, "gradients on NVMe") for name in ("gW", "gR")]
     for name, amount, family in totals:
         lp.row([*cols.over_step(name), *minus(amount)], low=0.0, high=0.0, family=family)
 
