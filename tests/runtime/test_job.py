@@ -31,6 +31,8 @@ from tierplan.runtime.tracing import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 START = "import sys; from tierplan.cli import main; sys.exit(main())"
 LINES = "the quick brown fox jumps over the lazy dog\n"
 
@@ -99,7 +101,8 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
     model = GPT2LMHeadModel.from_pretrained(files / "start" / "model").train()
     frozen = tuple(name for name, _ in model.named_parameters() if ".wte." in name or ".h.0." in name)
     settings = OptimizerSettings(lr=0.01, weight_decay=0.3, groups=(without_decay(model),), frozen=frozen)
-    tokens = np.load(files / "out" / "tokens.npy")
+    (kept,) = (files / "out").glob("tokens-*.npy")
+    tokens = np.load(kept)
     batches = TokenBatches(tokens, CPU.per_device_train_batch_size, CPU.sequence_length)
     losses = train_plainly(model, batches, steps=4, optimizer=settings)
     assert [row["loss"] for row in metrics(files, "out")] == losses
@@ -114,6 +117,22 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
     assert main(arguments(files, 5, "out", *options[:2], *options[3:], "--resume")) == 1
     assert "the run was made with optimizer.groups = [" in capsys.readouterr().err.splitlines()[-1]
     assert main(arguments(files, 5, "out", *options, "--resume")) == 0
+
+
+def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(files, 2, "out")) == 0
+    for option, value in (("--lr-schedule", "cosine"), ("--data", "other.txt")):
+        (files / "other.txt").write_text("Something else. " * 200)
+        given = arguments(files, 4, "out", "--resume")
+        if option in given:
+            given[given.index(option) + 1] = str(files / value)
+        else:
+            given += [option, value]
+        capsys.readouterr()
+        assert main(given) == 1
+        wanted = option.removeprefix("--").replace("-", "_")
+        assert f"the run was made with {wanted} = " in capsys.readouterr().err.splitlines()[-1]
+    assert main(arguments(files, 4, "out", "--resume")) == 0
 
 
 def test_faster_drives_get_more(files: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tierplan.runtime.learning_rates import learning_rate
-from tierplan.runtime.text import DataError, TokenBatches, read_tokens
+from tierplan.runtime.text import DataError, TokenBatches, fingerprint, read_tokens
 
 
 def test_every_window_comes_once_per_epoch() -> None:
@@ -33,10 +33,24 @@ def test_text_becomes_bytes(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "c.py").write_text("x")
     (tmp_path / "a.bin2").write_bytes(b"\xff\xfe\x00")
-    cache = tmp_path / "out" / "tokens.npy"
-    tokens = read_tokens(tmp_path, vocab_size=256, cache=cache)
+    out = tmp_path / "out"
+    tokens = read_tokens(tmp_path, vocab_size=256, cache_dir=out)
     assert tokens.tolist() == [*"hé".encode(), 0, ord("x"), 0]
-    assert read_tokens(tmp_path, vocab_size=256, cache=cache).tolist() == tokens.tolist()
+    (out / "log.txt").write_text("of the run, not of the data")
+    again = read_tokens(tmp_path, vocab_size=256, cache_dir=out)
+    assert isinstance(again, np.memmap)
+    assert again.tolist() == tokens.tolist()
+    assert fingerprint(again) == fingerprint(tokens) == fingerprint(tokens.astype(np.uint16))
+
+
+def test_what_was_kept_of_other_text_is_not_taken(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    before = read_tokens(text, vocab_size=256, cache_dir=tmp_path / "out")
+    text.write_text("other")
+    after = read_tokens(text, vocab_size=256, cache_dir=tmp_path / "out")
+    assert bytes(after.astype(np.uint8)[:-1]) == b"other"
+    assert fingerprint(after) != fingerprint(before)
 
 
 def test_arrays_are_mapped(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,9 @@ from typing import Any
 import torch
 
 from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.commits import CommitLog
 from tierplan.runtime.groups import matching, without_decay
 from tierplan.runtime.learning_rates import learning_rate
-from tierplan.runtime.text import TokenBatches, read_tokens
+from tierplan.runtime.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.runtime.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.sim.schedule import Schedule
@@ -29,6 +29,8 @@ from tierplan.sim.workload import Training
 
 __all__ = ["Done", "Job", "JobError", "run_job"]
 
+LOG_INTERVAL_S = 30.0
+"""Between two states of the bar where nobody looks at it as it moves."""
 TRACED_STEPS = 20
 """The trace file covers the first so many steps of a run."""
 
@@ -106,15 +108,12 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     loaded = has_weights(folder) and job.model.is_dir()
     weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
     job.out_dir.mkdir(parents=True, exist_ok=True)
-    cache = job.out_dir / "tokens.npy"
-    if CommitLog(job.out_dir).last() is None:
-        cache.unlink(missing_ok=True)  # of an attempt that committed nothing, perhaps with other data
     config: Any = model.config
     tokens = read_tokens(
         job.data,
         vocab_size=config.get_text_config().vocab_size,
         tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
-        cache=cache,
+        cache_dir=job.out_dir,
     )
     batches = TokenBatches(tokens, training.per_device_train_batch_size, training.sequence_length, job.seed)
     optimizer = OptimizerSettings(
@@ -144,6 +143,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             out_dir=job.out_dir,
             checkpoint_every=job.checkpoint_every,
             resume=job.resume,
+            fixed={"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps},
             weights=weights,
         )
         with trainer, _stop_on_interrupt(trainer) as was_stopped:
@@ -255,7 +255,13 @@ class _Metrics:
         if self._show:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._job.num_steps, initial=num_steps_done, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self._job.num_steps,
+                initial=num_steps_done,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=0.1 if sys.stderr.isatty() else LOG_INTERVAL_S,
+            )
 
     def on_step(self, step: int, loss: float) -> None:
         now_s = time.perf_counter()

@@ -5,6 +5,7 @@ DataError(ValueError)   data that cannot be used: missing, too short, tokens tha
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["DataError", "TokenBatches", "read_tokens"]
+__all__ = ["DataError", "TokenBatches", "fingerprint", "read_tokens"]
 
 ARRAY_SUFFIXES = (".npy", ".bin")
+PIECE = 1 << 22
+"""Tokens that are looked at together."""
 
 
 class DataError(ValueError):
@@ -66,12 +69,12 @@ class TokenBatches:
 
 
 def read_tokens(
-    source: str | os.PathLike[str], *, vocab_size: int, tokenizer: Any = None, cache: Path | None = None
+    source: str | os.PathLike[str], *, vocab_size: int, tokenizer: Any = None, cache_dir: Path | None = None
 ) -> np.ndarray:
     """The tokens of a text file, of all text files below a folder, or of an array file, as one row.
 
     `.npy` holds whole numbers in one dimension, `.bin` unsigned 16-bit ones. Text goes through `tokenizer`, or becomes
-    its bytes without one; `cache` is a file that keeps the result, mapped into memory rather than read.
+    its bytes without one; `cache_dir` keeps the result of these very files, mapped into memory rather than read.
     """
     path = Path(source)
     if not path.exists():
@@ -81,8 +84,8 @@ def read_tokens(
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are whole numbers in one row")
     else:
-        tokens = _from_text(path, tokenizer, cache)
-    largest = max((int(tokens[k : k + (1 << 24)].max()) for k in range(0, len(tokens), 1 << 24)), default=0)
+        tokens = _from_text(path, tokenizer, cache_dir)
+    largest = max((int(tokens[k : k + PIECE].max()) for k in range(0, len(tokens), PIECE)), default=0)
     if largest >= vocab_size:
         raise DataError(
             f"{path} has token {largest}, but the model knows 0 to {vocab_size - 1}; use the tokenizer that belongs "
@@ -91,12 +94,23 @@ def read_tokens(
     return tokens
 
 
-def _from_text(path: Path, tokenizer: Any, cache: Path | None) -> np.ndarray:
+def fingerprint(tokens: np.ndarray) -> str:
+    """The same for the same tokens, wherever they come from."""
+    found = hashlib.blake2b(digest_size=16)
+    for k in range(0, len(tokens), PIECE):
+        found.update(np.asarray(tokens[k : k + PIECE], dtype=np.int64).tobytes())
+    return found.hexdigest()
+
+
+def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray:
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if cache_dir is not None:  # a run's own files are not its data
+        files = [f for f in files if not f.resolve().is_relative_to(cache_dir.resolve())]
+    cache = None if cache_dir is None else cache_dir / f"tokens-{_listing(files)}.npy"
     if cache is not None and cache.exists():
         return np.load(cache, mmap_mode="r")  # type: ignore[no-any-return]
     encode, end = _encoder(tokenizer)
     parts: list[np.ndarray] = []
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
@@ -113,6 +127,12 @@ def _from_text(path: Path, tokenizer: Any, cache: Path | None) -> np.ndarray:
         np.save(temporary, tokens)
         temporary.replace(cache)
     return tokens
+
+
+def _listing(files: list[Path]) -> str:
+    """Another one when a file is written, added or taken away."""
+    found = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.blake2b(repr(found).encode(), digest_size=6).hexdigest()
 
 
 def _encoder(tokenizer: Any) -> tuple[Callable[[str], np.ndarray], np.ndarray]:

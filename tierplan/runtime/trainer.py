@@ -123,6 +123,8 @@ class Trainer:
     """Commits after so many steps, and at the end of each `run`; only at the end if not given."""
     resume: bool = False
     """Goes on from the last commit in `out_dir`, or begins if there is none."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """What else the numbers depend on, as JSON values, by name: a resume with another one is refused."""
     divides_loss: bool = True
     """Each micro-batch's loss is divided by their number; not so where the model does that."""
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
@@ -227,6 +229,7 @@ class Trainer:
             "seed": self.seed,
             "num_threads": self._threads,
             "device": self.device,
+            **self.fixed,
         }
 
     @property
