@@ -170,3 +170,10 @@ def test_unknown_model_type_names_the_nearest() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(WorkloadError, match="no class with a language-modelling loss"):
         trace_config("x", {"model_type": "resnet"}, training_of("fp32"))
+
+
+def test_an_encoder_decoder_need_not_say_where_its_decoder_starts() -> None:
+    raw = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    training = Training(sequence_length=8, backend="cpu")
+    said = trace_config("said", {**raw, "decoder_start_token_id": 0}, training)
+    assert trace_config("not said", raw, training).units == said.units

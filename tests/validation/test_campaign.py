@@ -85,6 +85,13 @@ def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, s
         load_campaign(path)
 
 
+def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    with pytest.raises(CampaignError, match=r"empty.toml asks for no run; give it a \[\[group\]\]"):
+        load_campaign(path)
+
+
 def test_unknown_campaign_lists_the_known() -> None:
     with pytest.raises(CampaignError, match="no campaign 'nope'"):
         load_campaign("nope")

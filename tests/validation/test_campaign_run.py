@@ -91,6 +91,11 @@ def test_only_what_is_asked_is_taken_up(tmp_path: Path) -> None:
     assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
 
 
+def test_asking_for_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CampaignError, match="no run of campaign 'tiny' has 'typo' in its group/name"):
+        campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="typo")
+
+
 def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() -> None:
     campaign = load_campaign("cpu-small")
     runs = [(g, r) for g in campaign.groups for r in g.runs]

@@ -208,7 +208,10 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
 def _check_semantics(plan: Plan, training: Training) -> None:
     """Whether updates come when the plan says, and give the numbers that training asks for."""
     if plan.hold_updates and plan.semantics == "in-backward":
-        raise PlanError(f"plan {plan.policy!r} updates in backward and holds updates until it ends; choose one")
+        raise PlanError(
+            f"plan {plan.policy!r} holds updates until backward ends, but its semantics are 'in-backward'; choose "
+            "semantics 'exact-clip', or do not hold them"
+        )
     if training.max_grad_norm is not None and plan.semantics == "in-backward":
         raise PlanError(
             f"training asks for clipping at norm {training.max_grad_norm}, but the plan updates in "

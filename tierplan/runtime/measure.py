@@ -39,6 +39,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being measured and the part that is done, 0 to 1."""
 
 GIB = 1 << 30
+LEAST_BUDGET_S = 5.0
 LEAST_WINDOW_S = 0.03
 FIT_S = 2.5
 LEAST_ROUNDS = 2
@@ -107,8 +108,10 @@ def measure_description(
 ) -> Description:
     """As `measure`, but the description: every number with its spread. Saves nothing."""
     began = time.monotonic()
-    if budget_s < 5:
-        raise MeasurementError(f"budget_s is {budget_s}; every stream needs several windows: give 10 seconds or more")
+    if budget_s < LEAST_BUDGET_S:
+        raise MeasurementError(
+            f"budget_s is {budget_s}; every stream needs several windows: give {LEAST_BUDGET_S:.0f} seconds or more"
+        )
     folders = _folders(nvme_dir)
     chosen = _device(device)
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))

@@ -80,6 +80,8 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
     implementation = "sdpa" if training.attention == "flash" else "eager"
     cls = model_class(config)
     dtype = TORCH_DTYPES[training.dtype]
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any: only sizes matter here
     try:
         model = cls._from_config(config, dtype=dtype, attn_implementation=implementation)  # type: ignore[attr-defined]
     except ValueError as error:

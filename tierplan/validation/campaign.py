@@ -145,6 +145,8 @@ def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
 
 def _campaign(record: dict[str, Any], where: str) -> Campaign:
     groups = []
+    if not any(entry.get("run") for entry in record.get("group", [])):
+        raise CampaignError(f"{where} asks for no run; give it a [[group]] with [[group.run]] entries")
     for entry in record.pop("group", []):
         runs = tuple(Run(**run) for run in entry.pop("run", []))
         group = Group(**entry, runs=runs)

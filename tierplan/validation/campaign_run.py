@@ -115,6 +115,10 @@ def run_campaign(
             f"campaign {campaign.name!r} is for a CUDA GPU, and the device is {device!r}; run it where there is one, "
             "or choose another campaign"
         )
+    if not any(only in name for name in campaign.run_names):
+        raise CampaignError(
+            f"no run of campaign {campaign.name!r} has {only!r} in its group/name; `tierplan validate --list` names all"
+        )
     found: list[Artifact] = []
     checks: list[float] = []
     name = machine_name or _machine_name(device)
