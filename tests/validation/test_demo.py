@@ -32,7 +32,7 @@ def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_mem
 
 
 def test_a_busy_machine_is_said() -> None:
-    assert load_notes(0.2, 2) == []
+    assert load_notes(0.2, 2) == load_notes(1.2, 2) == load_notes(7.0, 16) == []
     assert "load 5.6 on 2 cores" in load_notes(5.6, 2)[0]
 
 
