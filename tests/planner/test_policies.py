@@ -62,7 +62,7 @@ def test_clipping_changes_the_semantics_of_every_policy(policy: str) -> None:
 
 
 def test_an_unknown_policy_or_option_names_those_that_exist() -> None:
-    with pytest.raises(OptionError, match=r"no policy 'fuyo'; choose among .*fuyou"):
+    with pytest.raises(OptionError, match=r"no policy 'fuyo'; did you mean 'fuyou'\? choose among .*zero-offload"):
         decide("fuyo", toy_workload(), toy_machine())
     with pytest.raises(OptionError, match=r"no option 'swop'; it has .*swap"):
         decide("fuyou", toy_workload(), toy_machine(), {"swop": "all"})

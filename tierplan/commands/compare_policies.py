@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from tierplan.planner.policies import POLICIES
+    from tierplan.planner.policies import POLICIES, check_name
     from tierplan.planner.prediction import predict
 
     names = args.policies or list(POLICIES)
     for name in names:
-        scenario.check_policy(name)
+        check_name(name)
     found = scenario.read_scenario(args)
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     options = {"semantics": args.semantics} if args.semantics else {}

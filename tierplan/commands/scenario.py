@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Scenario",
     "add_arguments",
-    "check_policy",
     "read_machine",
     "read_scenario",
     "read_training",
@@ -110,19 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
         metavar="KEY=VALUE",
         help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
     )
-
-
-def check_policy(name: str) -> None:
-    """Raises for a policy that does not exist, with the closest one that does, before anything is read."""
-    from difflib import get_close_matches
-
-    from tierplan.planner.policies import POLICIES
-    from tierplan.planner.policies.options import OptionError
-
-    if name not in POLICIES:
-        close = get_close_matches(name, POLICIES, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
-        raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(POLICIES)}")
 
 
 def read_machine(args: argparse.Namespace) -> Machine:

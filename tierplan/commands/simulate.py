@@ -51,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
+    from tierplan.planner.policies import check_name
     from tierplan.planner.policies.options import OptionError
     from tierplan.planner.prediction import predict
 
-    scenario.check_policy(args.policy)
+    check_name(args.policy)
     options = read_options(args)
     if args.max_model:
         if args.model or args.output:

@@ -133,14 +133,14 @@ class Study:
         """
         from tierplan.hwmodels import load_machine
         from tierplan.hwmodels.keys import find_key
-        from tierplan.planner.policies import POLICIES
+        from tierplan.planner.policies import check_name
         from tierplan.sim.models import read_config
         from tierplan.sim.workload import Training
+        from tierplan.validation.evaluate import PLANNER
 
         for policy in self.scenario.get("policy", ()):
-            if policy not in POLICIES and policy != "planner":
-                known = ", ".join((*POLICIES, "planner"))
-                raise StudyError(f"study {self.name!r}: there is no policy {policy!r}; choose among {known}")
+            if policy != PLANNER:
+                check_name(str(policy))
         for model in self.scenario["model"]:
             read_config(str(model), Training())
         for machine in self.scenario["machine"]:

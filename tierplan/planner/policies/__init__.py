@@ -9,6 +9,7 @@ its plan fits: that is the simulator's answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan
@@ -27,7 +28,7 @@ from tierplan.planner.policies import (
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workload import Workload
 
-__all__ = ["POLICIES", "Policy", "decide"]
+__all__ = ["POLICIES", "Policy", "check_name", "decide"]
 
 POLICIES: dict[str, Policy] = {
     "in-memory": in_memory.policy,
@@ -46,8 +47,15 @@ POLICIES: dict[str, Policy] = {
 """By the name that the command line takes."""
 
 
+def check_name(name: str) -> None:
+    """Raises `OptionError` for an unknown policy, with the closest one and all that there are."""
+    if name not in POLICIES:
+        close = get_close_matches(name, POLICIES, n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(POLICIES)}")
+
+
 def decide(name: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None) -> Plan:
     """The plan of the policy called `name`. Raises `OptionError` for an unknown name, listing the known ones."""
-    if name not in POLICIES:
-        raise OptionError(f"there is no policy {name!r}; choose among {', '.join(POLICIES)}")
+    check_name(name)
     return POLICIES[name](workload, machine, options or {})
