@@ -12,7 +12,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tierplan.commands.arguments import new_file, number, whole
+from tierplan.commands.arguments import add_set, new_file, number, whole
 
 if TYPE_CHECKING:
     from tierplan.validation.advise import Advice
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="M", help="config.json, its folder, or a name such as gpt-13b"
     )
     parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
-                        help="change the machine, e.g. nvme.drives=3")  # fmt: skip
+    add_set(parser)
     parser.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
     parser.add_argument("--batch", type=whole(1), action="append", metavar="B",
                         help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip

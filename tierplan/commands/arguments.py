@@ -6,6 +6,7 @@
     parser.add_argument("-o", type=new_file())                a file that can be written
     parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
     parser.add_argument("--out", type=new_folder)             a folder that is there or can be made
+    add_set(parser)                                           --set KEY=VALUE, which changes the machine
 
 This is no command: it is not listed in `COMMANDS`.
 """
@@ -14,13 +15,25 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PICTURES", "existing_file", "new_file", "new_folder", "number", "whole"]
+__all__ = ["PICTURES", "add_set", "existing_file", "new_file", "new_folder", "number", "whole"]
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_set(parser: _ActionsContainer) -> None:
+    """Adds `--set`, whose values `load_machine` takes as `overrides`."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
+    )
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tierplan.commands.arguments import existing_file, new_file, whole
+from tierplan.commands.arguments import add_set, existing_file, new_file, whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the page (default report.html)",
     )
     parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
-                        help="change the machine, as when planning")  # fmt: skip
+    add_set(parser)
     parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
     parser.add_argument("--warmup", type=whole(0), metavar="N", help="steps at the beginning to leave out (default 2)")
     parser.add_argument("--perfetto", type=new_file(), metavar="FILE", help="also write both timelines for Perfetto")

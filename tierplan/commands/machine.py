@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierplan.commands.arguments import existing_file, new_file, new_folder, number
+from tierplan.commands.arguments import add_set, existing_file, new_file, new_folder, number
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
     show.add_argument("machine", help="a catalog name, a TOML file, or `here`")
-    _add_set(show)
+    add_set(show)
     show.add_argument("--keys", action="store_true", help="list every key that --set takes, with its meaning")
     show.add_argument("--json", action="store_true", help="as one JSON object")
     show.set_defaults(act=_show)
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     imports = commands.add_parser("import", help="a machine from the output of other tools")
     imports.add_argument("--base", metavar="X", help="machine whose numbers hold where the tools say nothing")
-    _add_set(imports)
+    add_set(imports)
     imports.add_argument(
         "--fio", type=existing_file, action="append", default=[], metavar="FILE", help="fio --output-format=json"
     )
@@ -90,17 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=new_file(".toml"), required=True, metavar="FILE", help="TOML file to write"
     )
     imports.set_defaults(act=_import)
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

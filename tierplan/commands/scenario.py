@@ -14,7 +14,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tierplan.commands.arguments import number, whole
+from tierplan.commands.arguments import add_set, number, whole
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
@@ -101,14 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
     where.add_argument(
         "--machine", default="here", metavar="X", help="a catalog name, a TOML file, or `here` (default here)"
     )
-    where.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
-    )
+    add_set(where)
 
 
 def read_machine(args: argparse.Namespace) -> Machine:
