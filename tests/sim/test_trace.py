@@ -39,6 +39,8 @@ def test_a_span_says_what_it_waited_for() -> None:
     assert (span.duration_ns, span.waited_input_ns, span.waited_memory_ns) == (3, 5, 2)
     late = Span("o", "s", 5, 0, 7, 10)
     assert (late.waited_input_ns, late.waited_memory_ns) == (0, 2)
+    assert late._replace(granted_ns=6).waited_memory_ns == 1, "the rest is the op's thread waking up"
+    assert late._replace(granted_ns=4).waited_memory_ns == 0
     assert (TRACE.duration_ns, TRACE.duration_s, TRACE.busy_s()) == (10, 1e-8, {"s": 3e-9})
 
 

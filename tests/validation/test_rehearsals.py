@@ -132,7 +132,10 @@ def test_hand_over_is_read_off_a_trace_and_put_into_another() -> None:
     slow = simulate_as_found(unroll(schedule, 4), machine, found=put_in)
     num_ops = sum(op.stream == "gpu0.compute" for op in schedule.ops)
     assert cut_predicted(slow).step_s >= plain.step_s + num_ops * 2e-3 * 0.99
-    spans = [s._replace(start_ns=s.start_ns + 2_000_000) if s.stream == "gpu0.compute" else s for s in slow.spans]
+    spans = [
+        s._replace(granted_ns=s.start_ns, start_ns=s.start_ns + 2_000_000) if s.stream == "gpu0.compute" else s
+        for s in slow.spans
+    ]
     read_off = hand_over(cut_predicted(replace(slow, spans=tuple(spans))))
     assert read_off["gpu0.compute"][0] == pytest.approx(2e-3, rel=0.01)
     assert read_off["gpu0.h2d"][0] == pytest.approx(0.0, abs=1e-6)

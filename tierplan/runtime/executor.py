@@ -77,6 +77,7 @@ class _Node:
     has_ended: bool = False
     free_ns: int = 0
     ready_ns: int = 0
+    granted_ns: int = 0
     start_ns: int = 0
 
 
@@ -366,6 +367,7 @@ class Executor:
 
     def _start(self, node: _Node) -> None:
         node.is_started = True
+        node.granted_ns = self._now_ns()
         self._num_running += 1
         self._wakeup[node.op.stream].notify()
 
@@ -375,7 +377,8 @@ class Executor:
             node.has_ended = True
             if self._trace_end is None or node.step < self._trace_end:
                 times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
-                self._spans.append(Span(f"s{node.step}/{node.op.key}", node.op.stream, *times))
+                key = f"s{node.step}/{node.op.key}"
+                self._spans.append(Span(key, node.op.stream, *times, granted_ns=node.granted_ns))
             dead = []
             for instance in node.reads:
                 instance.readers_left -= 1

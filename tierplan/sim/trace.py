@@ -36,6 +36,8 @@ class Span(NamedTuple):
     end_ns: int
     alone_ns: int = -1
     """What the op would have taken with nothing beside it; -1 where that is not known (measured traces)."""
+    granted_ns: int = -1
+    """Memory was granted; in a measured trace the op's thread wakes after that. -1: when the work began."""
 
     @property
     def duration_ns(self) -> int:
@@ -49,7 +51,8 @@ class Span(NamedTuple):
     @property
     def waited_memory_ns(self) -> int:
         """Time that the stream stood idle because memory was not granted, after inputs were complete."""
-        return self.start_ns - max(self.free_ns, self.ready_ns)
+        granted_ns = self.start_ns if self.granted_ns < 0 else self.granted_ns
+        return max(0, granted_ns - max(self.free_ns, self.ready_ns))
 
 
 class MemoryEvent(NamedTuple):
@@ -102,7 +105,7 @@ class Trace:
             "capacity_bytes": dict(self.capacity_bytes),
             "peak_bytes": dict(self.peak_bytes),
             "meta": dict(self.meta),
-            "spans": [[s.key, s.stream, s.free_ns, s.ready_ns, s.start_ns, s.end_ns, s.alone_ns] for s in self.spans],
+            "spans": [list(s) for s in self.spans],
             "memory": [[m.time_ns, m.tier, m.kind, m.delta_bytes] for m in self.memory],
         }
         write_atomically(path, json.dumps(record, separators=(",", ":")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,10 @@ that."""
 
 
 def hand_over(steps: Steps) -> dict[str, tuple[float, float]]:
-    """Medians over the ops of the steady steps: an op that waited for memory, or for its turn to get some, is rare."""
+    """Means over all ops of the steady steps; waits for memory are not in them.
+
+    Means, as for durations (`mean_ns`): beside busy cores a few ops wake up very late, and these make up the sum.
+    """
     by_stream: dict[str, list[tuple[int, Span]]] = {}
     for k, spans in steps.spans.items():
         for span in spans.values():
@@ -50,8 +53,9 @@ def hand_over(steps: Steps) -> dict[str, tuple[float, float]]:
         for (_, before), (k, span) in pairwise(spans_of):
             if k in steps.steady:
                 waited = span.ready_ns > before.end_ns
-                gaps_ns[waited].append(max(0, span.start_ns - max(before.end_ns, span.ready_ns)))
-        after_op, after_input = (median(gaps) / 1e9 if gaps else 0.0 for gaps in gaps_ns.values())
+                gap_ns = span.start_ns - max(before.end_ns, span.ready_ns) - span.waited_memory_ns
+                gaps_ns[waited].append(max(0, gap_ns))
+        after_op, after_input = (fmean(gaps) / 1e9 if gaps else 0.0 for gaps in gaps_ns.values())
         found[stream] = (after_op, after_input)
     return found
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,11 +33,10 @@ from tierplan.runtime.measure import measure_description
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState, steady_state
+from tierplan.sim.steady import SteadyState
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workload import Training, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
-from tierplan.validation.calibration import simulate_as_found
 from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.compare import compare
 from tierplan.validation.evaluate import PLANNER
@@ -49,8 +47,6 @@ __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
 DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
-KEPT_STEPS = 6
-"""Of the shallow model before each piece of a run."""
 SHALLOW = Run(blocks=0, policy="in-memory")
 """One micro-batch, no clipping; its depth is the group's `profile_blocks`."""
 MEASURED = "measured.txt"
@@ -212,14 +208,13 @@ def _one(
         with Trainer(predicted.schedule, model, nvme_dir=folder, device=device) as trainer:
             pieces = Pieces(trainer, batches)
             for k, steps in enumerate(campaign.steps_of_pieces):
-                paces.append(measured.stage.kept_now_s(KEPT_STEPS) / basis.kept_s)
+                paces.append(measured.stage.kept_now_s() / basis.kept_s)
                 predictions_s.append(basis.step_s(predicted.schedule, predicted.machine, paces[-1]))
                 pieces.play(steps, 1 if k else campaign.warmup_steps)
             result = pieces.result
     except (ValueError, RuntimeError) as error:
         return replace(artifact, why_not=str(error))
-    simulate = partial(simulate_as_found, found=basis.hand_over, pace=median(paces))
-    predicted = replace(predicted, steady=steady_state(predicted.schedule, predicted.machine, simulate=simulate))
+    predicted = replace(predicted, steady=basis.steady(predicted.schedule, predicted.machine, median(paces)))
     step_s = median(predictions_s)
     artifact = replace(
         artifact,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
 
-from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span
 from tierplan.validation.steps import Steps
 
-__all__ = ["StreamTime", "mean_ns", "overlap_ns", "split_difference", "stream_times", "wants_memory"]
+__all__ = ["StreamTime", "mean_ns", "overlap_ns", "split_difference", "stream_times"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,25 +104,20 @@ def mean_ns(steps: Steps) -> dict[str, float]:
     return {key: ns / len(steps.steady) for key, ns in total.items()}
 
 
-def wants_memory(schedule: Schedule) -> set[str]:
-    """Keys of the ops that must be granted memory before they begin."""
-    granted = {b.name for b in schedule.buffers if b.reuses is None and b.size_bytes > 0}
-    return {op.key for op in schedule.ops if any(name in granted for name in op.writes)}
+def stream_times(steps: Steps) -> dict[str, StreamTime]:
+    """How each stream spent a steady step.
 
-
-def stream_times(steps: Steps, with_memory: Collection[str]) -> dict[str, StreamTime]:
-    """How each stream spent a steady step. `with_memory`: the ops whose last wait may be for memory.
-
-    A stream's step lasts from the end of its last op of the step before to the end of its own last op.
+    A stream's step lasts from the end of its last op of the step before to the end of its own last op. What it was
+    idle without waiting for an input or for memory is overhead.
     """
     parts: dict[str, list[int]] = {}
     last_end: dict[str, int] = {}
     steady = set(steps.steady)
     ordered = sorted(
-        ((span.start_ns, k, key, span) for k, spans in steps.spans.items() for key, span in spans.items()),
+        ((span.start_ns, k, span) for k, spans in steps.spans.items() for span in spans.values()),
         key=lambda entry: entry[:2],
     )
-    for start, k, key, span in ordered:
+    for start, k, span in ordered:
         before = last_end.get(span.stream, 0)
         last_end[span.stream] = span.end_ns
         if k not in steady:
@@ -132,12 +125,13 @@ def stream_times(steps: Steps, with_memory: Collection[str]) -> dict[str, Stream
         gap = max(0, start - before)
         on_input = min(max(0, span.ready_ns - before), gap)
         rest = gap - on_input
+        on_memory = min(span.waited_memory_ns, rest)
         busy, waited_input, waited_memory, overhead = parts.get(span.stream, (0, 0, 0, 0))
         parts[span.stream] = [
             busy + span.duration_ns,
             waited_input + on_input,
-            waited_memory + (rest if key in with_memory else 0),
-            overhead + (0 if key in with_memory else rest),
+            waited_memory + on_memory,
+            overhead + rest - on_memory,
         ]
     scale = 1e9 * len(steps.steady)
     return {

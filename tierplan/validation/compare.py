@@ -25,7 +25,7 @@ import numpy as np
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.validation.attribution import Contribution, attribute
-from tierplan.validation.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times, wants_memory
+from tierplan.validation.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times
 from tierplan.validation.steps import Steps, cut_predicted, cut_steps
 
 __all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "StreamTime", "TierComparison", "compare"]
@@ -266,8 +266,7 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
 def _compare_streams(
     schedule: Schedule, steps_p: Steps, steps_m: Steps, kinds: Sequence[KindComparison]
 ) -> tuple[StreamComparison, ...]:
-    with_memory = wants_memory(schedule)
-    times_p, times_m = stream_times(steps_p, with_memory), stream_times(steps_m, with_memory)
+    times_p, times_m = stream_times(steps_p), stream_times(steps_m)
     found = []
     for stream in schedule.streams:
         p, m = times_p[stream], times_m[stream]

@@ -38,11 +38,10 @@ from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
-from tierplan.sim.steady import steady_state
+from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Training, Unit, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
 from tierplan.validation.calibration import (
-    TIMED,
     HandOver,
     calibrated,
     hand_over,
@@ -50,7 +49,7 @@ from tierplan.validation.calibration import (
     simulate_as_found,
     without_latency,
 )
-from tierplan.validation.steps import cut_steps
+from tierplan.validation.steps import Steps, cut_steps
 
 __all__ = [
     "Basis",
@@ -64,9 +63,13 @@ __all__ = [
     "with_times_of",
 ]
 
-KEPT = "kept"
-TURNS = 3
-STEPS_PER_TURN = 4
+KEPT, REPLAYED = "kept", "replayed"
+REPLAY = "replay"
+"""What a recomputation of some of a unit's saved tensors is called here."""
+TURNS = 12
+"""Many short ones: where other guests share the cores, their speed changes as much from second to second as from minute
+to minute, so turns are what averages it out, and longer turns are not."""
+STEPS_PER_TURN = 1
 """Counted; one more comes before them, and three before those of the first turn."""
 PROFILE_STEPS = 8
 ROOM = 1.3
@@ -122,6 +125,9 @@ class Basis:
     machine: Machine
     """With rates as they are inside a training step. Ops whose time is known cost no latency."""
     hand_over: HandOver
+    """Where several streams work."""
+    hand_over_alone: HandOver
+    """Where nothing but computation goes on: no thread waits for a core."""
     kept_s: float
     """Predicted seconds per step of the shallow model with everything kept, at a pace of 1."""
     checks: Mapping[str, float]
@@ -131,8 +137,12 @@ class Basis:
 
     def step_s(self, schedule: Schedule, machine: Machine, pace: float = 1.0) -> float:
         """Seconds per step of a schedule in steady state; `machine` is this one, with other capacities."""
-        simulate = partial(simulate_as_found, found=self.hand_over, pace=pace)
-        return steady_state(schedule, machine, simulate=simulate).period_s
+        return self.steady(schedule, machine, pace).period_s
+
+    def steady(self, schedule: Schedule, machine: Machine, pace: float = 1.0) -> SteadyState:
+        """As `step_s`, the whole steady state."""
+        found = self.hand_over if len(schedule.streams) > 1 else self.hand_over_alone
+        return steady_state(schedule, machine, simulate=partial(simulate_as_found, found=found, pace=pace))
 
     def record(self) -> dict[str, object]:
         """What was found, as JSON values."""
@@ -143,6 +153,7 @@ class Basis:
             "rates": {f"{s.name} {kind}": list(rate.points) for s in self.machine.streams
                       for kind, rate in s.rates.items()},
             "hand_over_s": {stream: list(pair) for stream, pair in self.hand_over.items()},
+            "hand_over_alone_s": {stream: list(pair) for stream, pair in self.hand_over_alone.items()},
             "kept_s": self.kept_s,
             "checks": dict(self.checks),
             "paces": list(self.paces),
@@ -211,19 +222,17 @@ class Stage:
         steps[KEPT] = [tuple(kept_steps[i : i + STEPS_PER_TURN]) for i in range(0, len(kept_steps), STEPS_PER_TURN)]
         rehearsed = {}
         for name, schedule in schedules.items():
-            cut = cut_steps(self._plays[name].result.trace, 0, self._plays[name].left_out)
             paces = {
                 k: (before + after) / 2 / typical_s
                 for counted, (_, before, after) in zip(steps[name], turns[name], strict=True)
                 for k in counted
             }
-            seconds = {
-                op.key: median(cut.spans[k][op.key].duration_ns / pace_of(op.stream, paces[k]) for k in cut.steady)
-                / 1e9
-                for op in schedule.ops
-            }
+            cut = _usual(cut_steps(self._plays[name].result.trace, 0, self._plays[name].left_out), paces)
             rehearsed[name] = Rehearsed(
-                schedule=schedule, turns=tuple(turns[name]), seconds=seconds, hand_over=hand_over(cut)
+                schedule=schedule,
+                turns=tuple(turns[name]),
+                seconds=_mean_seconds(schedule, cut, paces),
+                hand_over=hand_over(cut),
             )
         for name in schedules:
             if name != KEPT:
@@ -252,6 +261,21 @@ def _step_s(play: Pieces, counted: Sequence[int]) -> float:
     return median(durations[k] for k in counted)
 
 
+def _usual(steps: Steps, paces: Mapping[int, float]) -> Steps:
+    """The half of the steps in the middle, by how long they took at their pace: no step with a hiccup."""
+    ordered = sorted(steps.steady, key=lambda k: steps.durations_s[k] / paces[k])
+    aside = len(ordered) // 4
+    return replace(steps, steady=tuple(sorted(ordered[aside : len(ordered) - aside])))
+
+
+def _mean_seconds(schedule: Schedule, steps: Steps, paces: Mapping[int, float]) -> dict[str, float]:
+    """By op, at the typical pace. Means add up to what a stream took; medians leave the late ones out."""
+    return {
+        op.key: fmean(steps.spans[k][op.key].duration_ns / pace_of(op.stream, paces[k]) for k in steps.steady) / 1e9
+        for op in schedule.ops
+    }
+
+
 def rehearsal_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     """Five plans that give every stream work and every kind of op its turn."""
     offloaded = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
@@ -266,7 +290,7 @@ def rehearsal_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     return {
         KEPT: decide("in-memory", workload, machine),
         "recomputed": decide("full-recompute", workload, machine),
-        "replayed": every("replayed", UnitPlan(acts=_every_other(workload.blocks[0]))),
+        REPLAYED: every(REPLAYED, UnitPlan(acts=_every_other(workload.blocks[0]))),
         "offloaded": every("offloaded", offloaded, replace(offloaded, acts="nvme")),
         "streamed": every("streamed", streamed),
     }
@@ -287,12 +311,12 @@ def basis_of(
             continue
         others = {n: r for n, r in rehearsed.items() if n != name}
         alone = _concluded(workload, machine, others, {}, paces)
-        schedule = _at_times_of(left_out.schedule, alone.factors)
+        schedule = _at_times_of(name, left_out.schedule, alone.factors)
         predicted_s = [
             alone.basis.step_s(schedule, _capacities(alone.basis.machine, schedule), before / alone.basis.kept_s)
             for _, before, _ in left_out.turns
         ]
-        checks[name] = fmean(predicted_s) / left_out.step_s
+        checks[name] = median(predicted_s) / left_out.step_s
     return replace(basis.basis, checks=checks)
 
 
@@ -311,41 +335,54 @@ def _concluded(
     paces: tuple[float, ...],
 ) -> _Concluded:
     factors = _factors(rehearsed)
-    plain = [(_at_times_of(r.schedule, factors), r.seconds) for r in rehearsed.values()]
+    plain = [(_at_times_of(name, r.schedule, factors), r.seconds) for name, r in rehearsed.items()]
     found = calibrated(machine, plain)
-    between = {
-        stream: (fmean(p[0] for p in pairs), fmean(p[1] for p in pairs))
-        for stream in {s for r in rehearsed.values() for s in r.hand_over}
-        if (pairs := [r.hand_over[stream] for r in rehearsed.values() if stream in r.hand_over])
-    }
+    several = [r.hand_over for r in rehearsed.values() if len(r.schedule.streams) > 1]
     basis = Basis(
         workload=_with_factors(workload, factors),
         machine=found,
-        hand_over=dict(sorted(between.items())),
+        hand_over=_mean_hand_over(several),
+        hand_over_alone=_mean_hand_over([r.hand_over for r in rehearsed.values() if len(r.schedule.streams) == 1]),
         kept_s=1.0,
         checks=checks,
         paces=paces,
     )
-    kept = _at_times_of(rehearsed[KEPT].schedule, factors)
+    kept = _at_times_of(KEPT, rehearsed[KEPT].schedule, factors)
     return _Concluded(replace(basis, kept_s=basis.step_s(kept, _capacities(found, kept))), factors)
 
 
+def _mean_hand_over(found: Sequence[HandOver]) -> HandOver:
+    streams = sorted({stream for by_stream in found for stream in by_stream})
+    pairs = {stream: [by_stream[stream] for by_stream in found if stream in by_stream] for stream in streams}
+    return {stream: (fmean(p[0] for p in of), fmean(p[1] for p in of)) for stream, of in pairs.items()}
+
+
 def _factors(rehearsed: Mapping[str, Rehearsed]) -> dict[str, float]:
-    """Forward and backward where nothing runs beside them; recomputation in all plans that only compute."""
-    factors = {}
-    for kind in TIMED:
-        names = (KEPT,) if kind != "recompute" else ("recomputed", "replayed")
-        sums = [0.0, 0.0]
-        for name in names:
-            for op in rehearsed[name].schedule.ops if name in rehearsed else ():
-                if op.kind == kind:
-                    sums[0] += op.work.get("s", 0.0)
-                    sums[1] += rehearsed[name].seconds[op.key]
-        factors[kind] = sums[1] / sums[0] if sums[0] and sums[1] else 1.0
+    """By kind of computation, its time in a step over that in the profile.
+
+    Forward and backward come from where nothing runs beside them; a recomputation from the first plan that is there,
+    beside its forward, which shares its pace and its contention. A replay (of some of a block's tensors) and the
+    recomputation of a whole block are two kinds.
+    """
+
+    def slower(name: str, kind: str) -> float:
+        timed = [op for op in rehearsed[name].schedule.ops if op.kind == kind]
+        profiled_s = sum(op.work.get("s", 0.0) for op in timed)
+        measured_s = sum(rehearsed[name].seconds[op.key] for op in timed)
+        return measured_s / profiled_s if profiled_s and measured_s else 1.0
+
+    factors = {kind: slower(KEPT, kind) for kind in ("forward", "backward")}
+    sources = {"recompute": ("recomputed", "streamed", REPLAYED), REPLAY: (REPLAYED, "recomputed", "streamed")}
+    for kind, names in sources.items():
+        name = next(name for name in names if name in rehearsed)
+        factors[kind] = factors["forward"] * slower(name, "recompute") / slower(name, "forward")
     return factors
 
 
-def _at_times_of(schedule: Schedule, factors: Mapping[str, float]) -> Schedule:
+def _at_times_of(name: str, schedule: Schedule, factors: Mapping[str, float]) -> Schedule:
+    """The rehearsal of that name with the times of its computations as they are inside a step."""
+    if name == REPLAYED:
+        factors = {**factors, "recompute": factors[REPLAY]}
     ops = [replace(op, work=_scaled(op.work, factors.get(op.kind, 1.0))) for op in schedule.ops]
     return replace(schedule, ops=tuple(ops))
 
@@ -361,7 +398,7 @@ def _with_factors(workload: Workload, factors: Mapping[str, float]) -> Workload:
             forward=_scaled(u.forward, factors["forward"]),
             backward=_scaled(u.backward, factors["backward"]),
             recompute=None if u.recompute is None else _scaled(u.recompute, factors["recompute"]),
-            saved=tuple(replace(t, recompute=_scaled(t.recompute, factors["recompute"])) for t in u.saved),
+            saved=tuple(replace(t, recompute=_scaled(t.recompute, factors[REPLAY])) for t in u.saved),
         )
         for u in workload.units
     )
