@@ -56,9 +56,11 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_measuring")
-def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "in turns"])
+def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path, together: bool) -> None:
     said: list[str] = []
-    found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, report=said.append)
+    campaign = replace(CAMPAIGN, together=together)
+    found = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
     assert [a.run for a in found] == [r.name for r in GROUP.runs]
     *answered, unanswered = found
     assert all(a.answered for a in answered), [a.why_not for a in answered]
@@ -79,7 +81,7 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path) -> Non
     assert sorted(a.run for a in load_artifacts(tmp_path / "out")) == sorted(a.run for a in found)
     assert not (tmp_path / "tierplan-campaign").exists(), "scratch files are removed"
     lines = len(said)
-    again = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, report=said.append)
+    again = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
     assert again == found
     assert len(said) == lines, "nothing was measured or run again"
 

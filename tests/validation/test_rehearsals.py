@@ -175,7 +175,7 @@ def test_a_plan_is_predicted_from_the_others() -> None:
     true = changed(believed, {"gpu0.h2d": 0.6, "nvme.read": 0.7, "host.adam": 0.8})
     workload = timed(toy_workload(3, tied=False), believed)
     basis = basis_of(workload, believed, rehearse(true, believed, 1.33))
-    assert set(basis.checks) == {"recomputed", "replayed", "offloaded", "streamed"}
+    assert set(basis.checks) == {"recomputed", "replayed", "offloaded", "streamed", "swept"}
     assert all(check == pytest.approx(1.0, abs=0.06) for check in basis.checks.values()), basis.checks
     deeper = timed(toy_workload(8, tied=False), believed)
     plan = uniform_plan(deeper, UnitPlan(params="host", grads="host", states="nvme", acts="recompute"))

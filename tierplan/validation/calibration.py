@@ -28,7 +28,7 @@ ROUNDS = 6
 FACTOR_LIMIT = 10.0
 LEAST_WORK = 0.05
 """Of a stream's mean op: shorter ones weigh no more than that."""
-MOST_PRESSURE = 1.4
+MOST_PRESSURE = 3.0
 LEAST_LOSS = 0.002
 """Of computation, for its loss to say something about contention."""
 

@@ -102,7 +102,9 @@ class Campaign:
     warmup_steps: int = 2
     """Of these, not counted; of each later piece, one."""
     pieces: int = 3
-    """Each run is made in so many pieces; before each, the shallow model is trained for some steps."""
+    """Each run is made in so many pieces; before each, the shallow model is trained for a step."""
+    together: bool = False
+    """A group's runs take turns, piece by piece; all their models are in memory at once."""
     device: str = "any"
     """`cuda`: its models are for a GPU, and nothing else is asked to train them. `any`: for whatever is there."""
     groups: tuple[Group, ...]

@@ -2,9 +2,10 @@
 
 For each group, in this order: the machine is measured and a shallow model is rehearsed
 (`tierplan.validation.rehearsals`), then each run is predicted, executed and compared. A run is executed in pieces;
-right before each, the shallow model is trained for some steps, which say how slow the machine is now, and the
-prediction for this piece is made. A run whose artifact is there is not repeated, so an interrupted campaign continues;
-a group is measured anew when it is taken up again.
+right before each, the shallow model is trained for a step, which says how slow the machine is now, and the prediction
+for this piece is made. Where the campaign says so, a group's runs take turns piece by piece, so that all meet the same
+machine. A run whose artifact is there is not repeated, so an interrupted campaign continues; a group is measured anew
+when it is taken up again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -47,6 +48,8 @@ __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
 DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
+REPORT_EVERY = 4
+"""Pieces."""
 SHALLOW = Run(blocks=0, policy="in-memory")
 """One micro-batch, no clipping; its depth is the group's `profile_blocks`."""
 MEASURED = "measured.txt"
@@ -115,31 +118,51 @@ def run_campaign(
         raise CampaignError(
             f"no run of campaign {campaign.name!r} has {only!r} in its group/name; `tierplan validate --list` names all"
         )
-    found: list[Artifact] = []
-    checks: list[float] = []
-    name = machine_name or _machine_name(device)
-    scratch = Path(nvme_dir) / "tierplan-campaign"
+    site = _Site(
+        out_dir=Path(out_dir),
+        scratch=Path(nvme_dir) / "tierplan-campaign",
+        machine_name=machine_name or _machine_name(device),
+        device=device,
+        measure_s=measure_s,
+        report=report,
+    )
+    paths = [artifact_path(out_dir, group, run) for group in campaign.groups for run in group.runs]
     try:
         for group in campaign.groups:
-            with ExitStack() as life:
-                measured: _Measured | None = None
-                for run in group.runs:
-                    path = artifact_path(out_dir, group, run)
-                    if path.exists():
-                        found.append(Artifact.load(path))
-                        continue
-                    if only not in f"{group.name}/{run.name}":
-                        continue
-                    if measured is None:
-                        measured = _measure(group, out_dir, scratch, device, measure_s, checks, life)
-                        report(f"{group.name}: measured in {measured.seconds:.0f} s, {_checks_line(measured.basis)}")
-                    artifact = _one(campaign, group, run, measured, scratch, device, name)
-                    artifact.save(path)
-                    found.append(artifact)
-                    report(_line(artifact))
+            left = [
+                run
+                for run in group.runs
+                if only in f"{group.name}/{run.name}" and not artifact_path(out_dir, group, run).exists()
+            ]
+            if left:
+                _run_group(campaign, group, left, site)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return found
+        shutil.rmtree(site.scratch, ignore_errors=True)
+    return [Artifact.load(path) for path in paths if path.exists()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """Where and how a campaign runs."""
+
+    out_dir: Path
+    scratch: Path
+    machine_name: str
+    device: str
+    measure_s: float
+    report: Report
+    checks: list[float] = field(default_factory=list)
+    """How far predictions of rehearsals were off, of all groups so far."""
+
+
+def _run_group(campaign: Campaign, group: Group, runs: Sequence[Run], site: _Site) -> None:
+    with ExitStack() as life:
+        measured = _measure(group, site, life)
+        site.report(f"{group.name}: measured in {measured.seconds:.0f} s, {_checks_line(measured.basis)}")
+        for turn in [runs] if campaign.together else [[run] for run in runs]:
+            for artifact in _executed(campaign, group, turn, measured, site):
+                artifact.save(site.out_dir / group.name / f"{artifact.run}.json")
+                site.report(_line(artifact))
 
 
 def _line(a: Artifact) -> str:
@@ -155,76 +178,101 @@ def _checks_line(basis: Basis) -> str:
     return ", ".join(f"{plan} {format_error(check - 1.0)}" for plan, check in basis.checks.items())
 
 
-def _measure(
-    group: Group,
-    out_dir: str | os.PathLike[str],
-    scratch: Path,
-    device: str,
-    measure_s: float,
-    checks: list[float],
-    life: ExitStack,
-) -> _Measured:
+def _measure(group: Group, site: _Site, life: ExitStack) -> _Measured:
     """The group's basis. Its checks are added to those of the groups before it."""
     began = time.monotonic()
-    scratch.mkdir(parents=True, exist_ok=True)
-    description = measure_description(scratch, budget_s=measure_s, device=device, dtypes=(group.dtype,))
-    write_atomically(Path(out_dir) / group.name / "machine.toml", write_description(description))
+    site.scratch.mkdir(parents=True, exist_ok=True)
+    description = measure_description(site.scratch, budget_s=site.measure_s, device=site.device, dtypes=(group.dtype,))
+    write_atomically(site.out_dir / group.name / "machine.toml", write_description(description))
     stage = Stage(
         config=group.model_config(group.profile_blocks),
-        training=_training(group, SHALLOW, device),
+        training=_training(group, SHALLOW, site.device),
         machine=build(description),
-        nvme_dir=scratch,
-        device=device,
+        nvme_dir=site.scratch,
+        device=site.device,
     )
     basis = life.enter_context(stage).rehearse()
-    write_atomically(Path(out_dir) / group.name / MEASURED, json.dumps(basis.record(), indent=1) + "\n")
-    checks += basis.checks.values()
-    return _Measured(basis=basis, stage=stage, checks=tuple(checks), seconds=time.monotonic() - began)
+    write_atomically(site.out_dir / group.name / MEASURED, json.dumps(basis.record(), indent=1) + "\n")
+    site.checks.extend(basis.checks.values())
+    return _Measured(basis=basis, stage=stage, checks=tuple(site.checks), seconds=time.monotonic() - began)
 
 
-def _one(
-    campaign: Campaign, group: Group, run: Run, measured: _Measured, scratch: Path, device: str, machine_name: str
-) -> Artifact:
-    config, training = group.model_config(run.blocks), _training(group, run, device)
-    workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
-    artifact = Artifact(
-        campaign=campaign.name,
-        group=group.name,
-        run=run.name,
-        model=f"{workload.model_type}, {run.blocks} blocks, {format_count(workload.num_parameters)} parameters",
-        asked={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
-        machine=machine_name,
-        when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        versions=_versions(),
-        answered=False,
-        campaign_runs=campaign.run_names,
-    )
-    try:
-        basis = measured.basis
-        predicted = predict(run, with_times_of(basis.workload, workload), basis.machine)
-        batches = random_batches(config, training, campaign.steps * run.accumulation)
-        paces, predictions_s = [], []
-        model, folder = seeded_model(config, training), made_folder(scratch / "run")
-        with Trainer(predicted.schedule, model, nvme_dir=folder, device=device) as trainer:
-            pieces = Pieces(trainer, batches)
-            for k, steps in enumerate(campaign.steps_of_pieces):
-                paces.append(measured.stage.kept_now_s() / basis.kept_s)
-                predictions_s.append(basis.step_s(predicted.schedule, predicted.machine, paces[-1]))
-                pieces.play(steps, 1 if k else campaign.warmup_steps)
-            result = pieces.result
-    except (ValueError, RuntimeError) as error:
-        return replace(artifact, why_not=str(error))
-    predicted = replace(predicted, steady=basis.steady(predicted.schedule, predicted.machine, median(paces)))
-    step_s = median(predictions_s)
-    artifact = replace(
-        artifact,
-        predicted_step_s=step_s,
-        interval_s=log_interval(step_s, interval_frac(measured.checks)),
-        predictions_s=tuple(predictions_s),
-        paces=tuple(paces),
-        left_out=tuple(sorted(k for k in pieces.left_out if k >= campaign.warmup_steps)),
-    )
-    return _compared(artifact, campaign, predicted, result)
+def _executed(
+    campaign: Campaign, group: Group, runs: Sequence[Run], measured: _Measured, site: _Site
+) -> list[Artifact]:
+    """Predicts and executes these runs, piece by piece in turns."""
+    with ExitStack() as life:
+        plays = [_Play(campaign, group, run, measured, site, life) for run in runs]
+        pieces = campaign.steps_of_pieces
+        for k, steps in enumerate(pieces):
+            for play in plays:
+                play.play(steps, 1 if k else campaign.warmup_steps)
+            if len(plays) > 1 and (k + 1) % REPORT_EVERY == 0:
+                site.report(f"{group.name}: {k + 1} of {len(pieces)} pieces")
+        return [play.artifact() for play in plays]
+
+
+class _Play:
+    """One run: its prediction, its trainer, and what the shallow model said before each piece."""
+
+    def __init__(
+        self, campaign: Campaign, group: Group, run: Run, measured: _Measured, site: _Site, life: ExitStack
+    ) -> None:
+        self._campaign, self._measured = campaign, measured
+        config, training = group.model_config(run.blocks), _training(group, run, site.device)
+        workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
+        self._blank = Artifact(
+            campaign=campaign.name,
+            group=group.name,
+            run=run.name,
+            model=f"{workload.model_type}, {run.blocks} blocks, {format_count(workload.num_parameters)} parameters",
+            asked={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
+            machine=site.machine_name,
+            when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            versions=_versions(),
+            answered=False,
+            campaign_runs=campaign.run_names,
+        )
+        self._paces: list[float] = []
+        self._predictions_s: list[float] = []
+        try:
+            basis = measured.basis
+            self._predicted = predict(run, with_times_of(basis.workload, workload), basis.machine)
+            batches = random_batches(config, training, campaign.steps * run.accumulation)
+            model, folder = seeded_model(config, training), made_folder(site.scratch / run.name)
+            trainer = Trainer(self._predicted.schedule, model, nvme_dir=folder, device=site.device)
+            self._pieces = Pieces(life.enter_context(trainer), batches)
+        except (ValueError, RuntimeError) as error:
+            self._blank = replace(self._blank, why_not=str(error))
+
+    def play(self, steps: int, warmup_steps: int) -> None:
+        """Asks how slow the machine is, predicts a step, and executes some; nothing after an error."""
+        if self._blank.why_not:
+            return
+        basis = self._measured.basis
+        try:
+            self._paces.append(self._measured.stage.kept_now_s() / basis.kept_s)
+            self._predictions_s.append(basis.step_s(self._predicted.schedule, self._predicted.machine, self._paces[-1]))
+            self._pieces.play(steps, warmup_steps)
+        except (ValueError, RuntimeError) as error:
+            self._blank = replace(self._blank, why_not=str(error))
+
+    def artifact(self) -> Artifact:
+        """What came out."""
+        if self._blank.why_not:
+            return self._blank
+        campaign, measured, predicted = self._campaign, self._measured, self._predicted
+        steady = measured.basis.steady(predicted.schedule, predicted.machine, median(self._paces))
+        step_s = median(self._predictions_s)
+        artifact = replace(
+            self._blank,
+            predicted_step_s=step_s,
+            interval_s=log_interval(step_s, interval_frac(measured.checks)),
+            predictions_s=tuple(self._predictions_s),
+            paces=tuple(self._paces),
+            left_out=tuple(sorted(k for k in self._pieces.left_out if k >= campaign.warmup_steps)),
+        )
+        return _compared(artifact, campaign, replace(predicted, steady=steady), self._pieces.result)
 
 
 def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:

@@ -293,6 +293,7 @@ def rehearsal_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
         REPLAYED: every(REPLAYED, UnitPlan(acts=_every_other(workload.blocks[0]))),
         "offloaded": every("offloaded", offloaded, replace(offloaded, acts="nvme")),
         "streamed": every("streamed", streamed),
+        "swept": decide("zero-infinity", workload, machine, {"pipeline": "on"}),
     }
 
 
