@@ -73,7 +73,8 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path, togeth
         assert a.interval_s[0] < a.predicted_step_s < a.interval_s[1]
         assert a.left_out == (4, 6), "the first steps of later pieces; of the first piece, two are warm-up"
         assert len(a.paces) == len(a.predictions_s) == CAMPAIGN.pieces
-        assert a.predicted_step_s == sorted(a.predictions_s)[1], "the median of three"
+        if not together:
+            assert a.predicted_step_s == sorted(a.predictions_s)[1], "at the median of three paces"
         assert a.campaign_runs == CAMPAIGN.run_names
         for tier, peak in a.measured_peak_bytes.items():
             assert peak <= a.capacity_bytes[tier]

@@ -1,6 +1,6 @@
 """Predict many configurations and then run them: the evidence for this machine, in one command.
 
-tierplan validate                            runs the campaign cpu-small here, 30 to 45 minutes; can be continued
+tierplan validate                            runs the campaign cpu-small here, about an hour; can be continued
 tierplan validate gpu-billions               models of billions of parameters, on a CUDA GPU
 tierplan validate MY.toml --out runs         another campaign
 tierplan validate --list                     what the campaign asks

@@ -209,7 +209,8 @@ def _executed(
                 play.play(steps, 1 if k else campaign.warmup_steps)
             if len(plays) > 1 and (k + 1) % REPORT_EVERY == 0:
                 site.report(f"{group.name}: {k + 1} of {len(pieces)} pieces")
-        return [play.artifact() for play in plays]
+        paces = [pace for play in plays for pace in play.paces]
+        return [play.artifact(median(paces) if paces else 1.0) for play in plays]
 
 
 class _Play:
@@ -233,7 +234,8 @@ class _Play:
             answered=False,
             campaign_runs=campaign.run_names,
         )
-        self._paces: list[float] = []
+        self.paces: list[float] = []
+        """How slow the shallow model was, by piece."""
         self._predictions_s: list[float] = []
         try:
             basis = measured.basis
@@ -251,25 +253,24 @@ class _Play:
             return
         basis = self._measured.basis
         try:
-            self._paces.append(self._measured.stage.kept_now_s() / basis.kept_s)
-            self._predictions_s.append(basis.step_s(self._predicted.schedule, self._predicted.machine, self._paces[-1]))
+            self.paces.append(self._measured.stage.kept_now_s() / basis.kept_s)
+            self._predictions_s.append(basis.step_s(self._predicted.schedule, self._predicted.machine, self.paces[-1]))
             self._pieces.play(steps, warmup_steps)
         except (ValueError, RuntimeError) as error:
             self._blank = replace(self._blank, why_not=str(error))
 
-    def artifact(self) -> Artifact:
-        """What came out."""
+    def artifact(self, pace: float) -> Artifact:
+        """What came out; the prediction is for a machine of this pace."""
         if self._blank.why_not:
             return self._blank
         campaign, measured, predicted = self._campaign, self._measured, self._predicted
-        steady = measured.basis.steady(predicted.schedule, predicted.machine, median(self._paces))
-        step_s = median(self._predictions_s)
+        steady = measured.basis.steady(predicted.schedule, predicted.machine, pace)
         artifact = replace(
             self._blank,
-            predicted_step_s=step_s,
-            interval_s=log_interval(step_s, interval_frac(measured.checks)),
+            predicted_step_s=steady.period_s,
+            interval_s=log_interval(steady.period_s, interval_frac(measured.checks)),
             predictions_s=tuple(self._predictions_s),
-            paces=tuple(self._paces),
+            paces=tuple(self.paces),
             left_out=tuple(sorted(k for k in self._pieces.left_out if k >= campaign.warmup_steps)),
         )
         return _compared(artifact, campaign, replace(predicted, steady=steady), self._pieces.result)

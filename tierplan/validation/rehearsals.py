@@ -1,9 +1,9 @@
 """What a group's predictions rest on: a shallow model of the same shape, trained through the runtime.
 
-Its parts are timed first (`tierplan.runtime.profile`). Then it is trained under five plans in turns: everything kept in
-device memory, all activations recomputed, some of each block's, everything offloaded, and everything streamed. Before
-and after each turn comes one of the first plan, so that what a plan does is known relative to the machine's speed at
-that moment (its *pace*). From all turns follow
+Its parts are timed first (`tierplan.runtime.profile`). Then it is trained under six plans in short turns: everything
+kept in device memory, all activations recomputed, some of each block's, everything offloaded, everything streamed, and
+the optimizer swept over the drive after backward. Before and after each turn comes one of the first plan, so that what
+a plan does is known relative to the machine's speed at that moment (its *pace*). From all turns follow
 
 - the times of the parts inside a training step, and each stream's latency and rates there;
 - what streams lose to each other (one factor on the measured shared limits);
@@ -277,7 +277,7 @@ def _mean_seconds(schedule: Schedule, steps: Steps, paces: Mapping[int, float]) 
 
 
 def rehearsal_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
-    """Five plans that give every stream work and every kind of op its turn."""
+    """Six plans that give every stream work and every kind of op its turn."""
     offloaded = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
     streamed = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
 
