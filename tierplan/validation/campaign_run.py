@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,10 +35,10 @@ from tierplan.runtime.measure import measure_description
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState
+from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workload import Training, Workload
-from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity
+from tierplan.validation.budgets import AMPLE_BYTES, ROOM, capacity_for, fitting, peak_bytes, with_capacity
 from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.compare import compare
 from tierplan.validation.evaluate import PLANNER
@@ -283,7 +284,8 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
         # Cut micro-batches would run at sizes that nothing was timed at; without "vertical" none are cut.
         orders = ("horizontal",) if run.accumulation == 1 else ("horizontal", "vertical")
         found = solve(workload, machine, orders=orders, **dict(run.options))  # type: ignore[arg-type]
-        return Prediction(workload=workload, machine=machine, schedule=found.schedule, steady=found.steady)
+        schedule = _with_what_it_holds(found.schedule, found.steady)
+        return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady_state(schedule, machine))
     ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
     decided = decide(run.policy, workload, ample, run.options)
     sizes: dict[str, int] = {}
@@ -291,6 +293,15 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
         sizes[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, sizes))
     machine, schedule, steady = fitting(decided, workload, with_capacity(machine, sizes))
     return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
+
+
+def _with_what_it_holds(schedule: Schedule, steady: SteadyState) -> Schedule:
+    """The schedule with budgets of what it holds, and what all runs have to spare."""
+    held = {tier: ceil(steady.trace.peak_bytes[tier] * ROOM) for tier in (DEVICE, HOST)}
+    tiers = [
+        replace(t, capacity_bytes=min(t.capacity_bytes, held.get(t.name, t.capacity_bytes))) for t in schedule.tiers
+    ]
+    return replace(schedule, tiers=tuple(tiers))
 
 
 def _part_of_plain_training(run: Run, workload: Workload, machine: Machine) -> Machine:

@@ -49,9 +49,9 @@ MEASURE_S = 30.0
 PROFILE_STEPS = 6
 PLAN_S = 15.0
 TEXT_BYTES = 8 << 20
-DEVICE_FRAC = 0.45
-"""Of what plain in-memory training holds: too little for it, enough for a plan."""
-STATES_FRAC = 0.2
+DEVICE_FRAC = 0.25
+"""Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
+STATES_FRAC = 0.1
 """Of all optimizer states find room in host memory beside what must pass through it; others must go to NVMe."""
 HUGE_BYTES = 1 << 50
 
