@@ -21,6 +21,7 @@ from tierplan.sim.engine import simulate
 from tierplan.sim.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
 from tierplan.sim.schedule import Schedule, Tier
 from tierplan.sim.steady import steady_state
+from tierplan.sim.trace import Span, Trace
 
 seconds_lists = st.lists(durations, min_size=14, max_size=14)
 
@@ -185,3 +186,10 @@ def test_the_steady_window_is_one_period_long() -> None:
             "in steady state each stream does one step's work per period"
         )
     assert critical_path(steady.schedule, steady.trace)[0].start_ns == 0
+
+
+def test_a_thread_that_wakes_up_does_not_wait_for_memory() -> None:
+    spans = (Span("a", "s", 0, 0, 90, 100, granted_ns=10),)
+    trace = Trace(name="measured", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
+    time = stream_times(trace)["s"]
+    assert (time.memory_s, time.busy_s, time.done_s) == pytest.approx((10e-9, 10e-9, 80e-9))

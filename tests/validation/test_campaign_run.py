@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.toys import toy_machine
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate
 from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.workload import Training
 from tierplan.validation import campaign_run
 from tierplan.validation.campaign import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
@@ -85,6 +87,28 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(tmp_path: Path, togeth
     again = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
     assert again == found
     assert len(said) == lines, "nothing was measured or run again"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_measuring")
+def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full drive, and an error without a text, in runs that take turns with one that does well."""
+
+    class Failing(Trainer):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            if "nvme.read" in self.schedule.streams:
+                raise OSError(28, "No space left on device")
+            if "host.adam" in self.schedule.streams:
+                raise RuntimeError
+            return super().run(*args, **kwargs)
+
+    monkeypatch.setattr(campaign_run, "Trainer", Failing)
+    runs = (GROUP.runs[1], GROUP.runs[2], GROUP.runs[0])
+    campaign = replace(CAMPAIGN, together=True, groups=(replace(GROUP, runs=runs),))
+    full, silent, well = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path)
+    assert "No space left" in full.why_not
+    assert silent.why_not == "RuntimeError()"
+    assert well.answered
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.trace import Span
 from tierplan.sim.workload import Workload
 from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
 from tierplan.validation.calibration import calibrated, hand_over, simulate_as_found
@@ -23,6 +24,7 @@ from tierplan.validation.rehearsals import (
     interval_frac,
     log_interval,
     rehearsal_plans,
+    usual,
     with_times_of,
 )
 from tierplan.validation.steps import Steps, cut_predicted
@@ -204,3 +206,16 @@ def test_times_of_another_depth_are_taken_by_kind_of_unit() -> None:
     assert found.units[-1].saved_bytes == deeper.units[-1].saved_bytes
     with pytest.raises(ValueError, match="give the same architecture"):
         with_times_of(timed(toy_workload(2, slots=3), machine), deeper)
+
+
+def test_steps_with_a_hiccup_are_not_usual() -> None:
+    spans = {k: {"op": Span(f"s{k}/op", "gpu0.compute", 0, 0, 0, 1)} for k in range(12)}
+    end_ns, now_ns = {}, 0
+    for k in spans:
+        now_ns += 1_810 if k % 4 == 0 else 1_000 + k
+        end_ns[k] = now_ns
+    begin_ns = {k: end_ns.get(k - 1, 0) for k in spans}
+    steps = Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(spans))
+    assert usual(steps, {}).steady == (5, 6, 7, 9, 10, 11)
+    as_slow = {k: 1.8 for k in spans if k % 4 == 0}
+    assert set(usual(steps, as_slow).steady) & set(as_slow), "a slow machine is no hiccup"

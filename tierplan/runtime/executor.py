@@ -330,10 +330,10 @@ class Executor:
             if self._failure is not None or not queue or queue[0].step >= self._end:
                 return None
             node = queue.popleft()
-            node.free_ns = self._now_ns()
             self._num_begun = max(self._num_begun, node.step + 1)
             if node.step + 1 == self._num_opened < self._end:
                 self._open_step()
+            node.free_ns = self._now_ns()
             node.is_reached = True
             self._num_running -= 1  # until `_start`
             if node.waiting_for == 0:
@@ -367,7 +367,7 @@ class Executor:
 
     def _start(self, node: _Node) -> None:
         node.is_started = True
-        node.granted_ns = self._now_ns()
+        node.granted_ns = self._now_ns() if node.needs else max(node.free_ns, node.ready_ns)
         self._num_running += 1
         self._wakeup[node.op.stream].notify()
 

@@ -49,7 +49,7 @@ class StreamTime:
     memory_s: float
     """Idle until the next op was granted memory; its inputs were complete."""
     done_s: float
-    """Idle after the last op, or with nothing to do in the trace."""
+    """Idle after the last op, or with nothing to do in the trace; in a measured one also while a thread woke up."""
 
     @property
     def busy_s(self) -> float:
@@ -69,14 +69,14 @@ def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> d
     found: dict[str, list[float]] = {}
     for s in trace.spans:
         alone, slowed, on_input, on_memory = found.get(s.stream, (0.0, 0.0, 0.0, 0.0))
-        granted_ns = max(s.free_ns, s.ready_ns)
+        ready_ns = max(s.free_ns, s.ready_ns)
         busy_ns = inside_ns(s.start_ns, s.end_ns)
         alone_frac = min(1.0, s.alone_ns / s.duration_ns) if s.alone_ns >= 0 and s.duration_ns > 0 else 1.0
         found[s.stream] = [
             alone + alone_frac * busy_ns,
             slowed + (1.0 - alone_frac) * busy_ns,
-            on_input + inside_ns(s.free_ns, granted_ns),
-            on_memory + inside_ns(granted_ns, s.start_ns),
+            on_input + inside_ns(s.free_ns, ready_ns),
+            on_memory + inside_ns(ready_ns, ready_ns + s.waited_memory_ns),
         ]
     whole_ns = end_ns - begin_ns
     return {

@@ -63,11 +63,12 @@ def plot_timeline(trace: Trace, *, window_s: Window = None, ax: Axes | None = No
         used.add(colour)
         bar = _bar(span.start_ns, span.end_ns, per_s, begin_s)
         bars.setdefault((lane, colour, _paleness(span)), []).append(bar)
-        granted_ns = max(span.free_ns, span.ready_ns)
-        if granted_ns > span.free_ns:
-            waits.setdefault((lane, WAIT_INPUT), []).append(_bar(span.free_ns, granted_ns, per_s, begin_s))
-        if span.start_ns > granted_ns:
-            waits.setdefault((lane, WAIT_MEMORY), []).append(_bar(granted_ns, span.start_ns, per_s, begin_s))
+        ready_ns = max(span.free_ns, span.ready_ns)
+        if ready_ns > span.free_ns:
+            waits.setdefault((lane, WAIT_INPUT), []).append(_bar(span.free_ns, ready_ns, per_s, begin_s))
+        if span.waited_memory_ns:
+            bar = _bar(ready_ns, ready_ns + span.waited_memory_ns, per_s, begin_s)
+            waits.setdefault((lane, WAIT_MEMORY), []).append(bar)
         if 0 <= span.alone_ns < span.duration_ns:
             slowed.setdefault(lane, []).append(
                 _bar(span.end_ns - (span.duration_ns - span.alone_ns), span.end_ns, per_s, begin_s)

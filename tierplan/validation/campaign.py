@@ -1,4 +1,4 @@
-"""A campaign: many configurations, predicted first and then run for real, and what became of the predictions.
+"""A campaign: many configurations, predicted and run for real, and what became of the predictions.
 
 A campaign file lists groups of runs. A group is one model family at one width, batch and sequence length: its machine
 and its blocks are measured right before its runs, on a depth that none of its runs has. Each run is kept as one JSON
@@ -54,7 +54,7 @@ class Run:
     """A policy's name, or `planner`."""
     device: str = "roomy"
     """`roomy`: no op waits for memory. `tight`: the least that the plan completes with, and 2 %. `middle`: between.
-    For the planner, a part of what plain training takes: `0.5`."""
+    For the planner, a part of what plain training takes: `0.5`; its plan then gets what it holds of that, and 2 %."""
     host: str = "roomy"
     accumulation: int = 1
     max_grad_norm: float | None = None
@@ -178,7 +178,7 @@ def _campaign(record: dict[str, Any], where: str) -> Campaign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """One run: what was asked, what was predicted before it, what was measured."""
+    """One run: what was asked, what was predicted, what was measured."""
 
     campaign: str
     group: str
@@ -203,7 +203,7 @@ class Artifact:
     left_out: tuple[int, ...] = ()
     """Steps that do not count beside those of warm-up: the first of each later piece."""
     predictions_s: tuple[float, ...] = ()
-    """By piece, from what was measured before it; `predicted_step_s` is their mean."""
+    """By piece, from what was measured right before it; `predicted_step_s` is for the median of all paces."""
     paces: tuple[float, ...] = ()
     """By piece: how slow the shallow model was right before it, relative to the rehearsals."""
     campaign_runs: tuple[str, ...] = ()

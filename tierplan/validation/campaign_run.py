@@ -5,7 +5,7 @@ For each group, in this order: the machine is measured and a shallow model is re
 right before each, the shallow model is trained for a step, which says how slow the machine is now, and the prediction
 for this piece is made. Where the campaign says so, a group's runs take turns piece by piece, so that all meet the same
 machine. A run whose artifact is there is not repeated, so an interrupted campaign continues; a group is measured anew
-when it is taken up again.
+when it is taken up again, and runs that take turns are saved when all of them have ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from math import ceil
@@ -51,6 +51,10 @@ DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
 REPORT_EVERY = 4
 """Pieces."""
+STEPS_ASKED = 6
+"""Of the shallow model before each piece of a run on its own; runs that take turns have one each, for all of them."""
+FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
+"""What ends a run, and not the campaign: no plan, no room in memory or on the drive."""
 SHALLOW = Run(blocks=0, policy="in-memory")
 """One micro-batch, no clipping; its depth is the group's `profile_blocks`."""
 MEASURED = "measured.txt"
@@ -200,7 +204,7 @@ def _measure(group: Group, site: _Site, life: ExitStack) -> _Measured:
 
 def _executed(
     campaign: Campaign, group: Group, runs: Sequence[Run], measured: _Measured, site: _Site
-) -> list[Artifact]:
+) -> Iterator[Artifact]:
     """Predicts and executes these runs, piece by piece in turns."""
     with ExitStack() as life:
         plays = [_Play(campaign, group, run, measured, site, life) for run in runs]
@@ -211,7 +215,8 @@ def _executed(
             if len(plays) > 1 and (k + 1) % REPORT_EVERY == 0:
                 site.report(f"{group.name}: {k + 1} of {len(pieces)} pieces")
         paces = [pace for play in plays for pace in play.paces]
-        return [play.artifact(median(paces) if paces else 1.0) for play in plays]
+        for play in plays:
+            yield play.artifact(median(paces) if paces else 1.0)
 
 
 class _Play:
@@ -223,7 +228,7 @@ class _Play:
         self._campaign, self._measured = campaign, measured
         config, training = group.model_config(run.blocks), _training(group, run, site.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
-        self._blank = Artifact(
+        self._artifact = Artifact(
             campaign=campaign.name,
             group=group.name,
             run=run.name,
@@ -238,43 +243,52 @@ class _Play:
         self.paces: list[float] = []
         """How slow the shallow model was, by piece."""
         self._predictions_s: list[float] = []
-        try:
+        self._life = life.enter_context(ExitStack())
+        with self._unless_it_fails():
             basis = measured.basis
             self._predicted = predict(run, with_times_of(basis.workload, workload), basis.machine)
             batches = random_batches(config, training, campaign.steps * run.accumulation)
             model, folder = seeded_model(config, training), made_folder(site.scratch / run.name)
             trainer = Trainer(self._predicted.schedule, model, nvme_dir=folder, device=site.device)
-            self._pieces = Pieces(life.enter_context(trainer), batches)
-        except (ValueError, RuntimeError) as error:
-            self._blank = replace(self._blank, why_not=str(error))
+            self._pieces = Pieces(self._life.enter_context(trainer), batches)
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """After an error the run has no answer, and what it held is given back."""
+        try:
+            yield
+        except FAILURES as error:
+            self._artifact = replace(self._artifact, why_not=str(error) or repr(error))
+            self._life.close()
 
     def play(self, steps: int, warmup_steps: int) -> None:
         """Asks how slow the machine is, predicts a step, and executes some; nothing after an error."""
-        if self._blank.why_not:
+        if self._artifact.why_not:
             return
-        basis = self._measured.basis
-        try:
-            self.paces.append(self._measured.stage.kept_now_s() / basis.kept_s)
-            self._predictions_s.append(basis.step_s(self._predicted.schedule, self._predicted.machine, self.paces[-1]))
+        basis, predicted = self._measured.basis, self._predicted
+        with self._unless_it_fails():
+            steps_asked = 1 if self._campaign.together else STEPS_ASKED
+            self.paces.append(self._measured.stage.kept_now_s(steps_asked) / basis.kept_s)
+            self._predictions_s.append(basis.step_s(predicted.schedule, predicted.machine, self.paces[-1]))
             self._pieces.play(steps, warmup_steps)
-        except (ValueError, RuntimeError) as error:
-            self._blank = replace(self._blank, why_not=str(error))
 
     def artifact(self, pace: float) -> Artifact:
         """What came out; the prediction is for a machine of this pace."""
-        if self._blank.why_not:
-            return self._blank
+        if self._artifact.why_not:
+            return self._artifact
         campaign, measured, predicted = self._campaign, self._measured, self._predicted
-        steady = measured.basis.steady(predicted.schedule, predicted.machine, pace)
-        artifact = replace(
-            self._blank,
-            predicted_step_s=steady.period_s,
-            interval_s=log_interval(steady.period_s, interval_frac(measured.checks)),
-            predictions_s=tuple(self._predictions_s),
-            paces=tuple(self.paces),
-            left_out=tuple(sorted(k for k in self._pieces.left_out if k >= campaign.warmup_steps)),
-        )
-        return _compared(artifact, campaign, replace(predicted, steady=steady), self._pieces.result)
+        with self._unless_it_fails():
+            steady = measured.basis.steady(predicted.schedule, predicted.machine, pace)
+            artifact = replace(
+                self._artifact,
+                predicted_step_s=steady.period_s,
+                interval_s=log_interval(steady.period_s, interval_frac(measured.checks)),
+                predictions_s=tuple(self._predictions_s),
+                paces=tuple(self.paces),
+                left_out=tuple(sorted(k for k in self._pieces.left_out if k >= campaign.warmup_steps)),
+            )
+            self._artifact = _compared(artifact, campaign, replace(predicted, steady=steady), self._pieces.result)
+        return self._artifact
 
 
 def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:

@@ -60,6 +60,7 @@ __all__ = [
     "interval_frac",
     "log_interval",
     "rehearsal_plans",
+    "usual",
     "with_times_of",
 ]
 
@@ -227,7 +228,8 @@ class Stage:
                 for counted, (_, before, after) in zip(steps[name], turns[name], strict=True)
                 for k in counted
             }
-            cut = _usual(cut_steps(self._plays[name].result.trace, 0, self._plays[name].left_out), paces)
+            cut = cut_steps(self._plays[name].result.trace, 0, self._plays[name].left_out)
+            cut = usual(cut, {} if name == KEPT else paces)  # its paces are its own durations
             rehearsed[name] = Rehearsed(
                 schedule=schedule,
                 turns=tuple(turns[name]),
@@ -261,9 +263,10 @@ def _step_s(play: Pieces, counted: Sequence[int]) -> float:
     return median(durations[k] for k in counted)
 
 
-def _usual(steps: Steps, paces: Mapping[int, float]) -> Steps:
+def usual(steps: Steps, paces: Mapping[int, float]) -> Steps:
     """The half of the steps in the middle, by how long they took at their pace: no step with a hiccup."""
-    ordered = sorted(steps.steady, key=lambda k: steps.durations_s[k] / paces[k])
+    durations_s = steps.durations_s
+    ordered = sorted(steps.steady, key=lambda k: durations_s[k] / paces.get(k, 1.0))
     aside = len(ordered) // 4
     return replace(steps, steady=tuple(sorted(ordered[aside : len(ordered) - aside])))
 
