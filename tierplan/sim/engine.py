@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, starmap
 from operator import itemgetter, truediv
 
 import simpy
@@ -198,8 +198,7 @@ class _Run:
         if -1 in self._end_ns:
             raise out_of_memory(graph)
         tiers = [t.name for t in graph.schedule.tiers]
-        spans = map(
-            Span,
+        rows = zip(
             [op.key for op in graph.schedule.ops],
             [op.stream for op in graph.schedule.ops],
             self._free_ns,
@@ -207,11 +206,12 @@ class _Run:
             self._start_ns,
             self._end_ns,
             self._alone_ns,
+            strict=True,
         )
         where = [(b.tier, b.kind) for b in self._buffers]
         return Trace(
             name=graph.schedule.name,
-            spans=tuple(sorted(spans, key=itemgetter(Span._fields.index("start_ns")))),
+            spans=tuple(sorted(starmap(Span, rows), key=itemgetter(Span._fields.index("start_ns")))),
             memory=tuple([MemoryEvent(t, *where[b], delta_bytes) for t, b, delta_bytes in self._changes]),
             capacity_bytes=dict(zip(tiers, graph.capacity_bytes, strict=True)),
             peak_bytes=dict(zip(tiers, self._peak_bytes, strict=True)),
