@@ -14,7 +14,7 @@ from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Workload
 
-__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_capacity"]
+__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_capacity", "with_room"]
 
 ROOM = 1.02
 """What a budget holds beyond what was found to do, as a factor."""
@@ -28,6 +28,15 @@ def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machin
     """The machine with other capacities, by tier."""
     tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
     return replace(machine, tiers=tiers)
+
+
+def with_room(schedule: Schedule, peak_bytes: Mapping[str, int], room: float = ROOM) -> Schedule:
+    """The schedule with tiers of no more than `room` times what it holds at its peak; those not named stay."""
+    tiers = [
+        replace(t, capacity_bytes=min(t.capacity_bytes, ceil(peak_bytes[t.name] * room))) if t.name in peak_bytes else t
+        for t in schedule.tiers
+    ]
+    return replace(schedule, tiers=tuple(tiers))
 
 
 def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:

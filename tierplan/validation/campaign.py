@@ -102,7 +102,7 @@ class Campaign:
     warmup_steps: int = 2
     """Of these, not counted; of each later piece, one."""
     pieces: int = 3
-    """Each run is made in so many pieces; before each, the shallow model is trained for a step."""
+    """Each run is made in so many pieces; before each, the shallow model is trained for a little while."""
     together: bool = False
     """A group's runs take turns, piece by piece; all their models are in memory at once."""
     device: str = "any"

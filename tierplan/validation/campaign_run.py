@@ -2,10 +2,10 @@
 
 For each group, in this order: the machine is measured and a shallow model is rehearsed
 (`tierplan.validation.rehearsals`), then each run is predicted, executed and compared. A run is executed in pieces;
-right before each, the shallow model is trained for a step, which says how slow the machine is now, and the prediction
-for this piece is made. Where the campaign says so, a group's runs take turns piece by piece, so that all meet the same
-machine. A run whose artifact is there is not repeated, so an interrupted campaign continues; a group is measured anew
-when it is taken up again, and runs that take turns are saved when all of them have ended.
+right before each, the shallow model is trained for a little while, which says how slow the machine is now. Where the
+campaign says so, a group's runs take turns piece by piece, so that all meet the same machine. A run whose artifact is
+there is not repeated, so an interrupted campaign continues; a group is measured anew when it is taken up again, and
+runs that take turns are saved when all of them have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +37,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workload import Training, Workload
-from tierplan.validation.budgets import AMPLE_BYTES, ROOM, capacity_for, fitting, peak_bytes, with_capacity
+from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity, with_room
 from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.compare import compare
 from tierplan.validation.evaluate import PLANNER
@@ -298,7 +297,8 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
         # Cut micro-batches would run at sizes that nothing was timed at; without "vertical" none are cut.
         orders = ("horizontal",) if run.accumulation == 1 else ("horizontal", "vertical")
         found = solve(workload, machine, orders=orders, **dict(run.options))  # type: ignore[arg-type]
-        schedule = _with_what_it_holds(found.schedule, found.steady)
+        held = found.steady.trace.peak_bytes
+        schedule = with_room(found.schedule, {tier: held[tier] for tier in (DEVICE, HOST)})
         return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady_state(schedule, machine))
     ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
     decided = decide(run.policy, workload, ample, run.options)
@@ -307,15 +307,6 @@ def predict(run: Run, workload: Workload, machine: Machine) -> Prediction:
         sizes[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, sizes))
     machine, schedule, steady = fitting(decided, workload, with_capacity(machine, sizes))
     return Prediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
-
-
-def _with_what_it_holds(schedule: Schedule, steady: SteadyState) -> Schedule:
-    """The schedule with budgets of what it holds, and what all runs have to spare."""
-    held = {tier: ceil(steady.trace.peak_bytes[tier] * ROOM) for tier in (DEVICE, HOST)}
-    tiers = [
-        replace(t, capacity_bytes=min(t.capacity_bytes, held.get(t.name, t.capacity_bytes))) for t in schedule.tiers
-    ]
-    return replace(schedule, tiers=tuple(tiers))
 
 
 def _part_of_plain_training(run: Run, workload: Workload, machine: Machine) -> Machine:

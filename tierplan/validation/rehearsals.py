@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil, exp, log, sqrt
+from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
@@ -40,7 +40,7 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.workload import Training, Unit, Workload
-from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
+from tierplan.validation.budgets import AMPLE_BYTES, with_capacity, with_room
 from tierplan.validation.calibration import (
     HandOver,
     calibrated,
@@ -202,8 +202,7 @@ class Stage:
         for name, plan in rehearsal_plans(workload, ample).items():
             schedule = lower(plan, workload, ample)
             peaks = simulate_on(unroll(schedule, 2), ample).peak_bytes
-            tiers = tuple(replace(t, capacity_bytes=ceil(peaks[t.name] * ROOM)) for t in schedule.tiers)
-            schedules[name] = replace(schedule, tiers=tiers)
+            schedules[name] = with_room(schedule, peaks, ROOM)
             self._plays[name] = self._open(name, schedules[name])
         kept_s = [self.kept_now_s(warmup_steps=3)]
         turns: dict[str, list[tuple[float, float, float]]] = {name: [] for name in schedules}
