@@ -88,7 +88,7 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
     from tierplan.runtime.adam import OptimizerSettings
     from tierplan.runtime.tracing import trace_config
     from tierplan.runtime.trainer import Trainer
-    from tierplan.sim.workload import Training
+    from tierplan.sim.workloads.workload import Training
 
     training = Training(
         per_device_train_batch_size=args.batch, sequence_length=args.length, dtype=args.dtype, backend="cpu"

@@ -31,10 +31,10 @@ from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.engine import simulate, simulate_graph
 from tierplan.sim.evaluator import Evaluator
 from tierplan.sim.graph import graph_of
-from tierplan.sim.models import load_workload
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, unroll
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 
 def roomy_machine() -> Machine:

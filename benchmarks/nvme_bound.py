@@ -55,11 +55,11 @@ from tierplan.runtime.measure import measure
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.runtime.weights import hollow_model, random_weights
+from tierplan.sim.analysis.explain import StreamTime, stream_times
 from tierplan.sim.engine import simulate
-from tierplan.sim.explain import StreamTime, stream_times
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span, Trace
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 GIB = 2**30
 SEQUENCE_LENGTH = 32

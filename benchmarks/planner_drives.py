@@ -21,9 +21,9 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan
-from tierplan.sim.models import load_workload
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.reproduce import published
 
 PART = "drives"

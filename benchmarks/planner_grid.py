@@ -28,8 +28,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner import search
 from tierplan.planner.plan import PlanError
 from tierplan.planner.solve import plan
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "desktop 4090, 64 GB": ("desktop-4090", ()),

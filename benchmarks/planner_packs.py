@@ -24,7 +24,7 @@ from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.profiles import layered_workload
 from tierplan.validation.reproduce import published
 

@@ -14,8 +14,8 @@ from unittest import mock
 from benchmarks.planner_grid import MACHINES, SEQUENCE, TIME_LIMIT_S, one_device
 from tierplan.hwmodels import load_machine
 from tierplan.planner.solve import PlanResult, plan
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 SCENARIOS = (
     ("desktop 4090, 64 GB", "gpt-6.7b", 8),

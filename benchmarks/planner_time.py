@@ -38,8 +38,8 @@ from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.search import Budget, Evaluator
 from tierplan.planner.solve import coarser, granules
 from tierplan.planner.whole import solve_whole
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 MACHINE, FULL_BLOCKS = "fuyou-4090", 96
 SEQUENCE = 1024

@@ -50,7 +50,7 @@ from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.runtime.weights import hollow_model, random_weights
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 MIB = 2**20
 GIB = 2**30

@@ -16,8 +16,8 @@ from pathlib import Path
 
 CLOSED = """
 import json, resource, statistics, time
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 times = []
 for _ in range(9):
     start = time.perf_counter()
@@ -30,7 +30,7 @@ TRACED = """
 import json, resource, time
 start = time.perf_counter()
 from tierplan.runtime.tracing import trace_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 imported = time.perf_counter()
 workload = trace_workload({model!r}, Training(sequence_length={length}))
 print(json.dumps(dict(import_s=imported - start, trace_s=time.perf_counter() - imported,

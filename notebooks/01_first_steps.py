@@ -21,7 +21,7 @@
 # %%
 import tierplan as tp
 from tierplan.planner.prediction import predict
-from tierplan.sim.plots import plot_memory, plot_step_time, plot_timeline
+from tierplan.sim.output.plots import plot_memory, plot_step_time, plot_timeline
 
 machine = tp.load_machine("desktop-4090")
 workload = tp.load_workload("gpt-6.7b", tp.Training(per_device_train_batch_size=16, sequence_length=1024))

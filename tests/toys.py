@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MIB = 2**20
 

@@ -21,9 +21,9 @@ _EXPORTS: dict[str, str] = {
     # machines and models
     "Machine": "tierplan.hwmodels.machine",
     "load_machine": "tierplan.hwmodels",
-    "Training": "tierplan.sim.workload",
-    "Workload": "tierplan.sim.workload",
-    "load_workload": "tierplan.sim.models",
+    "Training": "tierplan.sim.workloads.workload",
+    "Workload": "tierplan.sim.workloads.workload",
+    "load_workload": "tierplan.sim.workloads.models",
     "trace_module": "tierplan.runtime.tracing",
     "trace_workload": "tierplan.runtime.tracing",
     # the language
@@ -45,16 +45,16 @@ _EXPORTS: dict[str, str] = {
     # predicting
     "OutOfMemory": "tierplan.sim.engine",
     "simulate": "tierplan.sim.pricing:simulate_on",
-    "steady_state": "tierplan.sim.steady",
-    "write_perfetto": "tierplan.sim.perfetto",
-    "vary": "tierplan.sim.variation",
+    "steady_state": "tierplan.sim.analysis.steady",
+    "write_perfetto": "tierplan.sim.output.perfetto",
+    "vary": "tierplan.sim.analysis.variation",
     # understanding
-    "critical_path": "tierplan.sim.explain",
-    "sensitivities": "tierplan.sim.explain",
-    "stream_times": "tierplan.sim.explain",
-    "plot_memory": "tierplan.sim.plots",
-    "plot_step_time": "tierplan.sim.plots",
-    "plot_timeline": "tierplan.sim.plots",
+    "critical_path": "tierplan.sim.analysis.explain",
+    "sensitivities": "tierplan.sim.analysis.explain",
+    "stream_times": "tierplan.sim.analysis.explain",
+    "plot_memory": "tierplan.sim.output.plots",
+    "plot_step_time": "tierplan.sim.output.plots",
+    "plot_timeline": "tierplan.sim.output.plots",
     # running and comparing
     "train": "tierplan.runtime.trainer",
     "compare": "tierplan.validation.compare",
@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     from tierplan.sim.schedule import unroll as unroll
     from tierplan.sim.schedule import validate as validate
     from tierplan.sim.trace import Trace as Trace
-    from tierplan.sim.workload import Training as Training
-    from tierplan.sim.workload import Workload as Workload
+    from tierplan.sim.workloads.workload import Training as Training
+    from tierplan.sim.workloads.workload import Workload as Workload
 
     simulate = simulate_on
 

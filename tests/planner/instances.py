@@ -10,7 +10,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.fluid import MODES, Problem
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MB = 1_000_000
 

@@ -18,7 +18,7 @@ from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.search import Budget, Evaluator
 from tierplan.planner.solve import InfeasiblePlan, plan
 from tierplan.sim.pricing import price
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 WITH_ALL_WINDOWS = 30
 """Of the quickest plans, so many are also simulated with all prefetch windows."""

@@ -20,7 +20,7 @@ from tierplan.planner.milp import build, fractions
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.program import solve
 from tierplan.planner.solve import InfeasiblePlan, plan
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 
 def rated(machine: Machine, bytes_per_s: float, years: float = 1.0, drives: int = 2) -> Machine:

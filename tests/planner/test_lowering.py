@@ -13,7 +13,7 @@ from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.walk import walk
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 PLACES = ("device", "host", "nvme")
 MIXED = ("keep", "recompute", "host", "nvme")

@@ -12,7 +12,7 @@ from tierplan.planner.milp import build, fractions
 from tierplan.planner.program import solve
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Evaluator
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 
 def keep_or_recompute_s(

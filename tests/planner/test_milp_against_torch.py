@@ -19,7 +19,7 @@ from tests.planner.instances import MB, chain, small_machine
 from tierplan.planner.fluid import Problem, problem
 from tierplan.planner.milp import Fractions, build, fractions
 from tierplan.planner.program import solve
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 UNIT_BYTES = 2**30
 """Of PyTorch's program for one MB of ours: its solver counts in GiB, to a tolerance that should not matter."""

@@ -23,7 +23,7 @@ from tierplan.planner.milp import build, fractions
 from tierplan.planner.program import solve
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Evaluator
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 DOWN, UP, READ, WRITE = "gpu0.d2h", "gpu0.h2d", "nvme.read", "nvme.write"
 Expression = dict[object, float]

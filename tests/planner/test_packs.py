@@ -16,7 +16,7 @@ from tierplan.planner.pack_estimate import PackEstimate
 from tierplan.planner.packs import balanced, improve_packs, neighbours
 from tierplan.planner.plan import Packs, Plan, UnitPlan
 from tierplan.planner.search import Budget, Candidate, Evaluator
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.profiles import layered_workload
 
 CLEANUP_S = 0.01

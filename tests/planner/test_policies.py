@@ -20,11 +20,11 @@ from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.tiling import cut_batches
-from tierplan.sim.models import load_workload
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll, validate
 from tierplan.sim.trace import Trace
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 ONE_DEVICE = tuple(name for name in POLICIES if name not in ("harmony-dp", "harmony-pp", "virtual-memory"))
 

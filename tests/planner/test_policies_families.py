@@ -14,8 +14,8 @@ from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
 from tierplan.runtime.tracing import trace_workload
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 MACHINES = ("fuyou-4090", "harmony-4x1080ti")
 TIGHT = ["gpu.capacity=1100 MB", "gpu.reserve=1099 MB"]

@@ -10,8 +10,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.largest import largest_model
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 SLACK = 1.002
 

@@ -7,7 +7,7 @@ import pytest
 from tierplan.hwmodels import load_machine
 from tierplan.planner.largest import family
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 
 def decoder(batch: int, name: str = "gpt-1.3b") -> Workload:

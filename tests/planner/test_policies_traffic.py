@@ -9,9 +9,9 @@ import pytest
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
-from tierplan.sim.models import load_workload
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Training, Unit, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 from tierplan.validation.reproduce import published
 
 MACHINE = "fuyou-4090"

@@ -11,7 +11,7 @@ from tierplan.runtime.device import Device
 from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.units import split_model
-from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 VOCABULARY = 96
 

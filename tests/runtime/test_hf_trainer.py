@@ -18,7 +18,7 @@ from tierplan.runtime.groups import without_decay
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.trainer import TrainingError
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

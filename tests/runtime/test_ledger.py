@@ -31,7 +31,7 @@ from tierplan.runtime.device import Device
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.tracing_models import build_model, example_batch
 from tierplan.runtime.trainer import Trainer
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,7 +23,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.runtime.units import ModelError, split_model
-from tierplan.sim.workload import WorkloadError
+from tierplan.sim.workloads.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import nvme_bound, runtime_page
 from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
 from benchmarks.runtime import machine
-from tierplan.sim.explain import stream_times
+from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.trace import Span, Trace
 
 S = 10**9

@@ -10,7 +10,7 @@ from tierplan.runtime.profile import profile_workload, profiling_schedule, with_
 from tierplan.runtime.tracing import trace_config
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

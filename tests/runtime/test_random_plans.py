@@ -18,7 +18,7 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
-from tierplan.sim.workload import Training, Unit, Workload
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

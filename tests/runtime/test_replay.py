@@ -15,7 +15,7 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.replay import Recipe
 from tierplan.runtime.tracing import trace_module
 from tierplan.runtime.units import split_model
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 
 def gradients(

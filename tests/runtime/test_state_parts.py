@@ -23,7 +23,7 @@ from tierplan.runtime.state_parts import contents_of, cut, join, parameters_of
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.parts import part_content, part_ranges
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from tests.configs import CONFIGS, config_of
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.tracing_models import build_model, example_batch
 from tierplan.runtime.units import find_blocks
-from tierplan.sim.workload import Training, Workload, WorkloadError
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 SIZES = (1, 2)
 FAMILIES = tuple(CONFIGS)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.configs import config_of
 from tierplan.runtime.tracing import trace_config
-from tierplan.sim.models import SUPPORTED, workload_of
-from tierplan.sim.workload import Training, Unit, Workload
+from tierplan.sim.workloads.models import SUPPORTED, workload_of
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
 GROUPED = ("mistral", "qwen2")

@@ -16,7 +16,7 @@ from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.policies import decide
 from tierplan.runtime.tracing import trace_module
 from tierplan.runtime.units import ModelError
-from tierplan.sim.workload import Workload, WorkloadError
+from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

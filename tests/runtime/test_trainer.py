@@ -24,7 +24,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.store import StoreError
 from tierplan.runtime.trainer import Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

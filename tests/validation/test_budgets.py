@@ -7,8 +7,8 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.sim.steady import steady_state
 from tierplan.validation.budgets import capacity_for, with_capacity
 
 WORKLOAD = toy_workload(6)

@@ -16,9 +16,9 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import Trainer
+from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 from tierplan.validation import campaign_run
 from tierplan.validation.campaign import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
 from tierplan.validation.rehearsals import Basis

@@ -16,8 +16,8 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.sim.steady import steady_state
 from tierplan.validation.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
 
 

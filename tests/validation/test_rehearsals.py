@@ -15,7 +15,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
 from tierplan.validation.calibration import calibrated, hand_over, simulate_as_found
 from tierplan.validation.rehearsals import (

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     machine = load_machine(args.machine, args.overrides)
     schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)
     found = load_run(args.run_dir)
-    from tierplan.sim.steady import steady_state
+    from tierplan.sim.analysis.steady import steady_state
 
     steady = steady_state(schedule, machine)
     comparison = compare(
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         notes=notes,
     )
     if args.perfetto:
-        from tierplan.sim.perfetto import write_perfetto
+        from tierplan.sim.output.perfetto import write_perfetto
 
         write_perfetto({"predicted": steady.trace, "measured": found.trace}, args.perfetto)
     if args.json:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tierplan.planner.explain_plan import Worth
     from tierplan.planner.solve import PlanResult
-    from tierplan.sim.workload import Workload
+    from tierplan.sim.workloads.workload import Workload
 
 GB = 1e9
 EXIT_INFEASIBLE = 3

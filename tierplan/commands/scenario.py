@@ -18,7 +18,7 @@ from tierplan.commands.arguments import add_set, number, whole
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
-    from tierplan.sim.workload import Training, Workload
+    from tierplan.sim.workloads.workload import Training, Workload
 
 __all__ = [
     "Scenario",
@@ -113,7 +113,7 @@ def read_machine(args: argparse.Namespace) -> Machine:
 
 def read_training(args: argparse.Namespace, machine: Machine) -> Training:
     """The training settings, with `auto` resolved against the machine."""
-    from tierplan.sim.workload import Training
+    from tierplan.sim.workloads.workload import Training
 
     return Training(
         per_device_train_batch_size=args.batch,
@@ -135,7 +135,7 @@ def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
     """
     from importlib.util import find_spec
 
-    from tierplan.sim.models import SUPPORTED, read_config
+    from tierplan.sim.workloads.models import SUPPORTED, read_config
 
     training = read_training(args, machine)
     has_forms = read_config(args.model, training)[1]["model_type"] in SUPPORTED
@@ -143,7 +143,7 @@ def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
         from tierplan.runtime.tracing import trace_workload
 
         return trace_workload(args.model, training)
-    from tierplan.sim.models import load_workload
+    from tierplan.sim.workloads.models import load_workload
 
     return load_workload(args.model, training)
 

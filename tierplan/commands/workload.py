@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tierplan.commands.arguments import existing_file, number, whole
 
 if TYPE_CHECKING:
-    from tierplan.sim.workload import Training, Unit, Workload
+    from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 __all__ = ["add_arguments", "run"]
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _training(args: argparse.Namespace) -> Training:
-    from tierplan.sim.workload import Training
+    from tierplan.sim.workloads.workload import Training
 
     return Training(
         per_device_train_batch_size=args.batch,
@@ -93,13 +93,13 @@ def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
         from tierplan.runtime.tracing import trace_workload
 
         return trace_workload(model, training)
-    from tierplan.sim.models import load_workload
+    from tierplan.sim.workloads.models import load_workload
 
     return load_workload(model, training)
 
 
 def _list(args: argparse.Namespace) -> int:
-    from tierplan.sim.models import SUPPORTED, named_models
+    from tierplan.sim.workloads.models import SUPPORTED, named_models
 
     for name, config in named_models().items():
         print(f"{name:24} {config['model_type']}")
@@ -108,7 +108,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tierplan.sim.workload import WorkloadError
+    from tierplan.sim.workloads.workload import WorkloadError
 
     workload = _read(args.model, _training(args), args)
     if args.json:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
-from tierplan.sim.workload import Unit
+from tierplan.sim.workloads.workload import Unit
 
 __all__ = ["COMPUTE", "CORES", "DEVICE", "DOWN", "HOST", "NVME", "READ", "UP", "WRITE", "Builder", "Position"]
 

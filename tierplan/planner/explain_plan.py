@@ -15,7 +15,7 @@ from functools import partial
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import PlanError, Semantics
 from tierplan.planner.solve import plan
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Point", "Worth", "changes", "frontier", "plot_frontier", "worths"]
 

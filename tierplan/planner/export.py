@@ -21,7 +21,7 @@ from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.solve import PlanResult
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["PlanFile", "PlanFileError", "digest", "load_plan", "save_plan"]
 

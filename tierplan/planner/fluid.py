@@ -14,7 +14,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.planner.plan import Order, Place, Semantics
 from tierplan.planner.tiling import cut_batches
-from tierplan.sim.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = [
     "GB",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.models import load_workload, named_models, workload_of
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload, named_models, workload_of
+from tierplan.sim.workloads.workload import Training, Workload
 
 __all__ = ["Largest", "family", "largest_model"]
 

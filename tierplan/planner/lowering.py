@@ -2,7 +2,7 @@
 
 Every op is emitted with a *position*, the moment in the walk over compute ops at which it is wanted: a fetch some units
 before the op that needs it, an offload right behind the op that made it, an update behind its gradients. The list order
-is the order of positions, made consistent with who needs whose output. `tierplan.sim.ordering` then refines it by a
+is the order of positions, made consistent with who needs whose output. `tierplan.sim.analysis.ordering` then refines it by a
 first simulation. Names, contents and kinds are those of docs/design.md.
 """
 
@@ -22,10 +22,10 @@ from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.refine import order_under_contention
 from tierplan.planner.tiling import cut_batches, cut_operators
 from tierplan.planner.walk import Stage, walk
-from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import SavedTensor, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
 __all__ = ["lower"]
 

@@ -19,10 +19,10 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.building import CORES, HOST, Builder
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.planner.refine import order_under_contention
-from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = ["PackLowering", "Task", "check_packs", "lower_packs"]
 

@@ -15,10 +15,10 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.building import COMPUTE, DEVICE, HOST
 from tierplan.planner.lowering_packs import PackLowering, Task, check_packs
 from tierplan.planner.plan import Packs, Plan, PlanError
-from tierplan.sim.ordering import order_by_readiness
+from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Unit, Workload
 
 __all__ = ["lower_packs_alone"]
 

@@ -15,7 +15,7 @@ from tierplan.planner.building import HOST, Builder
 from tierplan.planner.plan import Plan
 from tierplan.planner.refine import order_under_contention
 from tierplan.sim.schedule import Schedule, validate
-from tierplan.sim.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = ["lower_paged"]
 

@@ -10,7 +10,7 @@ from tierplan.planner.building import COMPUTE, CORES, DEVICE, HOST, NVME, Builde
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.walk import Stage
 from tierplan.sim.parts import part_content, part_ranges
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Unit, Workload
 
 __all__ = ["TIER_OF", "Updates", "is_late"]
 

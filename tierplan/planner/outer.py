@@ -16,7 +16,7 @@ from tierplan.planner.endurance import allowed_bytes_per_s
 from tierplan.planner.fluid import problem
 from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
 from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Choice", "largest_batch", "plan_sequences"]
 

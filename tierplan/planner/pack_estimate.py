@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Packs
-from tierplan.sim.workload import Workload, total_work
+from tierplan.sim.workloads.workload import Workload, total_work
 
 __all__ = ["PackEstimate"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from tierplan.sim.workload import Training, Unit, Workload
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 __all__ = [
     "ACTIONS",

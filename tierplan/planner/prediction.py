@@ -16,11 +16,11 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
-from tierplan.sim.completion import OutOfMemory
-from tierplan.sim.explain import critical_path, time_on_path
+from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.explain import critical_path, time_on_path
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule, ScheduleError, unroll
-from tierplan.sim.steady import SteadyState, steady_state
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan", "predicted"]
 

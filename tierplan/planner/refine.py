@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.completion import OutOfMemory
+from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.engine import simulate
-from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
 

@@ -17,11 +17,11 @@ from tierplan.planner.fluid import GB, Problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.moves import FAMILIES
 from tierplan.planner.plan import Plan, PlanError
-from tierplan.sim.completion import OutOfMemory, completes, out_of_memory
+from tierplan.sim.analysis.completion import OutOfMemory, completes, out_of_memory
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule, ScheduleError
-from tierplan.sim.steady import SteadyState, steady_state
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = [
     "Budget",

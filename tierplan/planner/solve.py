@@ -31,9 +31,9 @@ from tierplan.planner.restarts import improve_from_elsewhere
 from tierplan.planner.rounding import round_to_plan
 from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates
 from tierplan.planner.whole import solve_whole
+from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState
-from tierplan.sim.workload import Workload, WorkloadError
+from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 __all__ = ["InfeasiblePlan", "PlanResult", "PolicyResult", "plan"]
 

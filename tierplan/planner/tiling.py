@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tierplan.sim.workload import SavedTensor, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
 __all__ = ["cut_batches", "cut_operators"]
 

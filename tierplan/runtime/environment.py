@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from tierplan.runtime.tracing_models import build_model
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 __all__ = ["default_device", "device_name", "random_batches", "seeded_model", "versions"]
 

@@ -25,7 +25,7 @@ from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.runtime.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 __all__ = ["Done", "Job", "JobError", "run_job"]
 

@@ -20,8 +20,8 @@ from tierplan.runtime.adam import OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.arena import map_host
 from tierplan.runtime.device import Device
 from tierplan.runtime.store import Extent, Store, measure_weights
-from tierplan.sim.models import workload_of
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import workload_of
+from tierplan.sim.workloads.workload import Training
 
 __all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
 

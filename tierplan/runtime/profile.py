@@ -20,7 +20,7 @@ from torch import nn
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.trace import Trace
-from tierplan.sim.workload import SavedTensor, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
 __all__ = ["profile_workload", "profiling_schedule", "with_times"]
 

@@ -25,7 +25,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing_models import build_model
 from tierplan.runtime.trainer import RunResult, train
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["PlainRun", "Rehearsal", "same_weights", "window_batches"]
 

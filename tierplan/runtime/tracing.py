@@ -27,9 +27,9 @@ from tierplan.runtime.tracing_backend import backend_rules, result_on
 from tierplan.runtime.tracing_models import TORCH_DTYPES, build_model
 from tierplan.runtime.tracing_record import UnitRecorder
 from tierplan.runtime.units import ModelError, fake_twin, find_blocks
-from tierplan.sim.families.slices import saved_tensors, total
-from tierplan.sim.models import read_config
-from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
+from tierplan.sim.workloads.families.slices import saved_tensors, total
+from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
 __all__ = ["trace_config", "trace_module", "trace_workload"]
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 __all__ = ["backend_rules", "result_on"]
 

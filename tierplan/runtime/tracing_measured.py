@@ -13,8 +13,8 @@ import torch
 from tierplan.runtime.profile import profile_workload
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.tracing_models import build_model, example_batch
-from tierplan.sim.models import read_config
-from tierplan.sim.workload import Training, Workload, WorkloadError
+from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 __all__ = ["measure_workload"]
 

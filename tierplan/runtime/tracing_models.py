@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.sim.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 __all__ = ["TORCH_DTYPES", "build_config", "build_model", "example_batch", "model_class"]
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from tierplan.sim.families.slices import Operation, Save
+from tierplan.sim.workloads.families.slices import Operation, Save
 
 __all__ = ["DTYPE_NAMES", "ExpertsOnFakes", "UnitRecorder", "tensors_in"]
 

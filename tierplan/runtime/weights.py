@@ -22,7 +22,7 @@ from torch import nn
 
 from tierplan.runtime.tracing_models import build_model
 from tierplan.runtime.units import ModelUnit, placeholder
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.workload import Training
 
 if TYPE_CHECKING:
     from tierplan.runtime.trainer import Trainer

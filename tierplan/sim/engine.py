@@ -20,7 +20,7 @@ from operator import itemgetter, truediv
 import simpy
 
 from tierplan.hwmodels.costs import Cost
-from tierplan.sim.completion import OutOfMemory, SimulationError, out_of_memory
+from tierplan.sim.analysis.completion import OutOfMemory, SimulationError, out_of_memory
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tierplan.sim.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 __all__ = ["Configured", "read_deepspeed", "read_training_args"]
 

@@ -9,10 +9,10 @@ from math import ceil
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.schedule import Schedule, ScheduleError
-from tierplan.sim.steady import SteadyState, steady_state
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_capacity", "with_room"]
 

@@ -33,10 +33,10 @@ from tierplan.runtime.environment import device_name, random_batches, seeded_mod
 from tierplan.runtime.measure import measure_description
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import SteadyState, steady_state
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity, with_room
 from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.compare import compare

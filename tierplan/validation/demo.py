@@ -28,12 +28,12 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.solve import PlanResult, plan
-from tierplan.sim.models import load_workload
-from tierplan.sim.perfetto import write_perfetto
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.schedule_file import save_schedule
-from tierplan.sim.steady import steady_state
 from tierplan.sim.trace import Trace, write_atomically
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.budgets import capacity_for, with_capacity
 from tierplan.validation.calibration import without_latency
 from tierplan.validation.compare import Comparison, Pair, compare

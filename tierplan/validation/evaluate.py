@@ -14,8 +14,8 @@ from typing import Any
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import Prediction, predict, predicted
-from tierplan.sim.models import SUPPORTED, load_workload, read_config
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import SUPPORTED, load_workload, read_config
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.study import Point
 
 __all__ = ["PLANNER", "evaluate", "evaluate_point", "training_for"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tierplan.sim.workload import SavedTensor, Training, Unit, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 __all__ = ["layered_workload", "tensor_parallel_workload"]
 

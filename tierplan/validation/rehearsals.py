@@ -36,10 +36,10 @@ from tierplan.runtime.environment import random_batches, seeded_model
 from tierplan.runtime.profile import profile_workload
 from tierplan.runtime.tracing import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
-from tierplan.sim.steady import SteadyState, steady_state
-from tierplan.sim.workload import Training, Unit, Workload
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 from tierplan.validation.budgets import AMPLE_BYTES, with_capacity, with_room
 from tierplan.validation.calibration import (
     HandOver,

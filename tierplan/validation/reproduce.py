@@ -25,11 +25,11 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.models import load_workload, workload_of
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.sim.workload import Training, Workload
+from tierplan.sim.workloads.models import load_workload, workload_of
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.profiles import layered_workload, tensor_parallel_workload
 
 __all__ = ["Report", "Row", "published", "reproduce", "systems"]

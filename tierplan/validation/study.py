@@ -134,8 +134,8 @@ class Study:
         from tierplan.hwmodels import load_machine
         from tierplan.hwmodels.keys import find_key
         from tierplan.planner.policies import check_name
-        from tierplan.sim.models import read_config
-        from tierplan.sim.workload import Training
+        from tierplan.sim.workloads.models import read_config
+        from tierplan.sim.workloads.workload import Training
         from tierplan.validation.evaluate import PLANNER
 
         for policy in self.scenario.get("policy", ()):

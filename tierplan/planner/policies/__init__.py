@@ -26,7 +26,7 @@ from tierplan.planner.policies import (
     zero_offload,
 )
 from tierplan.planner.policies.options import OptionError, Policy
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["POLICIES", "Policy", "check_name", "decide"]
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Unit, Workload
 
 NAME = "fuyou"
 OPTIONS: Mapping[str, object] = {

@@ -24,7 +24,7 @@ from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Unit, Workload
 
 OPTIONS: Mapping[str, object] = {
     "pack": 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "in-memory"
 OPTIONS: Mapping[str, object] = {"semantics": None}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, PlanError, Semantics
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = [
     "OptionError",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, number, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
 OPTIONS: Mapping[str, object] = {"window": 3, "semantics": None}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Action, Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "ssdtrain"
 OPTIONS: Mapping[str, object] = {"tail": "rule", "prefetch": 1, "semantics": None}

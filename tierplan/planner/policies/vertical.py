@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, has_nvme, number, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
 OPTIONS: Mapping[str, object] = {"prefetch": 1, "semantics": None}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies.options import need_peer_links, number, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "virtual-memory"
 OPTIONS: Mapping[str, object] = {"devices": 0}

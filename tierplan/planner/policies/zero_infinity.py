@@ -33,7 +33,7 @@ from tierplan.planner.policies.options import (
     number,
     read_options,
 )
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-infinity"
 PLACES: tuple[Place, ...] = ("device", "host", "nvme")

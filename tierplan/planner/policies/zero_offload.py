@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, number, read_options
-from tierplan.sim.workload import Workload
+from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
 OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "semantics": None}

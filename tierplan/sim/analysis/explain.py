@@ -14,9 +14,9 @@ from typing import Literal
 import networkx as nx
 
 from tierplan.hwmodels.machine import Machine, Rate
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import steady_state
 from tierplan.sim.trace import Span, Trace
 
 __all__ = [

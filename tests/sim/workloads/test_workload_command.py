@@ -9,8 +9,8 @@ import pytest
 
 from tests.configs import config_of
 from tierplan.cli import main
-from tierplan.sim.models import load_workload
-from tierplan.sim.workload import Training
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 
 def test_totals_of_the_table_are_the_workloads(capsys: pytest.CaptureFixture[str]) -> None:

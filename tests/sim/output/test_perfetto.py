@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.explain import critical_path
-from tierplan.sim.perfetto import trace_events, write_perfetto
-from tierplan.sim.steady import SteadyState, steady_state
+from tierplan.sim.analysis.explain import critical_path
+from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.output.perfetto import trace_events, write_perfetto
 from tierplan.sim.trace import Span, Trace
 
 

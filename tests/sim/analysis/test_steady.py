@@ -8,9 +8,9 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
-from tierplan.sim.steady import steady_state
 
 TIER = Tier(name="m", capacity_bytes=100)
 

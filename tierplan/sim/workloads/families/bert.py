@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tierplan.sim.families.ops import activation, add, dropout, fused_attention, layer_norm, linear
-from tierplan.sim.families.tape import Tape, Value
-from tierplan.sim.families.units import Config, Family, cross_entropy, embedding
-from tierplan.sim.workload import Training, WorkloadError
+from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear
+from tierplan.sim.workloads.families.tape import Tape, Value
+from tierplan.sim.workloads.families.units import Config, Family, cross_entropy, embedding
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 __all__ = ["FAMILY"]
 

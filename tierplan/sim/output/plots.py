@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tierplan.sim.explain import stream_times
+from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.trace import Span, Trace
 
 __all__ = ["plot_memory", "plot_step_time", "plot_timeline"]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.engine import OutOfMemory, simulate
-from tierplan.sim.ordering import order_by_readiness
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 

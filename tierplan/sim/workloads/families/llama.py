@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierplan.sim.families.ops import (
+from tierplan.sim.workloads.families.ops import (
     activation,
     add,
     fused_attention,
@@ -13,9 +13,9 @@ from tierplan.sim.families.ops import (
     rotate,
     to_dtype,
 )
-from tierplan.sim.families.tape import Tape, Value
-from tierplan.sim.families.units import Config, Family, causal_loss, embedding, position_ids
-from tierplan.sim.workload import Training, WorkloadError
+from tierplan.sim.workloads.families.tape import Tape, Value
+from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 __all__ = ["FAMILY"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from tierplan.sim.families.slices import Operation, Save, saved_tensors, total
-from tierplan.sim.workload import DTYPE_BYTES, SavedTensor, Training
+from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors, total
+from tierplan.sim.workloads.workload import DTYPE_BYTES, SavedTensor, Training
 
 __all__ = ["Tape", "Value"]
 

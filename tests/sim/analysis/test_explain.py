@@ -17,10 +17,10 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.analysis.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import simulate
-from tierplan.sim.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
 from tierplan.sim.schedule import Schedule, Tier
-from tierplan.sim.steady import steady_state
 from tierplan.sim.trace import Span, Trace
 
 seconds_lists = st.lists(durations, min_size=14, max_size=14)

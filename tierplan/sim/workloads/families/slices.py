@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tierplan.sim.workload import SavedTensor
+from tierplan.sim.workloads.workload import SavedTensor
 
 __all__ = ["Operation", "Save", "saved_tensors", "total"]
 

@@ -18,9 +18,9 @@ from functools import lru_cache
 from importlib import import_module, resources
 from pathlib import Path
 
-from tierplan.sim.families.tape import Tape, Value
-from tierplan.sim.families.units import Config, Family, measure_unit
-from tierplan.sim.workload import Training, Unit, Workload, WorkloadError
+from tierplan.sim.workloads.families.tape import Tape, Value
+from tierplan.sim.workloads.families.units import Config, Family, measure_unit
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
 __all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
 
@@ -32,7 +32,7 @@ SUPPORTED: Mapping[str, str] = {
     "mistral": "llama",
     "qwen2": "llama",
 }
-"""Model types with closed forms, and the module in `tierplan.sim.families` that has them."""
+"""Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -46,7 +46,7 @@ POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_emb
 @lru_cache(maxsize=1)
 def named_models() -> dict[str, dict[str, object]]:
     """The configurations that the package knows by name."""
-    text = resources.files("tierplan.sim").joinpath("named_models.toml").read_text(encoding="utf-8")
+    text = resources.files("tierplan.sim.workloads").joinpath("named_models.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
@@ -127,6 +127,6 @@ def family_of(raw: Mapping[str, object]) -> Family:
             f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
             "Tracing (--exact) covers every transformer class of `transformers`"
         )
-    family = import_module(f"tierplan.sim.families.{SUPPORTED[str(model_type)]}").FAMILY
+    family = import_module(f"tierplan.sim.workloads.families.{SUPPORTED[str(model_type)]}").FAMILY
     assert isinstance(family, Family)
     return family

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierplan.sim.families.tape import Storage, Tape, Value
+from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
 __all__ = ["activation", "add", "dropout", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 
-from tests.sim.test_perfetto import STEADY
-from tierplan.sim.plots import COLOURS, plot_memory, plot_step_time, plot_timeline
+from tests.sim.output.test_perfetto import STEADY
+from tierplan.sim.output.plots import COLOURS, plot_memory, plot_step_time, plot_timeline
 from tierplan.sim.trace import Trace
 
 mpl.use("Agg")

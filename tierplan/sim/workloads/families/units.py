@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierplan.sim.families.ops import to_dtype
-from tierplan.sim.families.slices import total
-from tierplan.sim.families.tape import Storage, Tape, Value
-from tierplan.sim.workload import Training, Unit, WorkloadError
+from tierplan.sim.workloads.families.ops import to_dtype
+from tierplan.sim.workloads.families.slices import total
+from tierplan.sim.workloads.families.tape import Storage, Tape, Value
+from tierplan.sim.workloads.workload import Training, Unit, WorkloadError
 
 __all__ = ["Config", "Family", "causal_loss", "cross_entropy", "embedding", "measure_unit", "position_ids"]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import config_of
-from tierplan.sim.models import SUPPORTED, load_workload, named_models, read_config, workload_of
-from tierplan.sim.workload import Training, Unit, WorkloadError
+from tierplan.sim.workloads.models import SUPPORTED, load_workload, named_models, read_config, workload_of
+from tierplan.sim.workloads.workload import Training, Unit, WorkloadError
 
 BASE = Training(sequence_length=32)
 
@@ -124,7 +124,7 @@ def test_a_folder_and_a_file_give_the_same(tmp_path: Path) -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from tierplan.sim.models import load_workload; from tierplan.sim.workload import Training;"
+        "import sys; from tierplan.sim.workloads.models import load_workload; from tierplan.sim.workloads.workload import Training;"
         "load_workload('gpt-13b', Training()); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

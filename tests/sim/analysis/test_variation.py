@@ -12,9 +12,9 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.analysis.variation import measured_spreads, vary
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.steady import steady_state
-from tierplan.sim.variation import measured_spreads, vary
 
 
 def chain(num_ops: int, seconds: float = 1.0) -> Schedule:
