@@ -83,7 +83,7 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
     import itertools
 
     from benchmarks.runtime import machine
-    from tierplan.planner.lowering import lower
+    from tierplan.planner.lowering.unitwise import lower
     from tierplan.planner.plan import Plan, UnitPlan
     from tierplan.runtime.adam import OptimizerSettings
     from tierplan.runtime.tracing import trace_config

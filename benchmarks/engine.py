@@ -26,7 +26,7 @@ import simpy
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.engine import simulate, simulate_graph
 from tierplan.sim.evaluator import Evaluator

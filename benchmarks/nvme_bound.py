@@ -45,11 +45,11 @@ import torch
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.fluid import problem
-from tierplan.planner.knobs import SETTINGS
-from tierplan.planner.moves import with_parts, with_windows
+from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.planner.search import Budget, Candidate, Evaluator, late_updates
+from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, late_updates
+from tierplan.planner.search.knobs import SETTINGS
+from tierplan.planner.search.moves import with_parts, with_windows
 from tierplan.planner.solve import plan as solve
 from tierplan.runtime.measure import measure
 from tierplan.runtime.tracing import trace_config

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.planner_grid import replace_part, version
 from tests.planner.instances import brute_force_instance
-from tests.planner.test_against_bruteforce import all_plans, best_of_all, is_trivial
+from tests.planner.search.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.solve import InfeasiblePlan, plan
 
 WITHIN = 1.01

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.planner_grid import read, replace_part, version
 from tierplan.hwmodels import load_machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan

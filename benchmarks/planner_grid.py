@@ -25,8 +25,8 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import search
 from tierplan.planner.plan import PlanError
+from tierplan.planner.search import candidates as search
 from tierplan.planner.solve import plan
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.planner_grid import replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan

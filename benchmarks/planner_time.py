@@ -32,12 +32,12 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.fluid import problem
-from tierplan.planner.knobs import Knobs
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.planner.search import Budget, Evaluator
+from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.knobs import Knobs
 from tierplan.planner.solve import coarser, granules
-from tierplan.planner.whole import solve_whole
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 

@@ -40,7 +40,7 @@ import torch
 from benchmarks.machine import fio
 from benchmarks.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.runtime.adam import OptimizerSettings
 from tierplan.runtime.arena import map_host

@@ -40,7 +40,7 @@ _EXPORTS: dict[str, str] = {
     "Plan": "tierplan.planner.plan",
     "UnitPlan": "tierplan.planner.plan",
     "POLICIES": "tierplan.planner.policies",
-    "lower": "tierplan.planner.lowering",
+    "lower": "tierplan.planner.lowering.unitwise",
     "plan": "tierplan.planner.solve",
     # predicting
     "OutOfMemory": "tierplan.sim.engine",
@@ -67,7 +67,7 @@ __all__ = [*sorted(_EXPORTS), "__version__"]
 if TYPE_CHECKING:
     from tierplan.hwmodels import load_machine as load_machine
     from tierplan.hwmodels.machine import Machine as Machine
-    from tierplan.planner.lowering import lower as lower
+    from tierplan.planner.lowering.unitwise import lower as lower
     from tierplan.planner.plan import Plan as Plan
     from tierplan.planner.plan import UnitPlan as UnitPlan
     from tierplan.sim.pricing import simulate_on

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.fluid import MODES, Problem
+from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 

@@ -20,7 +20,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.runtime.test_weights import raw_config
 from tests.toys import uniform_plan
 from tierplan.cli import main
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.adam import OptimizerSettings
 from tierplan.runtime.arena import PAGE_BYTES

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.arena import PAGE_BYTES, Block, Pool

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 

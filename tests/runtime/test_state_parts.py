@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.runtime.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly

@@ -15,7 +15,7 @@ from torch import nn
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.bodies import SizeError

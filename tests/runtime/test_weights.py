@@ -12,7 +12,7 @@ from torch import nn
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.trainer import Trainer
 from tierplan.runtime.units import split_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory

@@ -14,7 +14,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory

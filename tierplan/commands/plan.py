@@ -20,7 +20,7 @@ from tierplan.commands.arguments import PICTURES, new_file, number, whole
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierplan.planner.explain_plan import Worth
+    from tierplan.planner.questions.what_if import Worth
     from tierplan.planner.solve import PlanResult
     from tierplan.sim.workloads.workload import Workload
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     workload = scenario.read_workload(args, machine)
     try:
         if args.sequences:
-            from tierplan.planner.outer import plan_sequences
+            from tierplan.planner.search.batches import plan_sequences
 
             chosen = plan_sequences(
                 lambda batch, accumulation: _with_batch(args, batch, accumulation),
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
                 drive_lifetime_years=args.drive_lifetime_years,
             )
     except InfeasiblePlan as error:
-        from tierplan.planner.outer import largest_batch
+        from tierplan.planner.search.batches import largest_batch
 
         if not error.endurance:
             error.largest_batch = largest_batch(lambda batch: _with_batch(args, batch, 1), machine, below=args.batch)
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
         save_plan(result, workload, machine, args.output)
     if args.frontier:
-        from tierplan.planner.explain_plan import frontier, plot_frontier
+        from tierplan.planner.questions.what_if import frontier, plot_frontier
 
         points = frontier(
             workload, machine, time_limit_s=args.time_limit, drive_lifetime_years=args.drive_lifetime_years
@@ -139,7 +139,7 @@ def _with_batch(args: argparse.Namespace, batch: int, accumulation: int) -> Work
 
 def _worths(args: argparse.Namespace, workload: Workload) -> Sequence[Worth]:
     from tierplan.hwmodels import load_machine
-    from tierplan.planner.explain_plan import worths
+    from tierplan.planner.questions.what_if import worths
 
     def changed(overrides: Sequence[str]) -> object:
         return load_machine(args.machine, [*args.overrides, *overrides])

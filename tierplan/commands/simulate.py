@@ -133,7 +133,7 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     """Prints the largest model of the GPT-3 family that fits, and the next one's reason."""
     import json
 
-    from tierplan.planner.largest import largest_model
+    from tierplan.planner.questions.largest import largest_model
 
     machine = scenario.read_machine(args)
     found = largest_model(args.policy, machine, scenario.read_training(args, machine), options)

@@ -1,4 +1,4 @@
-"""A plan: the decisions, readable by a person. `tierplan.planner.lowering` turns one into a schedule.
+"""A plan: the decisions, readable by a person. `tierplan.planner.lowering.unitwise` turns one into a schedule.
 
 PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
 """

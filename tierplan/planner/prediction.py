@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.endurance import lifetime_s, written_bytes
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
+from tierplan.planner.questions.endurance import lifetime_s, written_bytes
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.explain import critical_path, time_on_path
 from tierplan.sim.analysis.steady import SteadyState, steady_state

@@ -16,21 +16,21 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.bounds import Bound, Shortage, compute_s, lower_bound, shortages
 from tierplan.planner.building import COMPUTE
-from tierplan.planner.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.fluid import GB, Problem, problem, runs_of
-from tierplan.planner.knobs import Knobs, tune
-from tierplan.planner.milp import Margins, build, fractions
-from tierplan.planner.moves import with_parts, with_windows
-from tierplan.planner.packs import improve_packs
+from tierplan.planner.milp.amounts import GB, Problem, problem, runs_of
+from tierplan.planner.milp.bounds import Bound, Shortage, compute_s, lower_bound, shortages
+from tierplan.planner.milp.integral import solve_whole
+from tierplan.planner.milp.model import Margins, build, fractions
+from tierplan.planner.milp.program import LP_TIME_LIMIT_S, solve
+from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import Order, Plan, PlanError, Semantics, plain_semantics
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.program import LP_TIME_LIMIT_S, solve
-from tierplan.planner.restarts import improve_from_elsewhere
-from tierplan.planner.rounding import round_to_plan
-from tierplan.planner.search import Budget, Candidate, Evaluator, improve, late_updates
-from tierplan.planner.whole import solve_whole
+from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
+from tierplan.planner.search.knobs import Knobs, tune
+from tierplan.planner.search.moves import with_parts, with_windows
+from tierplan.planner.search.restarts import improve_from_elsewhere
+from tierplan.planner.several_devices.pack_search import improve_packs
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload, WorkloadError

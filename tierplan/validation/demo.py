@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.solve import PlanResult, plan

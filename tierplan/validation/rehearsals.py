@@ -29,7 +29,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Action, Plan, UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.environment import random_batches, seeded_model

@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering_packs import lower_packs
 from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
+from tierplan.planner.several_devices.packs import lower_packs
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload

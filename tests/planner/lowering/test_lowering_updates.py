@@ -1,0 +1,124 @@
+"""What happens to gradients and updates, op by op: what each waits for, what it costs, and where it is listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.sim.schedule import Op
+
+BLOCK = 3 * MIB
+"""Parameters of a block of the toy workload."""
+AWAY = UnitPlan(grads="host", states="nvme")
+
+
+def ops_of(choice: UnitPlan, training: dict[str, Any] | None = None, **settings: object) -> dict[str, Op]:
+    """Ops by key, in the order of their positions, for blocks with this choice."""
+    workload = toy_workload(8, tied=False, **(training or {}))
+    schedule = lower(uniform_plan(workload, choice, **settings), workload, toy_machine(), refine=False)
+    return {op.key: op for op in schedule.ops}
+
+
+# ---- what they wait for ----
+
+
+@pytest.mark.parametrize(("window", "waits_for"), [(0, ("update/L2",)), (1, ("update/L1",)), (2, ("update/L0",))])
+def test_strict_windows_let_states_be_read_so_many_updates_ahead(window: int, waits_for: tuple[str, ...]) -> None:
+    ops = ops_of(AWAY, semantics="exact-clip", strict_windows=True, prefetch_states_units=window)
+    assert ops["read_states/L3"].after == waits_for
+
+
+@pytest.mark.parametrize(("most", "waits_for"), [(0, ()), (1, ("write_states/L2",)), (3, ("write_states/L0",))])
+def test_updates_in_flight_bound_the_states_between_nvme_and_their_return(
+    most: int, waits_for: tuple[str, ...]
+) -> None:
+    assert ops_of(AWAY, semantics="exact-clip", updates_in_flight=most)["read_states/L3"].after == waits_for
+
+
+def test_an_awaited_write_back_holds_up_the_next_update() -> None:
+    assert ops_of(AWAY, semantics="exact-clip", write_back="awaited")["update/L3"].after == ("write_states/L2",)
+    assert ops_of(AWAY, semantics="exact-clip")["update/L3"].after == ()
+
+
+def test_a_delayed_write_back_comes_behind_the_next_read() -> None:
+    assert ops_of(AWAY, semantics="exact-clip", write_back="delayed")["write_states/L2"].after == ("read_states/L3",)
+    assert ops_of(AWAY, semantics="exact-clip")["write_states/L2"].after == ()
+
+
+def test_held_updates_wait_for_the_end_of_backward() -> None:
+    ops = ops_of(AWAY, semantics="exact-clip", hold_updates=True)
+    assert ops["update/L3"].after == ("bwd/embed/mb0",)
+    assert ops["read_states/L3"].after == ("bwd/embed/mb0",)
+
+
+@pytest.mark.parametrize("states", ["device", "host", "nvme"])
+def test_with_clipping_every_update_reads_the_coefficient(states: str) -> None:
+    grads = "device" if states == "device" else "host"
+    choice = UnitPlan(grads=grads, states=states)  # type: ignore[arg-type]
+    ops = ops_of(choice, {"max_grad_norm": 1.0}, semantics="exact-clip")
+    updates = [op for key, op in ops.items() if key.startswith("update/")]
+    assert len(updates) == 10
+    assert all("clip@host#0" in op.reads for op in updates)
+    assert sorted(ops["clip"].reads) == sorted(op.writes[0] for key, op in ops.items() if key.startswith("norm/"))
+
+
+# ---- where they are listed ----
+
+
+@pytest.mark.parametrize(("window", "following"), [(0, "fwd/L6/mb0"), (1, "fwd/L5/mb0"), (3, "fwd/L3/mb0")])
+def test_a_late_update_is_listed_in_time_for_the_fetch_of_its_parameters(window: int, following: str) -> None:
+    choice = UnitPlan(params="host", grads="host", states="host", late_update=True)
+    keys = list(ops_of(choice, prefetch_params_units=window))
+    assert next(k for k in keys[keys.index("update/L6") :] if k.startswith("fwd/")) == following
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_updates_after_backward_come_in_the_order_that_was_chosen(order: str) -> None:
+    keys = [k for k in ops_of(AWAY, semantics="exact-clip", update_order=order) if k.startswith("update/")]
+    units = ["embed", *(f"L{i}" for i in range(8)), "head"]
+    assert keys == [f"update/{name}" for name in (units if order == "forward" else units[::-1])]
+
+
+def test_parts_of_delayed_updates_are_spread_over_the_step() -> None:
+    """Ten units with parameters over twenty turns: two turns for each update, one for each half of it."""
+    choice = UnitPlan(grads="host", states="nvme", state_parts=2)
+    keys = list(ops_of(choice, semantics="delayed-1"))
+    for unit in ("L0", "L3", "L7"):
+        first, second = (keys.index(f"update/{unit}/{part}of2") for part in (0, 1))
+        assert sum(key.startswith(("fwd/", "bwd/")) for key in keys[first:second]) == 1
+
+
+# ---- what they cost ----
+
+
+def test_an_update_on_the_device_reads_and_writes_thirty_bytes_per_parameter() -> None:
+    """bf16 with a master copy: 12 of states and 2 of parameters both ways, 2 of gradient."""
+    assert ops_of(UnitPlan())["update/L3"].work == {"elementwise_bytes": 30 * BLOCK}
+
+
+def test_an_accumulation_reads_two_gradients_and_writes_one() -> None:
+    ops = ops_of(UnitPlan(grads="host", states="host"), {"gradient_accumulation_steps": 2})
+    assert ops["accumulate/L3/mb1"].work == {"elementwise_bytes": 3 * 2 * BLOCK}
+    assert "accumulate/L3/mb0" not in ops
+
+
+def test_a_gradient_is_widened_only_where_it_is_not_fp32() -> None:
+    choice = UnitPlan(grads="nvme", states="nvme")
+    ops = ops_of(choice, semantics="exact-clip", wide_grads=True)
+    assert ops["widen/L3"].work == {"elementwise_bytes": (2 + 4) * BLOCK}
+    assert ops["write_grads/L3"].work == {"bytes": 4 * BLOCK}
+    in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", wide_grads=True)
+    assert "widen/L3" not in in_fp32
+    assert in_fp32["write_grads/L3"].work == {"bytes": 4 * BLOCK}
+
+
+def test_a_norm_reads_the_gradient_where_it_is() -> None:
+    clipped = {"max_grad_norm": 1.0}
+    for grads, stream in (("device", "gpu0.compute"), ("host", "host.adam")):
+        choice = UnitPlan(grads=grads, states="host" if grads == "host" else "device")  # type: ignore[arg-type]
+        norm = ops_of(choice, clipped, semantics="exact-clip")["norm/L3"]
+        assert (norm.stream, norm.work) == (stream, {"elementwise_bytes": 2 * BLOCK})

@@ -1,0 +1,160 @@
+"""The lower bound: no plan beats it, closed forms reach it, and it moves the right way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.instances import MB, chain, random_chain, random_machine, random_plan, small_machine
+from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound, shortages
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.search.candidates import Budget, Evaluator
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+def test_no_plan_that_runs_beats_the_bound(accumulation, semantics):
+    """Random plans, sensible or not: each that completes takes at least the bound of its order."""
+    num_ran = 0
+    for seed in range(12):
+        rng = random.Random(1000 * accumulation + seed)
+        workload = random_chain(rng, rng.choice((2, 3, 4)), accumulation=accumulation)
+        machine = random_machine(rng, workload)
+        evaluate = Evaluator(workload, machine, Budget(1e9))
+        for order in ("horizontal", "vertical"):
+            p = problem(workload, machine, semantics=semantics, order=order)
+            bound = lower_bound(p)
+            for _ in range(12):
+                tried = evaluate(random_plan(rng, p))
+                if tried.step_s is not None:
+                    num_ran += 1
+                    assert bound.feasible
+                    assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
+    assert num_ran > 60
+
+
+def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
+    """With clipping they wait for the norm: a plan that parks them runs in less memory than they take together."""
+    workload = chain(forward_s=[0.01] * 8, parameters=[10 * MB] * 8, saved_mb=[[1]] * 8, border_mb=0.1)
+    machine = small_machine(device_mb=70, host_mb=90)
+    assert 8 * 10 * MB * workload.training.grad_bytes > 90 * MB
+    choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_parts=16)
+    parking = Plan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
+    step_s = Evaluator(workload, machine, Budget(1e9))(parking).step_s
+    assert step_s is not None
+    p = problem(workload, machine, semantics="exact-clip")
+    assert not shortages(p)
+    assert lower_bound(p).step_s <= step_s
+
+
+def test_with_room_for_everything_the_bound_is_compute():
+    workload = chain(forward_s=[1.0, 2.0], parameters=[MB, MB], saved_mb=[[5], [5]])
+    bound = lower_bound(problem(workload, small_machine(device_mb=1e6), semantics="in-backward"))
+    updates_s = 2 * MB * (2 * 12 + 2 + 2 * 2) / 1e12
+    assert bound.step_s == pytest.approx(9.0 + updates_s, rel=1e-3)
+    assert next(iter(bound.shares)) == "gpu0.compute"
+
+
+def test_states_on_drives_alone_take_what_the_drive_takes():
+    """12 bytes of states per parameter, read and written each step; parameters stay in host memory."""
+    workload = chain(forward_s=[1e-6] * 6, parameters=[10 * MB] * 6, saved_mb=[[0.001]] * 6, border_mb=0.001)
+    machine = small_machine(device_mb=50, host_mb=500, read_mb_per_s=50, write_mb_per_s=40, adam_m_per_s=1e6)
+    bound = lower_bound(problem(workload, machine, semantics="in-backward"))
+    all_states_mb = 12 * 60
+    fits_elsewhere_mb = 500 + 50  # less what parameters take, so the truth lies between the two
+    assert bound.step_s <= all_states_mb / 40
+    assert bound.step_s >= (all_states_mb + 2 * 60 - fits_elsewhere_mb) / 40
+    assert next(iter(bound.shares)) == "nvme.write"
+
+
+def test_a_shared_drive_limit_adds_reads_and_writes():
+    workload = chain(forward_s=[1e-6] * 6, parameters=[10 * MB] * 6, saved_mb=[[0.001]] * 6, border_mb=0.001)
+    settings = {"device_mb": 50, "host_mb": 300, "adam_m_per_s": 1e6}
+    apart = lower_bound(problem(workload, small_machine(**settings), semantics="in-backward"))
+    shared = lower_bound(problem(workload, small_machine(**settings, ssd_bonus=0.0), semantics="in-backward"))
+    assert shared.step_s == pytest.approx(apart.step_s * (1 / 50 + 1 / 40) / (1 / 40), rel=0.02)
+    assert next(iter(shared.shares)) == "ssd"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_of_anything_never_raises_the_bound(seed):
+    rng = random.Random(seed)
+    workload = random_chain(rng, 3)
+    machine = random_machine(rng, workload)
+    base = lower_bound(problem(workload, machine, semantics="in-backward")).step_s
+    for kind in ("device", "host", "nvme"):
+        assert lower_bound(problem(workload, _roomier(machine, kind), semantics="in-backward")).step_s <= base * (
+            1 + 1e-6
+        )
+    for stream in ("gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam"):
+        assert lower_bound(problem(workload, _faster(machine, stream), semantics="in-backward")).step_s <= base * (
+            1 + 1e-6
+        )
+
+
+def _roomier(machine: Machine, kind: str) -> Machine:
+    tiers = [replace(t, capacity_bytes=t.capacity_bytes * 2) if t.kind == kind else t for t in machine.tiers]
+    return replace(machine, tiers=tuple(tiers))
+
+
+def _faster(machine: Machine, name: str) -> Machine:
+    streams = [
+        replace(
+            s,
+            rates={k: replace(r, points=tuple((x, 2 * y) for x, y in r.points)) for k, r in s.rates.items()},
+            takes={limit: {k: w / 2 for k, w in weights.items()} for limit, weights in s.takes.items()},
+        )
+        if s.name == name
+        else s
+        for s in machine.streams
+    ]
+    return replace(machine, streams=tuple(streams))
+
+
+def test_shares_explain_the_whole_bound():
+    rng = random.Random(5)
+    workload = random_chain(rng, 4)
+    bound = lower_bound(problem(workload, random_machine(rng, workload), semantics="in-backward"))
+    assert sum(bound.shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_shortage_names_the_least_memory_that_would_do(tier):
+    """What it names makes the relaxation feasible; a little less does not."""
+    workload = chain(forward_s=[1.0] * 3, parameters=[4 * MB] * 3, saved_mb=[[5]] * 3)
+    machine = small_machine(device_mb=5 if tier == "device" else 60, host_mb=400 if tier == "device" else 20, nvme_mb=0)
+    assert not lower_bound(problem(workload, machine, semantics="in-backward")).feasible
+    short = next(s for s in shortages(problem(workload, machine, semantics="in-backward")) if s.tier == tier)
+
+    def with_capacity(size: int) -> bool:
+        tiers = [replace(t, capacity_bytes=size) if t.kind == tier else t for t in machine.tiers]
+        return lower_bound(problem(workload, replace(machine, tiers=tuple(tiers)), semantics="in-backward")).feasible
+
+    assert short.short_bytes == short.needed_bytes - short.capacity_bytes > 0
+    assert with_capacity(int(short.needed_bytes * 1.001) + 1000)
+    assert not with_capacity(int(short.needed_bytes * 0.98))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_no_plan_beats_the_bound_with_an_embedding_and_a_head(tied, accumulation):
+    workload = toy_workload(3, tied=tied, slots=2, gradient_accumulation_steps=accumulation)
+    rng = random.Random(7)
+    num_ran = 0
+    for device_mib in (60, 120, 250):
+        machine = toy_machine(device_bytes=device_mib * MIB)
+        evaluate = Evaluator(workload, machine, Budget(1e9))
+        for order in ("horizontal", "vertical"):
+            p = problem(workload, machine, semantics="in-backward", order=order)
+            bound = lower_bound(p)
+            for _ in range(10):
+                tried = evaluate(random_plan(rng, p))
+                if tried.step_s is not None:
+                    num_ran += 1
+                    assert bound.step_s <= tried.step_s * (1 + 1e-6)
+    assert num_ran > 10

@@ -1,0 +1,135 @@
+"""Drive endurance: what a step writes, over its time, is at most what the drives may take; or the answer says why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.instances import MB, chain, small_machine
+from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.cli import main
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
+from tierplan.planner.milp.capacities import ENDURANCE
+from tierplan.planner.milp.model import build, fractions
+from tierplan.planner.milp.program import solve
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.solve import InfeasiblePlan, plan
+from tierplan.sim.workloads.workload import Workload
+
+
+def rated(machine: Machine, bytes_per_s: float, years: float = 1.0, drives: int = 2) -> Machine:
+    """The machine with drives that take this rate of writing for so many years."""
+    each = bytes_per_s * years * SECONDS_PER_YEAR / drives
+    return replace(machine, description={"nvme.endurance": {"value": each}, "nvme.drives": {"value": drives}})
+
+
+def room_for_states_costs_time() -> tuple[Workload, Machine]:
+    """Not all states fit into device and host memory: fewer of them on NVMe means more recomputation on the device."""
+    workload = chain(
+        forward_s=[1.0] * 8,
+        parameters=[4 * MB] * 8,
+        saved_mb=[[5, 5, 5, 5]] * 8,
+        recompute_s=[[0.2] * 4] * 8,
+        border_mb=1,
+    )
+    return workload, small_machine(device_mb=280, host_mb=300, link_mb_per_s=200)
+
+
+def test_the_allowed_rate_is_what_all_drives_take_over_the_lifetime():
+    machine = rated(small_machine(), 5e6, years=2.0)
+    assert allowed_bytes_per_s(machine, 2.0) == pytest.approx(5e6)
+    assert allowed_bytes_per_s(machine, 4.0) == pytest.approx(2.5e6)
+    assert lifetime_s(machine, written=10_000_000, step_s=2.0) == pytest.approx(2 * SECONDS_PER_YEAR)
+
+
+def test_what_a_step_writes_is_states_and_parameters_that_live_on_the_drive():
+    """bf16 with a master copy: 12 and 2 bytes per parameter; what is read does not count."""
+    workload = toy_workload(3, tied=False)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme")
+    schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
+    assert written_bytes(schedule) == 14 * workload.num_parameters
+    in_memory = lower(uniform_plan(workload, UnitPlan()), workload, toy_machine())
+    assert written_bytes(in_memory) == 0
+
+
+def test_without_drives_nothing_wears():
+    assert allowed_bytes_per_s(small_machine(nvme_mb=0), 5.0) == float("inf")
+
+
+def test_a_machine_that_does_not_say_is_asked():
+    with pytest.raises(MachineError, match=r"nvme\.endurance"):
+        allowed_bytes_per_s(small_machine(), 5.0)
+    with pytest.raises(MachineError, match=r"rated for 0 bytes"):
+        allowed_bytes_per_s(rated(small_machine(), 0.0), 5.0)
+
+
+@pytest.mark.parametrize("years", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_lifetime_is_a_finite_number_of_years(years: float):
+    with pytest.raises(ValueError, match="above 0"):
+        allowed_bytes_per_s(rated(small_machine(), 1e6), years)
+
+
+def test_the_program_writes_no_more_than_it_may():
+    workload, machine = room_for_states_costs_time()
+    free = problem(workload, machine, semantics="in-backward")
+    for limit_mb_per_s in (8.0, 4.0, 1.0, 0.1):
+        p = problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=limit_mb_per_s * MB)
+        model = build(p)
+        found = solve(model.program, integral=False)
+        assert found.usable
+        step_s = fractions(model, found).step_s
+        endurance = [row for row in model.program.rows if row[-1] == ENDURANCE]
+        assert len(endurance) == 1
+        columns, *_ = endurance[0]
+        durations = {c for c, _ in model.tau}
+        written_mb = 1000 * sum(found.values[c] for c in columns if c not in durations)
+        assert len(columns) > len(durations)
+        assert written_mb <= limit_mb_per_s * step_s * (1 + 1e-6)
+        assert lower_bound(p).step_s >= lower_bound(free).step_s * (1 - 1e-9)
+
+
+def test_tighter_lifetimes_never_give_quicker_plans_and_are_kept():
+    workload, machine = room_for_states_costs_time()
+    free = plan(workload, machine, time_limit_s=3, policies=())
+    rate = written_bytes(free.schedule) / free.step_s
+    assert rate > 0, "the test needs a plan that writes"
+    slower = free.step_s
+    for frac in (2.0, 0.6, 0.2):
+        found = plan(workload, rated(machine, frac * rate), time_limit_s=3, policies=(), drive_lifetime_years=1.0)
+        assert written_bytes(found.schedule) / found.step_s <= frac * rate * (1 + 1e-9)
+        assert found.step_s >= free.step_s * (1 - 1e-9)
+        assert found.lower_bound_s <= found.step_s
+        if frac > 1:
+            assert found.step_s <= slower * 1.02
+        else:
+            assert found.step_s > free.step_s, "fewer writes were free, so the first plan was not the best"
+
+
+def test_states_that_must_be_written_too_fast_are_an_answer():
+    workload = chain(forward_s=[0.1] * 10, parameters=[4 * MB] * 10, saved_mb=[[1]] * 10)
+    machine = rated(small_machine(device_mb=100, host_mb=300), 1e5)
+    with pytest.raises(InfeasiblePlan, match="spares the drives") as caught:
+        plan(workload, machine, time_limit_s=3, policies=("zero-infinity",), drive_lifetime_years=1.0)
+    said = str(caught.value)
+    assert "would have to take" in said
+    assert "--accumulation" in said
+    # in the fluid's account, at least the states that fit nowhere else are written in every step
+    states_mb = 10 * 4 * 12
+    least_s = lower_bound(problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=1e5)).step_s
+    assert least_s >= (states_mb - 400) * MB / 1e5
+
+
+def test_the_command_takes_a_lifetime(tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    arguments = ["plan", "--model", str(path), "--machine", "laptop", "--seq", "512", "--time-limit", "1", "--json"]
+    assert main([*arguments, "--drive-lifetime-years", "5", "--set", "nvme.endurance=600 TB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["drive_lifetime_s"] is None or found["drive_lifetime_s"] >= 5 * SECONDS_PER_YEAR

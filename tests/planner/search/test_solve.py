@@ -1,0 +1,188 @@
+"""The loop: never worse than a policy, honest about what it lacks, the same twice, and best so far when interrupted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
+from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.planner import solve as solve_module
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.model import Margins, build, fractions
+from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.rounding import round_to_plan
+from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.search.batches import largest_batch, plan_sequences
+from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
+from tierplan.planner.solve import InfeasiblePlan, plan
+
+
+@pytest.mark.parametrize("device_mib", [80, 160, 400])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_never_slower_than_a_policy(device_mib, accumulation):
+    workload = toy_workload(4, gradient_accumulation_steps=accumulation)
+    result = plan(workload, toy_machine(device_bytes=device_mib * MIB), time_limit_s=1)
+    fitting = [p.step_s for p in result.policies.values() if p.step_s is not None and p.same_numbers]
+    assert fitting
+    assert result.step_s <= min(fitting)
+    assert result.lower_bound_s <= result.step_s
+    assert 0 <= result.gap < 1
+    assert result.schedule.meta["model"] == "toy"
+
+
+def test_plans_are_the_same_twice():
+    rng = random.Random(3)
+    workload = random_chain(rng, 2, slots=1)
+    machine = random_machine(rng, workload)
+    first, second = (plan(workload, machine, time_limit_s=4, policies=["zero-offload"]) for _ in range(2))
+    assert first.plan == second.plan
+    assert first.step_s == second.step_s
+
+
+def test_what_is_short_is_said_in_bytes():
+    workload = chain(forward_s=[1.0] * 3, parameters=[40 * MB] * 3, saved_mb=[[5]] * 3)
+    with pytest.raises(InfeasiblePlan, match="host memory is short by at least") as caught:
+        plan(workload, small_machine(device_mb=300, host_mb=500, nvme_mb=0), time_limit_s=5)
+    by_tier = {s.tier: s for s in caught.value.shortages}
+    assert set(by_tier) == {"device", "host"}
+    enough = small_machine(device_mb=300, host_mb=by_tier["host"].needed_bytes / MB * 1.5, nvme_mb=0)
+    assert plan(workload, enough, time_limit_s=5).step_s > 0
+
+
+def test_clipping_refuses_updates_in_backward():
+    workload = chain(forward_s=[1.0], parameters=[MB], saved_mb=[[5]], max_grad_norm=1.0)
+    with pytest.raises(PlanError, match="exact-clip"):
+        plan(workload, small_machine(), semantics="in-backward")
+    assert plan(workload, small_machine(), time_limit_s=3).plan.semantics == "exact-clip"
+
+
+def test_an_interrupted_search_returns_its_best(monkeypatch):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solve_module, "tune", interrupt)
+    result = plan(toy_workload(4), toy_machine(device_bytes=100 * MIB), time_limit_s=5)
+    assert result.status == "interrupted"
+    assert result.best_policy == result.plan.policy
+    assert any("interrupted" in note for note in result.notes)
+
+
+def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
+    monkeypatch.setattr(solve_module, "tune", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plan(toy_workload(4), toy_machine(), policies=())
+
+
+def _interrupt(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rounding_stays_within_one_unit_of_the_solution(seed):
+    """Over identical units, what every prefix gets of an action is within one unit of the solution's share."""
+    rng = random.Random(seed)
+    num = 12
+    workload = chain(
+        forward_s=[0.1] * num, parameters=[MB] * num, saved_mb=[[4, 8]] * num, recompute_s=[[0.01, 0.05]] * num
+    )
+    machine = small_machine(device_mb=rng.uniform(120, 260), host_mb=400, link_mb_per_s=rng.choice((50, 200)))
+    p = problem(workload, machine, semantics="in-backward")
+    model = build(p, margins=Margins(device_gb=0.005))
+    solution = solve(model.program, integral=False)
+    shares = fractions(model, solution)
+    made = round_to_plan(p, shares)
+    for k in range(2):
+        group = next(g for g, found in enumerate(p.units[1].groups) if found.slots == (k,))
+        for action in ("keep", "recompute", "host", "nvme"):
+            got = wanted = 0.0
+            for u in range(num):
+                g = group if p.units[u].groups[0].slots == () else group - 1
+                wanted += shares.action[u][g].get(action, 0.0)
+                got += made.units[u].action(k) == action
+                assert abs(got - wanted) <= 1 + 1e-6
+
+
+def test_late_updates_are_those_that_backward_has_no_time_for():
+    rng = random.Random(0)
+    workload = random_chain(rng, 6)
+    p = problem(workload, random_machine(rng, workload), semantics="in-backward")
+    model = build(p)
+    made = round_to_plan(p, fractions(model, solve(model.program, integral=False)))
+    nums = [
+        sum(unit.late_update for unit in late_updates(p, made, stretch=s).units) for s in (float("inf"), 2.0, 1.0, 0.5)
+    ]
+    assert nums[0] == 0
+    assert nums == sorted(nums)
+
+
+def test_late_updates_do_not_change_what_is_moved():
+    workload = toy_workload(4)
+    machine = toy_machine()
+    evaluate = Evaluator(workload, machine, Budget(100))
+    p = problem(workload, machine, semantics="in-backward")
+    places = UnitPlan(params="host", grads="host", states="nvme", acts="keep")
+    found = Plan(policy="test", units=(places,) * len(workload.units))
+    now, late = (evaluate(late_updates(p, found, stretch=s)) for s in (float("inf"), 0.0))
+    assert now.schedule is not None
+    assert late.schedule is not None
+    assert any(unit.late_update for unit in late.plan.units)
+    assert now.schedule.bytes_moved() == late.schedule.bytes_moved()
+
+
+def make(batch: int, accumulation: int = 1):
+    """Saved tensors and compute grow with the batch; parameters do not."""
+    return chain(
+        forward_s=[0.02 + 0.01 * batch] * 4,
+        parameters=[MB] * 4,
+        saved_mb=[[3 * batch]] * 4,
+        border_mb=batch,
+        accumulation=accumulation,
+        batch=batch,
+    )
+
+
+def test_the_outer_search_finds_the_best_division():
+    machine = small_machine(device_mb=60, host_mb=100, nvme_mb=0)
+    chosen = plan_sequences(make, machine, sequences=4, time_limit_s=2)
+    alone = {}
+    for batch in (1, 2, 4):
+        try:
+            alone[batch] = plan(make(batch, 4 // batch), machine, time_limit_s=2).step_s
+        except InfeasiblePlan:
+            assert chosen.bounds_s[batch] >= chosen.result.step_s or batch not in chosen.planned_s
+    assert chosen.result.step_s <= min(alone.values()) * 1.02
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
+    largest = largest_batch(make, machine, below=100)
+    assert 1 <= largest < 100
+    assert plan(make(max(1, largest // 2)), machine, time_limit_s=3).step_s > 0
+    with pytest.raises(InfeasiblePlan):
+        plan(make(2 * largest + 1), machine, time_limit_s=3)
+
+
+def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
+    """What comes home to the device behind the last updates is listed before the next step's fetches on that link."""
+    num_mixed = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        workload = random_chain(rng, 6)
+        p = problem(workload, random_machine(rng, workload), semantics="exact-clip")
+        model = build(p)
+        solution = solve(model.program, integral=False)
+        if not solution.usable:
+            continue
+        units = round_to_plan(p, fractions(model, solution)).units
+        fetched = [u for u, choice in enumerate(units) if choice.params != "device"]
+        num_mixed += 0 < len(fetched) < len(units)
+        for choice in units[fetched[0] :] if fetched else ():
+            assert choice.params != "device" or choice.states == "device"
+    assert num_mixed > 0
+
+
+def test_a_step_of_no_sequences_is_refused():
+    with pytest.raises(PlanError, match="step of 0 sequences"):
+        plan_sequences(make, small_machine(), sequences=0)

@@ -1,0 +1,330 @@
+"""Lowering of what happens to gradients: adding up, norms and clipping, and the update with all that moves for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tierplan.planner.building import COMPUTE, CORES, DEVICE, HOST, NVME, Builder, Position
+from tierplan.planner.lowering.compute_order import Stage
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.parts import part_content, part_ranges
+from tierplan.sim.workloads.workload import Unit, Workload
+
+__all__ = ["TIER_OF", "Updates", "is_late"]
+
+TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
+WIDE_BYTES = 4
+"""Bytes per parameter of a gradient in fp32."""
+NORM_BYTES = 4096
+"""Room for the norms of one unit's parameters."""
+
+
+def is_late(plan: Plan, choice: UnitPlan) -> bool:
+    """Whether a unit's update waits for the next step: it then uses that step's forward, until it is needed."""
+    return choice.late_update and choice.states != "device" and plan.semantics == "in-backward"
+
+
+@dataclass(frozen=True, slots=True)
+class _WayHome:
+    """What one update has written, in host memory."""
+
+    unit: str
+    content: str
+    """Of the states, or of a part of them."""
+    states: str | None
+    params: str | None
+    """None before the unit's last part."""
+    at: Position
+
+
+class Updates:
+    """Emits the ops of gradients and updates; `*_home` says which buffer holds what at that point of the walk."""
+
+    def __init__(self, made: Builder, plan: Plan, workload: Workload, turns: list[str]) -> None:
+        self.made, self.plan, self.turns = made, plan, turns
+        self.training, self.units = workload.training, workload.units
+        self.by_name = {u.name: u for u in workload.units}
+        self.choice: Mapping[str, UnitPlan] = dict(zip(self.by_name, plan.units, strict=True))
+        self.params_home: dict[str, str] = {}  # by unit
+        self.states_home: dict[str, str] = {}  # by content
+        self.grads: dict[str, str] = {}  # accumulated so far
+        self.old_grads: dict[str, str] = {}  # of the step before, with delayed or late updates
+        self.tied: dict[tuple[str, int], str] = {}
+        self.clip: str | None = None
+        self.update_keys: list[str] = []
+        self.home_keys: list[str] = []  # of the op that ended each update's way home
+        self.waiting_home: Callable[[tuple[str, ...]], None] | None = None
+        self.turns_per_unit = self.training.gradient_accumulation_steps if plan.order == "vertical" else 1
+
+    def declare_homes(self) -> None:
+        """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
+        t, made = self.training, self.made
+        for unit in self.units:
+            n, choice = unit.num_parameters, self.choice[unit.name]
+            if n == 0:
+                continue
+            place = TIER_OF[choice.params]
+            self.params_home[unit.name] = made.home(f"params/{unit.name}", place, n * t.param_bytes, "params")
+            parts = part_ranges(n, choice.state_parts) if t.state_bytes else []
+            for k, part in enumerate(parts):
+                content, place = part_content(unit.name, k, len(parts)), TIER_OF[choice.states]
+                self.states_home[content] = made.home(content, place, len(part) * t.state_bytes, "states")
+            if self.plan.semantics == "delayed-1" or is_late(self.plan, choice):
+                old = made.initial(f"grads/{unit.name}/mb0", HOST, n * t.grad_bytes, "grads")
+                self.old_grads[unit.name] = old
+
+    # ---- gradients ----
+
+    def gradients(self, stage: Stage, reads: list[str], writes: list[str]) -> str | None:
+        """Adds to a backward's reads and writes what it does to gradients; the buffer of its own, if it makes any."""
+        unit, m = self.units[stage.unit], stage.micro_batch
+        if unit.shares:
+            owner = self.by_name[unit.shares]
+            earlier = self.tied.get((owner.name, m))  # of another unit that shares them
+            if earlier:
+                reads.append(earlier)
+                self.tied[owner.name, m] = self.made.over(earlier)
+            else:
+                size = owner.num_parameters * self.training.grad_bytes
+                self.tied[owner.name, m] = self.made.buffer(f"tied/{owner.name}/mb{m}", DEVICE, size, "grads")
+            writes.append(self.tied[owner.name, m])
+        if unit.num_parameters == 0:
+            return None
+        tied = self.tied.pop((unit.name, m), None)
+        if tied:
+            reads.append(tied)
+        accumulated = self.grads.get(unit.name)
+        if accumulated and self.choice[unit.name].grads == "device":
+            reads.append(accumulated)
+            made = self.made.over(accumulated)
+        else:
+            size = unit.num_parameters * self.training.grad_bytes
+            made = self.made.buffer(f"grads/{unit.name}/mb{m}", DEVICE, size, "grads", reuses=tied)
+        writes.append(made)
+        return made
+
+    def leave(self, stage: Stage, made: str) -> None:
+        """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
+        unit, m = self.units[stage.unit], stage.micro_batch
+        if self.choice[unit.name].grads == "device":
+            self.grads[unit.name] = made
+            return
+        arrived = self.made.move((stage.step, 2), f"grads/{unit.name}/mb{m}", made, HOST, unit.name, m)
+        accumulated = self.grads.get(unit.name)
+        if accumulated is None:
+            self.grads[unit.name] = arrived
+            return
+        total = self.made.over(accumulated)
+        self.made.op(
+            f"accumulate/{unit.name}/mb{m}",
+            CORES,
+            "accumulate",
+            at=(stage.step, 3),
+            unit=unit.name,
+            work={"elementwise_bytes": 3 * unit.num_parameters * self.training.grad_bytes},
+            reads=(accumulated, arrived),
+            writes=(total,),
+            m=m,
+        )
+        self.grads[unit.name] = total
+
+    def complete(self, stage: Stage) -> None:
+        """After the last micro-batch: the norm if one is wanted, the way to where the update finds them, the update."""
+        unit, choice = self.units[stage.unit], self.choice[self.units[stage.unit].name]
+        if choice.states != "device" and choice.grads == "device":
+            self.grads[unit.name] = self.made.move(
+                (stage.step, 2), f"grads/{unit.name}", self.grads[unit.name], HOST, unit.name
+            )
+        grads = self.grads[unit.name]
+        if self.training.max_grad_norm is not None:
+            self._norm(stage, unit, grads)
+        if choice.grads == "nvme":
+            if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
+                grads = self._widen(stage, unit, grads)
+            self.grads[unit.name] = self.made.move((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
+        if self.plan.semantics == "in-backward" and not is_late(self.plan, choice):
+            self._update(unit, float(stage.step), self.grads[unit.name])
+        elif self.plan.semantics == "delayed-1" or is_late(self.plan, choice):
+            self.made.outlives(grads, self.old_grads[unit.name])
+
+    def _widen(self, stage: Stage, unit: Unit, grads: str) -> str:
+        wide = self.made.buffer(f"grads/{unit.name}/wide", HOST, unit.num_parameters * WIDE_BYTES, "grads")
+        self.made.op(
+            f"widen/{unit.name}",
+            CORES,
+            "widen",
+            at=(stage.step, 2),
+            unit=unit.name,
+            work={"elementwise_bytes": unit.num_parameters * (self.training.grad_bytes + WIDE_BYTES)},
+            reads=(grads,),
+            writes=(wide,),
+        )
+        return wide
+
+    def _norm(self, stage: Stage, unit: Unit, grads: str) -> None:
+        norm = self.made.buffer(f"norm/{unit.name}", HOST, NORM_BYTES, "work")
+        on_device = self.made.buffers[grads].tier == DEVICE
+        self.made.op(
+            f"norm/{unit.name}",
+            COMPUTE if on_device else CORES,
+            "norm",
+            at=(stage.step, 3),
+            unit=unit.name,
+            work={"elementwise_bytes": unit.num_parameters * self.training.grad_bytes},
+            reads=(grads,),
+            writes=(norm,),
+        )
+
+    def late(self) -> None:
+        """Late updates of the step before, with its gradients: each in time for the unit's parameters to be fetched.
+
+        Listed in the step that they overlap rather than behind the step whose gradients they use, so that their grants
+        do not hold back those of this step's forward.
+        """
+        for u, unit in enumerate(self.units):
+            if unit.num_parameters and is_late(self.plan, self.choice[unit.name]):
+                ahead = self.plan.prefetch_params_units + 1
+                self._update(unit, float((u - ahead) * self.turns_per_unit), self.old_grads[unit.name])
+        if self.waiting_home:  # forward is to use what the last of them has made
+            self.waiting_home(())
+
+    def after(self, end: float) -> None:
+        """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
+        owners = [u for u in self.units if u.num_parameters]
+        if self.plan.update_order == "backward":
+            owners.reverse()
+        if self.training.max_grad_norm is not None:
+            self.clip = self.made.buffer("clip", HOST, NORM_BYTES, "work")
+            norms = [f"norm/{u.name}@{HOST}#0" for u in owners]
+            self.made.op("clip", CORES, "clip", work={}, reads=norms, writes=(self.clip,), at=(end, 0))
+        if self.plan.semantics == "exact-clip":
+            for i, unit in enumerate(owners):
+                self._update(unit, end + i, self.grads[unit.name], apart=1.0)
+        elif self.plan.semantics == "delayed-1":
+            for i, unit in enumerate(owners):
+                apart = end / len(owners)
+                self._update(unit, end * i / len(owners), self.old_grads[unit.name], apart=apart, upload_at=end + i)
+        if self.waiting_home:
+            self.waiting_home(())
+
+    def _update(
+        self, unit: Unit, step: float, grads: str, *, apart: float | None = None, upload_at: float | None = None
+    ) -> None:
+        """The optimizer step of one unit, with what it reads brought to it and what it writes taken home.
+
+        With states in parts, each part is an update of its own: its states come, are updated and go while those of
+        the next come. Gradients and parameters are whole: the parts update them in place, one after the other.
+        `apart` is the distance to the next unit's update, over which the parts are spread.
+        """
+        choice, made, t = self.choice[unit.name], self.made, self.training
+        if choice.states == "device":
+            self._update_on_device(unit, step, grads)
+            return
+        parts = part_ranges(unit.num_parameters, choice.state_parts)
+        apart = self.turns_per_unit if apart is None else apart
+        params = self.params_home[unit.name] if choice.params == "host" else ""
+        for k, part in enumerate(parts):
+            at = step + k * apart / len(parts)
+            early = (at - self.plan.prefetch_states_units * self.turns_per_unit / len(parts), 0)
+            may_read = (*self._held(), *self._update_before())
+            content = part_content(unit.name, k, len(parts))
+            if choice.grads == "nvme" and k == 0:
+                grads = made.move(early, f"grads/{unit.name}", grads, HOST, unit.name, after=may_read)
+            reads, writes = [grads, *self._coefficient()], []
+            states = self._states_arrive(unit, content, early, may_read)
+            if states:
+                reads.append(states)
+                states = made.over(states)
+                writes.append(states)
+            if not params and not t.has_master:
+                params = made.move(early, f"params/{unit.name}/update", self.params_home[unit.name], HOST, unit.name)
+            if params:
+                reads.append(params)
+                params = made.over(params)
+            else:
+                params = made.buffer(f"params/{unit.name}", HOST, unit.num_parameters * t.param_bytes, "params")
+            writes.append(params)
+            key = f"update/{content.partition('/')[2]}"
+            after = (*self._held(), *(self.home_keys[-1:] if self.plan.write_back == "awaited" else ()))
+            made.op(
+                key,
+                CORES,
+                "update",
+                work={"parameters": len(part)},
+                reads=reads,
+                writes=writes,
+                after=after,
+                unit=unit.name,
+                at=(at, 3),
+            )
+            self.update_keys.append(key)
+            self.home_keys.append(key)
+            home_at = at if upload_at is None else upload_at + at - step
+            home = _WayHome(
+                unit.name, content, states, params if part.stop == unit.num_parameters else None, (home_at, 4)
+            )
+            if self.plan.write_back == "delayed":
+                self.waiting_home = functools.partial(self._take_home, home, len(self.home_keys) - 1)
+            else:
+                self._take_home(home, len(self.home_keys) - 1, ())
+
+    def _coefficient(self) -> tuple[str, ...]:
+        """What clipping multiplies gradients with; nothing where it does not clip."""
+        return (self.clip,) if self.clip and self.plan.semantics == "exact-clip" else ()
+
+    def _states_arrive(self, unit: Unit, content: str, at: Position, after: tuple[str, ...]) -> str | None:
+        """States in host memory, read from NVMe if they live there; a delayed write-back goes behind that read."""
+        states = self.states_home.get(content)
+        is_read = states is not None and self.choice[unit.name].states == "nvme"
+        if states is not None and is_read:
+            states = self.made.move(at, content, states, HOST, unit.name, after=after)
+        if self.waiting_home:
+            self.waiting_home((f"read_{content}",) if is_read else ())
+        return states
+
+    def _update_on_device(self, unit: Unit, step: float, grads: str) -> None:
+        reads, writes = [grads, *self._coefficient()], []
+        for homes, name in ((self.states_home, f"states/{unit.name}"), (self.params_home, unit.name)):
+            if name in homes:
+                reads.append(homes[name])
+                homes[name] = self.made.over(homes[name])
+                writes.append(homes[name])
+        work = {"elementwise_bytes": unit.num_parameters * self.training.update_traffic_bytes}
+        key, at = f"update/{unit.name}", (step, 3)
+        self.made.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, unit=unit.name, at=at)
+
+    def _take_home(self, home: _WayHome, index: int, after: tuple[str, ...]) -> None:
+        """Sends what an update has written to where it lives between steps."""
+        choice = self.choice[home.unit]
+        states, params = home.states, home.params
+        if states:
+            if choice.states == "nvme":
+                states_home = self.states_home[home.content]
+                states = self.made.move(home.at, home.content, states, NVME, home.unit, over=states_home, after=after)
+                self.home_keys[index] = f"write_{home.content}"
+            self.states_home[home.content] = states
+        if params:
+            if choice.params != "host":
+                what, old = f"params/{home.unit}/update", self.params_home[home.unit]
+                tier = TIER_OF[choice.params]
+                params = self.made.move(home.at, what, params, tier, home.unit, over=old, after=after)
+                if choice.params == "nvme":
+                    self.home_keys[index] = f"write_{what}"
+            self.params_home[home.unit] = params
+        self.waiting_home = None
+
+    def _held(self) -> tuple[str, ...]:
+        """What an update and its reads wait for where no update may come before the end of backward."""
+        return (self.turns[-1],) if self.plan.hold_updates and self.plan.semantics == "exact-clip" else ()
+
+    def _update_before(self) -> tuple[str, ...]:
+        """What has to end before the next update's states may be read, by the windows of the plan."""
+        found = []
+        window, in_flight = self.plan.prefetch_states_units, self.plan.updates_in_flight
+        if self.plan.strict_windows and len(self.update_keys) > window:
+            found.append(self.update_keys[-1 - window])
+        if in_flight and len(self.home_keys) >= in_flight:
+            found.append(self.home_keys[-in_flight])
+        return tuple(found)

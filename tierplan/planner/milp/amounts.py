@@ -1,0 +1,405 @@
+"""The amounts of the planning problem: what each unit computes, holds and moves, in seconds and gigabytes.
+
+`docs/planner.md` has the mathematics; this module only collects its data. The step is cut into *windows* at the ends
+of compute ops, one window per turn of a unit in forward and in backward; transfers are fluid inside a window.
+Everything is in GB and s, since solvers fail on bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
+from tierplan.planner.lowering.tiling import cut_batches
+from tierplan.planner.plan import Order, Place, Semantics
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
+
+__all__ = [
+    "GB",
+    "MODES",
+    "Amounts",
+    "Block",
+    "Mode",
+    "Problem",
+    "SlotGroup",
+    "UnitAmounts",
+    "Window",
+    "problem",
+    "runs_of",
+]
+
+GB = 1e9
+SMALL_FRAC = 0.02
+"""Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
+
+PARTS = (4, 16, 1, 2, 8)
+"""Numbers of parts in which states on NVMe travel, as they are tried. In the program they are fluid; in schedules those
+of one or two parts are in host memory at a time, so what is in flight is a unit's states over its parts."""
+NUM_ALONE = 3
+"""Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
+MAX_RUNS = 96
+"""Windows between them, at most, per pass over the units: beyond, programs take longer than in proportion to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Where a unit's parameters, optimizer states and waiting gradients live."""
+
+    params: Place
+    states: Place
+    grads: Place
+
+
+MODES: tuple[Mode, ...] = (
+    Mode("device", "device", "device"),
+    *(Mode(p, s, "host") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
+    *(Mode(p, s, "device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
+    *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGroup:
+    """Saved tensors of one unit that share a decision."""
+
+    slots: tuple[int, ...]
+    """Slot numbers; empty for the unit's input."""
+    gb: float
+    recompute_s: float
+    recompute_load: Mapping[str, float]
+    """Seconds at full use of each shared limit."""
+    recomputable: bool
+    movable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAmounts:
+    """One unit in GB and s, for one micro-batch."""
+
+    name: str
+    params_gb: float
+    grads_gb: float
+    states_gb: float
+    gparams: float
+    """Parameters, in units of 1e9."""
+    fetched_from: int
+    """The unit whose parameters it reads: itself, or the owner of tied ones; -1 for none."""
+    fwd_s: float
+    bwd_s: float
+    update_s: float
+    """Of the update on the device."""
+    accumulate_s: float
+    """On the host's cores, per arriving gradient."""
+    norm_s: float
+    fwd_load: Mapping[str, float]
+    bwd_load: Mapping[str, float]
+    groups: tuple[SlotGroup, ...]
+    saved_gb: float
+    fwd_fixed_gb: float
+    """On the device while forward runs, whatever is decided: work, output, an input that is no slot."""
+    bwd_fixed_gb: float
+    tied_gb: float
+    """A gradient of tied parameters, on the device from this unit's backward to its owner's."""
+    fwd_reads_params: bool
+    bwd_reads_params: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time from the end of one compute op to the end of the next (of all micro-batches of a turn, and of a run)."""
+
+    block: int
+    phase: Literal["fwd", "bwd"]
+    units: tuple[int, ...]
+    """In order of execution; mostly one."""
+
+    @property
+    def first(self) -> int:
+        """The unit whose op is the first in the window."""
+        return self.units[0]
+
+    @property
+    def last(self) -> int:
+        return self.units[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Micro-batches that look alike: the first, those between (once, with their number), the last."""
+
+    copies: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Rates by stream and class of bytes (GB/s), the most that any transfer of that class reaches alone."""
+
+    up: Mapping[str, float]
+    down: Mapping[str, float]
+    read: Mapping[str, float]
+    write: Mapping[str, float]
+    adam: float
+    """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
+    chain_s: Mapping[str, tuple[float, ...]]
+    """By home of the parameters (`nvme`, else `host`), per unit: least seconds from gradients on the device, through
+    an update on the host, to parameters that compute can use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All data of one planning problem."""
+
+    workload: Workload
+    """With micro-batches cut into tiles, where there are any."""
+    machine: Machine
+    semantics: Semantics
+    order: Order
+    tiles: int
+    units: tuple[UnitAmounts, ...]
+    runs: tuple[range, ...]
+    """Units that share a window, in order of the chain."""
+    blocks: tuple[Block, ...]
+    turn: int
+    """Micro-batches in one window: all of them in vertical order, else 1."""
+    device_gb: float
+    host_gb: float
+    nvme_gb: float
+    has_nvme: bool
+    rates: Amounts
+    loads: Mapping[str, Mapping[str, float]]
+    """Shared limit -> stream -> seconds of the limit per GB (or 1e9 parameters) on that stream."""
+    shared_gb: float
+    has_master: bool
+    clips: bool
+    write_limit_gb_per_s: float = float("inf")
+    """What may be written to NVMe on average over the step, for the drives to last."""
+
+    @property
+    def windows(self) -> list[Window]:
+        forward: list[tuple[int, ...]] = [tuple(run) for run in self.runs]
+        backward = [units[::-1] for units in reversed(forward)]
+        return [
+            Window(b, phase, units)  # type: ignore[arg-type]
+            for b in range(len(self.blocks))
+            for phase, found in (("fwd", forward), ("bwd", backward))
+            for units in found
+        ]
+
+    def modes(self, unit: int) -> list[int]:
+        """Numbers of the placements that this unit may have."""
+        if self.units[unit].gparams == 0.0:
+            return [0]
+        several = len(self.blocks) > 1
+        chosen = []
+        for k, mode in enumerate(MODES):
+            if "nvme" in (mode.params, mode.states, mode.grads) and not self.has_nvme:
+                continue
+            if self.semantics == "delayed-1" and mode.states == "device":
+                continue
+            if mode.states != "device":
+                if self.rates.adam == 0.0 or self.host_gb == 0.0:
+                    continue
+                waits_on_device = mode.grads == "device"
+                if waits_on_device != (self.turn > 1) and not several:
+                    continue  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
+                if mode.grads == "nvme" and self.semantics != "exact-clip":
+                    continue
+            chosen.append(k)
+        return chosen
+
+
+def problem(
+    workload: Workload,
+    machine: Machine,
+    *,
+    semantics: Semantics,
+    order: Order = "horizontal",
+    tiles: int = 1,
+    runs: Iterable[range] | None = None,
+    write_limit_bytes_per_s: float = float("inf"),
+) -> Problem:
+    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`.
+
+    `runs` are the units that share a window; by default those of `runs_of`. The first and the last unit are alone.
+    """
+    if tiles > 1:
+        workload = cut_batches(workload, tiles)
+    batches = workload.training.gradient_accumulation_steps
+    vertical = order == "vertical" and batches > 1
+    if vertical or batches == 1:
+        blocks: tuple[Block, ...] = (Block(1, True, True),)
+    elif batches == 2:
+        blocks = (Block(1, True, False), Block(1, False, True))
+    else:
+        blocks = (Block(1, True, False), Block(batches - 2, False, False), Block(1, False, True))
+    tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
+    streams = {s.name for s in machine.streams}
+    names = {u.name: i for i, u in enumerate(workload.units)}
+    has_nvme = "nvme" in tiers and {READ, WRITE} <= streams and {"host"} <= tiers.keys()
+    return Problem(
+        workload=workload,
+        machine=machine,
+        semantics=semantics,
+        order="vertical" if vertical else "horizontal",
+        tiles=tiles,
+        units=tuple(_unit(u, workload, machine, names) for u in workload.units),
+        runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
+        blocks=blocks,
+        turn=batches if vertical else 1,
+        device_gb=tiers["device"],
+        host_gb=tiers.get("host", 0.0),
+        nvme_gb=tiers.get("nvme", 0.0),
+        has_nvme=has_nvme,
+        rates=_rates(workload, machine, has_nvme),
+        loads=_loads(machine),
+        shared_gb=workload.shared_bytes / GB,
+        has_master=workload.training.has_master,
+        clips=workload.training.max_grad_norm is not None,
+        write_limit_gb_per_s=write_limit_bytes_per_s / GB,
+    )
+
+
+def runs_of(num_units: int, max_runs: int = MAX_RUNS) -> tuple[range, ...]:
+    """Units by window: one each, but in long chains several between the ends, so that the program hardly grows."""
+    between = max(0, num_units - 2 * NUM_ALONE)
+    size = max(1, -(-between // max_runs))
+    first = range(min(NUM_ALONE, num_units))
+    last = range(max(NUM_ALONE, num_units - NUM_ALONE), num_units)
+    end = NUM_ALONE + between
+    middle = [range(u, min(u + size, end)) for u in range(NUM_ALONE, end, size)]
+    return (*(range(u, u + 1) for u in first), *middle, *(range(u, u + 1) for u in last))
+
+
+def _seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
+    try:
+        return machine.cost(stream, work).alone_s if any(work.values()) else 0.0
+    except MachineError:
+        return 0.0
+
+
+def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str, float]:
+    """Seconds at full use of each shared limit that the work takes."""
+    cost = machine.cost(stream, work)
+    limits = machine.limits
+    return {name: demand * cost.work_s / limits[name] for name, demand in cost.demand.items()}
+
+
+def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, int]) -> UnitAmounts:
+    t, n = workload.training, unit.num_parameters
+    is_first = names[unit.name] == 0
+    moved = n * t.update_traffic_bytes
+    owner = names[unit.shares] if unit.shares else (names[unit.name] if n else -1)
+    work_gb = unit.forward_work_bytes / GB
+    transient_input = 0 if is_first else unit.input_bytes
+    return UnitAmounts(
+        name=unit.name,
+        params_gb=n * t.param_bytes / GB,
+        grads_gb=n * t.grad_bytes / GB,
+        states_gb=n * t.state_bytes / GB,
+        gparams=n / 1e9,
+        fetched_from=owner,
+        fwd_s=_seconds(machine, COMPUTE, unit.forward),
+        bwd_s=_seconds(machine, COMPUTE, unit.backward),
+        update_s=_seconds(machine, COMPUTE, {"elementwise_bytes": moved}),
+        accumulate_s=_seconds(machine, CORES, {"elementwise_bytes": 3 * n * t.grad_bytes}),
+        norm_s=_seconds(machine, CORES, {"elementwise_bytes": n * t.grad_bytes})
+        if t.max_grad_norm is not None
+        else 0.0,
+        fwd_load=_load(machine, COMPUTE, unit.forward),
+        bwd_load=_load(machine, COMPUTE, unit.backward),
+        groups=_groups(unit, machine, is_first),
+        saved_gb=unit.saved_bytes / GB,
+        fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if unit.saves_input else transient_input)) / GB,
+        bwd_fixed_gb=(unit.backward_work_bytes + unit.output_bytes + transient_input) / GB,
+        tied_gb=workload.units[names[unit.shares]].num_parameters * t.grad_bytes / GB if unit.shares else 0.0,
+        fwd_reads_params=owner >= 0,
+        bwd_reads_params=owner >= 0 and unit.kind != "embed",
+    )
+
+
+def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ...]:
+    """The input first (if backward reads it), then large slots one by one, then the small ones together."""
+    found = []
+    if unit.saves_input and unit.input_bytes and not is_first:
+        found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, False, True))
+    small: dict[bool, list[int]] = {}
+    for t in unit.saved:
+        if t.size_bytes >= SMALL_FRAC * unit.saved_bytes:
+            seconds = _seconds(machine, COMPUTE, t.recompute)
+            again = t.replayable and unit.kind == "block"  # the runtime runs blocks again, nothing else
+            load = _load(machine, COMPUTE, t.recompute) if again else {}
+            found.append(SlotGroup((t.index,), t.size_bytes / GB, seconds, load, again, True))
+        else:
+            small.setdefault(t.replayable and unit.kind == "block", []).append(t.index)
+    by_index = {t.index: t for t in unit.saved}
+    for replayable, indices in sorted(small.items()):
+        work = total_work(by_index[i].recompute for i in indices)
+        size = sum(by_index[i].size_bytes for i in indices)
+        found.append(
+            SlotGroup(
+                tuple(indices),
+                size / GB,
+                _seconds(machine, COMPUTE, work),
+                _load(machine, COMPUTE, work),
+                replayable,
+                False,
+            )
+        )
+    return tuple(found)
+
+
+def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
+    """Highest bytes per second (in GB/s) that transfers of these sizes reach alone, latency included."""
+    best = 0.0
+    for size in {s for s in sizes if s > 0}:
+        seconds = _seconds(machine, stream, {"bytes": size})
+        best = max(best, size / seconds / GB if seconds > 0 else 1e6)
+    return best or 1e6
+
+
+def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
+    t = workload.training
+    sizes = {
+        "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
+        "params": {u.num_parameters * t.param_bytes for u in workload.units},
+        "grads": {u.num_parameters * t.grad_bytes for u in workload.units},
+        "states": {u.num_parameters * t.state_bytes // parts for u in workload.units for parts in PARTS},
+    }
+    streams = {s.name for s in machine.streams}
+
+    def by_class(stream: str) -> dict[str, float]:
+        return {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
+
+    up, down = by_class(UP), by_class(DOWN)
+    read, write = by_class(READ), by_class(WRITE)
+    adam_s = [
+        min(parts * _seconds(machine, CORES, {"parameters": u.num_parameters / parts}) for parts in PARTS)
+        if CORES in streams
+        else 0.0
+        for u in workload.units
+    ]
+    adam = max((u.num_parameters / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
+    chain: dict[str, list[float]] = {"host": [], "nvme": []}
+    for u, seconds in zip(workload.units, adam_s, strict=True):
+        n = u.num_parameters
+        arrive = _seconds(machine, DOWN, {"bytes": n * t.grad_bytes})
+        home = _seconds(machine, UP, {"bytes": n * t.param_bytes})
+        moved = {"bytes": n * t.param_bytes}
+        through = _seconds(machine, WRITE, moved) + _seconds(machine, READ, moved) if has_nvme else 0.0
+        chain["host"].append(arrive + seconds + home)
+        chain["nvme"].append(arrive + seconds + through + home)
+    return Amounts(up, down, read, write, adam, {k: tuple(v) for k, v in chain.items()})
+
+
+def _loads(machine: Machine) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for stream in machine.streams:
+        for limit, weights in stream.takes.items():
+            kind = "parameters" if stream.name == CORES else "bytes"
+            if weight := weights.get(kind, 0.0):
+                found.setdefault(limit, {})[stream.name] = weight * GB / machine.limits[limit]
+    return found

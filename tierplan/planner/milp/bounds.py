@@ -1,0 +1,124 @@
+"""Lower bounds on the step time that no schedule can beat, and what an impossible problem lacks.
+
+The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move and
+inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops
+gives a point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this
+machine's limits, and the micro-batches in one of the two orders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierplan.planner.building import COMPUTE
+from tierplan.planner.milp.amounts import GB, Problem
+from tierplan.planner.milp.model import Margins, Model, build
+from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solution, solve
+
+__all__ = ["Bound", "Shortage", "lower_bound", "shares_of_step", "shortages"]
+
+MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The step time that no schedule can beat, and what it consists of."""
+
+    step_s: float
+    shares: Mapping[str, float]
+    """How much of the bound each stream or shared limit explains, largest first; adds up to 1."""
+    s_per_gb: Mapping[str, float]
+    """By tier: seconds that one more GB would take off the bound, at the margin."""
+    feasible: bool = True
+    proven: bool = True
+    """False when the solver gave no optimum: then `step_s` is the sum of forward and backward."""
+    solution: Solution | None = field(default=None, repr=False, compare=False)
+    """Of the program: the planner's first solve starts from its basis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """A capacity that is too small, with all others as they are."""
+
+    tier: str
+    needed_bytes: int
+    """The least capacity that would do."""
+    capacity_bytes: int
+
+    @property
+    def short_bytes(self) -> int:
+        return self.needed_bytes - self.capacity_bytes
+
+
+def lower_bound(problem: Problem, *, transients: bool = True) -> Bound:
+    """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
+
+    Without `transients`, memory that ops hold only while they run is not counted: such a bound also holds for schedules
+    that cut micro-batches into tiles.
+    """
+    model = build(problem, margins=Margins(relaxed=True, transients=transients))
+    solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)
+    if solution.status == "infeasible":
+        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution)
+    if not solution.usable or solution.status != "optimal":
+        return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
+    bound_s = max(model.step_bound_s(solution.objective), compute_s(problem))
+    return Bound(
+        step_s=bound_s,
+        shares=shares_of_step(model, solution),
+        s_per_gb=worth_of_memory(model, solution),
+        solution=solution,
+    )
+
+
+def compute_s(problem: Problem) -> float:
+    """Seconds of forward and backward alone, over all micro-batches."""
+    batches = problem.workload.training.gradient_accumulation_steps
+    return batches * sum(u.fwd_s + u.bwd_s for u in problem.units)
+
+
+def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
+    """What the step time consists of, by the dual of every row that a window's duration stands in.
+
+    The duration's cost is the sum of its rows' duals, so these products add up to the whole step.
+    """
+    if not solution.duals:
+        return {}
+    durations = {column for column, _ in model.tau}
+    parts: dict[str, float] = {}
+    for (columns, coefficients, _, _, family), dual in zip(model.program.rows, solution.duals, strict=True):
+        if dual:
+            for column, coefficient in zip(columns, coefficients, strict=True):
+                if column in durations:
+                    name = COMPUTE if family in ("idle time", "prefix sums") else family
+                    parts[name] = parts.get(name, 0.0) + dual * coefficient * solution.values[column]
+    whole = sum(v for v in parts.values() if v > 0)
+    shares = {k: v / whole for k, v in parts.items() if v > 1e-9}
+    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
+
+
+def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
+    """Seconds per GB that the memory rows' duals put on one more GB of each tier."""
+    worth: dict[str, float] = {}
+    if not solution.duals:
+        return worth
+    for (_, _, _, _, family), dual in zip(model.program.rows, solution.duals, strict=True):
+        if tier := MEMORY_FAMILIES.get(family):
+            worth[tier] = worth.get(tier, 0.0) - dual
+    return worth
+
+
+def shortages(problem: Problem) -> list[Shortage]:
+    """For a problem without a solution: each tier that alone could make it possible, with the least that would do."""
+    found = []
+    for tier, capacity in (("device", problem.device_gb), ("host", problem.host_gb), ("nvme", problem.nvme_gb)):
+        if (tier == "nvme" and not problem.has_nvme) or (tier == "host" and not problem.host_gb):
+            continue
+        model = build(problem, margins=Margins(elastic=tier))
+        solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)
+        if solution.usable:
+            excess = solution.values[model.excess[tier]]
+            if excess > 1e-9:
+                needed = round((capacity + excess) * GB)
+                found.append(Shortage(tier=tier, needed_bytes=needed, capacity_bytes=round(capacity * GB)))
+    return found

@@ -1,0 +1,299 @@
+"""What moves, as queues over the windows: activations, parameters, gradients, states and updates.
+
+A queue's content at the end of a window is a column that never goes negative, so that nothing leaves before it came.
+Each function adds the rows of one kind of bytes, and returns what memory rows need to know about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierplan.planner.milp.amounts import MODES, Window
+from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus
+from tierplan.planner.milp.program import Terms
+
+__all__ = ["Activations", "Updates", "activation_queues", "parameter_queues", "update_queues"]
+
+
+@dataclass
+class Activations:
+    """Per window, in GB: what memory holds of activations."""
+
+    kept: list[Terms] = field(default_factory=list)
+    """Kept on the device when the window's op starts."""
+    kept_after: list[Terms] = field(default_factory=list)
+    leaving: list[Terms] = field(default_factory=list)
+    """Queued to leave when the window's op starts."""
+    leaving_after: list[Terms] = field(default_factory=list)
+    back: list[Terms] = field(default_factory=list)
+    """Brought back and not yet used, when the window's op starts."""
+    on_host: list[Terms] = field(default_factory=list)
+    on_nvme: list[Terms] = field(default_factory=list)
+
+
+@dataclass
+class Updates:
+    """Per window, in GB: what memory holds of gradients and of states on their way."""
+
+    leaving: list[Terms]
+    """Gradients queued to leave the device when the window's op starts."""
+    waiting: list[Terms]
+    """Gradients on the host that wait for their update."""
+    staged: list[Terms]
+    """States on the host, between NVMe and their return to it."""
+
+
+def activation_queues(cols: Columns) -> Activations:
+    """Out behind the forward that made them, back before the backward that needs them."""
+    found = Activations()
+    for b in range(len(cols.p.blocks)):
+        _activations_of_block(cols, b, found)
+    return found
+
+
+def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
+    p, lp = cols.p, cols.lp
+    kept: Terms = []
+    out: Terms = []
+    back: Terms = []
+    host: Terms = []
+    drive: Terms = []
+    for s in cols.block_windows(b):
+        window = cols.windows[s]
+        each = [_made_and_needed(cols, window.phase, u) for u in window.units]
+        made, stay, need, gone = ([t for unit in each for t in unit[k]] for k in range(4))
+        made_last, need_first = each[-1][0], each[0][2]
+        early_back: Terms = [(1.0, c) for k, c in cols.early[s].items() if k == "uA"]
+        found.kept.append(kept)
+        found.leaving.append(out)
+        found.back.append([*back, *early_back])
+        if need_first and early_back:
+            one_op = [(-a / p.turn, c) for a, c in need_first]
+            lp.row([*back, *early_back, *one_op], low=0.0, family="back before backward")
+        kept = [(1.0, cols.queue(kept, stay, gone, "kept activations"))]
+        if cols.flows[s]:
+            lp.row([*cols.flow(s, "uA"), *minus(early_back)], low=0.0, family="early part")
+            out = [(1.0, cols.queue(out, made, cols.flow(s, "dA"), "activations leaving"))]
+            if made_last:  # what the window's last op makes cannot leave inside it
+                lp.row([*out, *[(-a / p.turn, c) for a, c in made_last]], low=0.0, family="activations leaving")
+            back = [(1.0, cols.queue(back, cols.flow(s, "uA"), need, "activations back"))]
+            came = [*cols.flow(s, "dA"), *cols.flow(s, "rA")]
+            went = [*cols.flow(s, "uA"), *cols.flow(s, "wA")]
+            host = [(1.0, cols.queue(host, came, went, "activations on the host"))]
+            if p.has_nvme:
+                drive = [(1.0, cols.queue(drive, cols.flow(s, "wA"), cols.flow(s, "rA"), "activations on NVMe"))]
+        found.kept_after.append(kept)
+        found.leaving_after.append(out)
+        found.on_host.append(host)
+        found.on_nvme.append(drive)
+    for state in (out, back, host, drive):
+        if state:
+            lp.row(state, low=0.0, high=0.0, family="nothing left at the end")
+    if p.has_nvme and p.host_gb:
+        stored: Terms = []
+        for u in range(len(cols.units)):
+            stored += cols.acted(u, ("nvme",), inputs=False, scale=_own_turns(cols, u))
+            stored += cols.acted(u, ("nvme",), inputs=True, scale=float(p.turn))
+        written = [t for s in cols.block_windows(b) for t in cols.flow(s, "wA")]
+        lp.row([*written, *minus(stored)], low=0.0, high=0.0, family="activations on NVMe")
+
+
+def _own_turns(cols: Columns, u: int) -> float:
+    """Micro-batches whose saved tensors wait together: the head's turn runs forward and backward of one after the
+    other."""
+    return 1.0 if u == len(cols.units) - 1 else float(cols.p.turn)
+
+
+def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, Terms, Terms]:
+    """Of one unit's turn: activations made that leave, made that stay, needed back, and no longer kept."""
+    n, turn = len(cols.units), float(cols.p.turn)
+    own = _own_turns(cols, u)
+    made: Terms = []
+    stay: Terms = []
+    need: Terms = []
+    gone: Terms = []
+    if phase == "fwd":
+        made += cols.acted(u, ("host", "nvme"), inputs=False, scale=own)
+        stay += cols.acted(u, ("keep",), inputs=False, scale=own)
+        if u + 1 < n:
+            made += cols.acted(u + 1, ("host", "nvme"), inputs=True, scale=turn)
+            stay += cols.acted(u + 1, ("keep",), inputs=True, scale=turn)
+    else:
+        need += cols.acted(u, ("host", "nvme"), inputs=False, scale=own)
+        need += cols.acted(u, ("host", "nvme"), inputs=True, scale=turn)
+        gone += cols.acted(u, ("keep",), inputs=False, scale=own)
+        gone += cols.acted(u, ("keep",), inputs=True, scale=turn)
+    return made, stay, need, gone
+
+
+def parameter_queues(cols: Columns) -> list[Terms]:
+    """Parameters, fetched for every pass over a unit; per window, what is on the device of them when its op starts."""
+    p, lp, n = cols.p, cols.lp, len(cols.units)
+    if not p.host_gb:
+        return [[] for _ in cols.windows]
+    fetched: list[Terms] = []
+    link = _BlockLink(cols, 2 if p.has_nvme else 1)
+    for b in range(len(p.blocks)):
+        ahead, staged = link.start(b)[0], link.start(b)[1] if p.has_nvme else []
+        for s in cols.block_windows(b):
+            window = cols.windows[s]
+            each = [_parameters_needed(cols, window.phase, u) for u in window.units]
+            need, need_read = ([t for unit in each for t in unit[k]] for k in range(2))
+            need_first = each[0][0]
+            early: Terms = [(1.0, cols.early[s]["uW"])]
+            present = [*ahead, *early]
+            fetched.append(present)
+            if need_first:
+                lp.row([*present, *minus(need_first)], low=0.0, family="parameters before compute")
+            lp.row([*cols.flow(s, "uW"), *minus(early)], low=0.0, family="early part")
+            if window.last == n - 1 and window.phase == "fwd":
+                need, need_read = [], []  # they stay: the head's turn fetches once
+            ahead = [(1.0, cols.queue(ahead, cols.flow(s, "uW"), need, "parameters fetched"))]
+            if p.has_nvme:
+                staged = [(1.0, cols.queue(staged, cols.flow(s, "rW"), need_read, "parameters read"))]
+        link.end(b, [ahead, staged] if p.has_nvme else [ahead])
+    link.close()
+    return fetched
+
+
+def _parameters_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms]:
+    """What a unit's turn needs of parameters that are not at home on the device, and of those at home on NVMe."""
+    unit = cols.units[u]
+    owner = unit.fetched_from
+    if not (unit.fwd_reads_params if phase == "fwd" else unit.bwd_reads_params):
+        return [], []
+    need = cols.away(owner, "params", cols.units[owner].params_gb)
+    need_read = cols.placed(owner, "params", "nvme", cols.units[owner].params_gb)
+    if u == len(cols.units) - 1 and unit.name != cols.units[owner].name and unit.gparams:
+        need += cols.away(u, "params", unit.params_gb)
+        need_read += cols.placed(u, "params", "nvme", unit.params_gb)
+    return need, need_read
+
+
+def update_queues(cols: Columns) -> Updates:
+    """Gradients down, states in and out, and updates, which run on into the next step."""
+    p, lp = cols.p, cols.lp
+    nothing: list[Terms] = [[] for _ in cols.windows]
+    found = Updates(list(nothing), list(nothing), list(nothing))
+    if not p.host_gb or not p.rates.adam:
+        return found
+    single = len(p.blocks) == 1
+    grad_gb = float(p.workload.training.grad_bytes)  # per 1e9 parameters
+    state_gb = float(p.workload.training.state_bytes)
+    parked = _parked(cols)
+    for name in ("gW", "gR") if parked else ():
+        for flows in cols.flows:
+            flows[name] = lp.column(cost=TRANSFER_COST)
+    link = _BlockLink(cols, 5)
+    for b in range(len(p.blocks)):
+        leaving, due, waiting, read, written = link.start(b)
+        for s in cols.block_windows(b):
+            window = cols.windows[s]
+            each = [_gradients_made(cols, window, u) for u in window.units]
+            made, released = ([t for unit in each for t in unit[k]] for k in range(2))
+            made_last = each[-1][0]
+            updated = cols.updates(s)
+            found.leaving[s] = leaving
+            leaving = [(1.0, cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving"))]
+            if made_last:
+                lp.row([*leaving, *minus(made_last)], low=0.0, family="gradients leaving")
+            due = [(1.0, cols.queue(due, released, updated, "updates due"))]
+            if single:
+                came = [*cols.flow(s, "dG"), *cols.flow(s, "gR")]
+                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "gW")]
+                waiting = [(1.0, cols.queue(waiting, came, went, "gradients on the host"))]
+                found.waiting[s] = waiting
+            if p.has_nvme:
+                used = cols.flow(s, "aN", state_gb)
+                read = [(1.0, cols.queue(read, cols.flow(s, "rO"), used, "states read"))]
+                written = [(1.0, cols.queue(written, used, cols.flow(s, "wO"), "states to write"))]
+                found.staged[s] = [*read, *written]
+        link.end(b, [leaving, due, waiting, read, written])
+    link.close()
+    _once_per_step(cols, parked)
+    return found
+
+
+def _parked(cols: Columns) -> Terms:
+    """GB of gradients that wait for the norm on NVMe: written there and read once more."""
+    if cols.p.semantics != "exact-clip" or not cols.p.has_nvme:
+        return []
+    return cols.over_units(lambda u: cols.placed(u, "grads", "nvme", cols.units[u].grads_gb))
+
+
+def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms]:
+    """GB of gradients that a unit's turn makes and that leave, and 1e9 parameters whose update becomes due then."""
+    unit, block = cols.units[u], cols.p.blocks[window.block]
+    if window.phase != "bwd" or not unit.gparams:
+        return [], []
+    made = cols.away(u, "states" if block.last else "grads", unit.grads_gb)
+    # with delayed updates the release is that of the step before: any time in this step
+    released = cols.away(u, "states", unit.gparams) if block.last else []
+    return made, released
+
+
+def _once_per_step(cols: Columns, parked: Terms) -> None:
+    """What moves once per step, whenever: updates by kind, new parameters going home, old ones coming."""
+    p, lp = cols.p, cols.lp
+    on_drive: Terms = []
+    uploaded: Terms = []
+    to_drive: Terms = []
+    accumulated: Terms = []
+    for u, unit in enumerate(cols.units):
+        on_drive += cols.placed(u, "states", "nvme", unit.gparams)
+        for k, c in cols.place[u].items():
+            mode = MODES[k]
+            if mode.states != "device" and mode.params == "device":
+                uploaded.append((unit.params_gb, c))
+            if mode.params == "nvme":
+                to_drive.append((unit.params_gb, c))
+            if mode.states != "device" and mode.grads != "device":
+                accumulated.append((unit.accumulate_s, c))
+    totals = [
+        ("aN", on_drive, "updates of states on NVMe"),
+        ("uP", uploaded, "parameters going home"),
+        ("wP", to_drive, "parameters going home"),
+    ]
+    if not p.has_master:
+        totals += [("dP", uploaded, "old parameters to the host"), ("rP", to_drive, "old parameters to the host")]
+    batches = p.workload.training.gradient_accumulation_steps
+    if batches > 1:
+        times = float(batches - 1)
+        totals.append(("acc", [(times * a, c) for a, c in accumulated], "gradients added on the host"))
+    if parked:
+        totals += [(name, parked, "gradients on NVMe") for name in ("gW", "gR")]
+    for name, amount, family in totals:
+        lp.row([*cols.over_step(name), *minus(amount)], low=0.0, high=0.0, family=family)
+
+
+class _BlockLink:
+    """States that run on from one block of micro-batches into the next, and from the step's end into the next step.
+
+    The middle block stands for the average of its copies: what its average state gains from start to end, times the
+    copies, is what the last block starts with beyond what the first one ended with.
+    """
+
+    def __init__(self, cols: Columns, num: int) -> None:
+        self.lp, self.blocks = cols.lp, cols.p.blocks
+        self.starts: list[list[Terms]] = [[[(1.0, cols.lp.column())] for _ in range(num)] for _ in self.blocks]
+        self.ends: list[list[Terms]] = []
+
+    def start(self, b: int) -> list[Terms]:
+        return [list(t) for t in self.starts[b]]
+
+    def end(self, b: int, states: list[Terms]) -> None:
+        assert b == len(self.ends)
+        self.ends.append(states)
+
+    def close(self) -> None:
+        first, last = 0, len(self.blocks) - 1
+        for k in range(len(self.starts[0])):
+            self._equal(self.ends[last][k], self.starts[first][k])
+            if len(self.blocks) == 2:
+                self._equal(self.ends[first][k], self.starts[last][k])
+            elif len(self.blocks) == 3:
+                copies = float(self.blocks[1].copies)
+                gain = [(copies * a, c) for a, c in [*self.ends[1][k], *minus(self.starts[1][k])]]
+                self._equal([*gain, *self.ends[first][k]], self.starts[last][k])
+
+    def _equal(self, left: Terms, right: Terms) -> None:
+        self.lp.row([*left, *minus(right)], low=0.0, high=0.0, family="from block to block")

@@ -1,0 +1,117 @@
+"""From a solution's shares to a plan: every unit gets one placement, every tensor one action.
+
+Error diffusion along the chain: each choice keeps a running deficit (what the solution has given it so far, less what
+it got), and each unit takes the choice with the largest deficit. So every prefix of the chain is within one unit of the
+solution, which keeps the memory profile over time, not only its total. Choices that the solution all but decides are
+taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.milp.model import Fractions
+from tierplan.planner.plan import ACTIONS, Action, Plan, UnitPlan
+
+__all__ = ["actions_of", "round_to_plan"]
+
+Name = TypeVar("Name", int, str)
+DECIDED = 1e-6
+
+
+def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> Plan:
+    """The plan nearest to the solution's shares, in the sense of the module's docstring."""
+    modes = _diffuse(
+        shares.place,
+        [max(u.gparams, 1e-12) for u in problem.units],
+        [u.gparams for u in problem.units],
+    )
+    num_groups = max((len(groups) for groups in shares.action), default=0)
+    actions: list[list[str]] = [[] for _ in problem.units]
+    for g in range(num_groups):
+        with_group = [u for u, groups in enumerate(shares.action) if g < len(groups)]
+        chosen = _diffuse(
+            [shares.action[u][g] for u in with_group],
+            [max(problem.units[u].groups[g].gb, 1e-12) for u in with_group],
+            [_kind(problem, u, g) for u in with_group],
+        )
+        for u, name in zip(with_group, chosen, strict=True):
+            actions[u].append(name)
+    units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
+    plan = Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
+    return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
+
+
+def _without_late_uploads(plan: Plan) -> Plan:
+    """With updates behind backward: no parameters at home on the device, but updated elsewhere, behind fetched ones.
+
+    Their way home is the last thing that the link does in a step, and waits for the last updates; the next forward's
+    fetches are listed behind it. So one such unit would keep the whole next forward waiting for all updates.
+    """
+    fetched = [u for u, choice in enumerate(plan.units) if choice.params != "device"]
+    if not fetched:
+        return plan
+    return replace(
+        plan,
+        units=tuple(
+            replace(choice, params="host")
+            if u > fetched[0] and choice.params == "device" and choice.states != "device"
+            else choice
+            for u, choice in enumerate(plan.units)
+        ),
+    )
+
+
+def actions_of(problem: Problem, plan: Plan) -> list[list[str]]:
+    """By unit and group of tensors: the plan's action."""
+    return [
+        [choice.action(group.slots[0]) if group.slots else choice.input for group in unit.groups]
+        for unit, choice in zip(problem.units, plan.units, strict=True)
+    ]
+
+
+def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:
+    """Tensors that compare: of one size and one cost of making them again."""
+    group = problem.units[u].groups[g]
+    return (round(group.gb, 9), round(group.recompute_s, 9), group.recomputable, group.movable)
+
+
+def _diffuse(shares: Sequence[Mapping[Name, float]], weights: Sequence[float], kinds: Sequence[object]) -> list[Name]:
+    """One choice per position; deficits run along positions of the same kind."""
+    deficits: dict[object, dict[Name, float]] = {}
+    chosen = []
+    for share, weight, kind in zip(shares, weights, kinds, strict=True):
+        deficit = deficits.setdefault(kind, {})
+        for name, value in share.items():
+            deficit[name] = deficit.get(name, 0.0) + value * weight
+        best = max(share, key=lambda name: (share[name] > 1 - DECIDED, round(deficit[name], 9), -_rank(name)))
+        deficit[best] -= weight
+        chosen.append(best)
+    return chosen
+
+
+def _rank(name: int | str) -> int:
+    """Settles ties: the cheaper choice to carry out comes first."""
+    return name if isinstance(name, int) else ACTIONS.index(name)
+
+
+def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> UnitPlan:
+    unit, where = problem.units[u], MODES[mode]
+    num_slots = sum(len(g.slots) for g in unit.groups)
+    acts: list[Action] = ["keep"] * num_slots
+    x: str = "keep"
+    for group, action in zip(unit.groups, actions, strict=True):
+        if not group.slots:
+            x = action
+        for slot in group.slots:
+            acts[slot] = action  # type: ignore[call-overload]
+    return UnitPlan(
+        params=where.params,
+        grads=where.grads,
+        states=where.states,
+        input=x,  # type: ignore[arg-type]
+        acts=tuple(acts) if len(set(acts)) > 1 else (acts[0] if acts else "keep"),
+    )

@@ -1,0 +1,147 @@
+"""The outer search: micro-batch size and accumulation for a given number of sequences per step; the largest batch.
+
+The inner planner's cost hardly depends on the batch, and its lower bound is quick. So every division of the sequences
+is bounded first, and only those whose bound beats the best plan so far are planned, best bound first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import log
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import compute_s, lower_bound
+from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
+from tierplan.planner.questions.endurance import allowed_bytes_per_s
+from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
+from tierplan.sim.workloads.workload import Workload
+
+__all__ = ["Choice", "largest_batch", "plan_sequences"]
+
+MAX_PLANNED = 4
+"""Divisions that are planned in full, at most."""
+TILES = (1, 2, 4, 8, 16)
+"""Parts of a micro-batch with which the largest batch is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The best division of a step's sequences into micro-batches."""
+
+    workload: Workload
+    result: PlanResult
+    bounds_s: Mapping[int, float] = field(default_factory=dict)
+    """Lower bound by micro-batch size; infinite where it cannot fit."""
+    planned_s: Mapping[int, float] = field(default_factory=dict)
+    """Step time by micro-batch size, for those that were planned."""
+
+
+def plan_sequences(
+    make: Callable[[int, int], Workload],
+    machine: Machine,
+    *,
+    sequences: int,
+    semantics: Semantics | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    drive_lifetime_years: float | None = None,
+) -> Choice:
+    """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
+
+    On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
+    Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
+    """
+    if sequences < 1:
+        raise PlanError(f"a step of {sequences} sequences trains nothing; ask for 1 or more")
+    write_limit = float("inf")
+    if drive_lifetime_years is not None:
+        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    planned_for = partial(
+        plan,
+        machine=machine,
+        semantics=semantics,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        drive_lifetime_years=drive_lifetime_years,
+    )
+    workloads: dict[int, Workload] = {}
+    bounds: dict[int, float] = {}
+    for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
+        workloads[batch] = make(batch, sequences // batch)
+        bounds[batch] = _bound_s(workloads[batch], machine, semantics, write_limit)
+    num = machine.num_devices
+
+    def rank(batch: int) -> tuple[float, float]:
+        """Best bound first, larger micro-batches first; on several devices, two micro-batches for each first."""
+        return (bounds[batch], -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
+
+    best: tuple[int, PlanResult] | None = None
+    planned: dict[int, float] = {}
+    for batch in sorted(bounds, key=rank):
+        if len(planned) >= MAX_PLANNED or (best is not None and bounds[batch] >= best[1].step_s):
+            break
+        accumulation = sequences // batch
+        kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
+        if num > 1 and accumulation % num == 0:
+            kinds.append((make(batch, accumulation // num), "each"))
+        for workload, batches in kinds:
+            try:
+                result = planned_for(workload, batches=batches)
+            except InfeasiblePlan:
+                continue
+            planned[batch] = min(result.step_s, planned.get(batch, result.step_s))
+            if best is None or result.step_s < best[1].step_s:
+                best, workloads[batch] = (batch, result), workload
+    if best is None:
+        planned_for(workloads[1])  # says what is missing
+        raise AssertionError("single sequences fit, but no division did")
+    return Choice(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
+
+
+def _bound_s(
+    workload: Workload, machine: Machine, semantics: Semantics | None, write_limit_bytes_per_s: float
+) -> float:
+    """The least bound over both orders, each micro-batch whole; of several devices, compute evenly shared."""
+    chosen = semantics or plain_semantics(workload.training)
+    orders: tuple[Order, ...] = ("horizontal", "vertical")
+    if workload.training.gradient_accumulation_steps == 1:
+        orders = ("horizontal",)
+    if (num := machine.num_devices) > 1:
+        return compute_s(problem(workload, machine, semantics=chosen)) / num
+    return min(
+        lower_bound(
+            problem(workload, machine, semantics=chosen, order=o, write_limit_bytes_per_s=write_limit_bytes_per_s)
+        ).step_s
+        for o in orders
+    )
+
+
+def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
+    """The largest micro-batch, up to `below`, that some schedule could fit by the relaxation; 0 if not even one fits.
+
+    With micro-batches in tiles where that helps. By bisection: what fits for a batch also fits for a smaller one.
+    """
+
+    def fits(batch: int) -> bool:
+        workload = make(batch)
+        chosen = plain_semantics(workload.training)
+        return any(
+            lower_bound(
+                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", tiles=t)
+            ).feasible
+            for t in TILES
+            if batch % t == 0
+        )
+
+    if not fits(1):
+        return 0
+    low, high = 1, max(below, 1) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

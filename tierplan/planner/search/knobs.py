@@ -1,0 +1,138 @@
+"""What the fluid program cannot decide, as a few knobs that are tuned by simulation, one after the other.
+
+How much memory to leave for whole buffers, how far below their rates to plan the host and the drives, how many
+updates to make late, how far ahead to fetch. Each knob has a short list of settings; tuning walks along one list at a
+time while the simulated step gets shorter, and goes round the knobs until none helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierplan.planner.building import CORES, READ, UP, WRITE
+from tierplan.planner.milp.amounts import PARTS, Problem
+from tierplan.planner.milp.model import Margins
+from tierplan.planner.search.candidates import Candidate
+
+__all__ = ["Knobs", "tune"]
+
+INF = float("inf")
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    "stretch": (INF, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
+    "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
+    "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.05, 0.01),
+    "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+    "parts": sorted(PARTS),
+    "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+}
+SHORTER = 1 - 2e-4
+CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
+"""Margins in host memory, late updates and parts, which trade the same bytes: walking along one of them alone may not
+get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """One setting of all knobs."""
+
+    stretch: float = 1.5
+    """Time that updates may count on in backward, as a multiple of what it takes; those it has no room for are late."""
+    windows: tuple[int, int, int] = (2, 2, 2)
+    """How far ahead parameters, activations and states are fetched, in units."""
+    rate_frac: float = 0.9
+    """Share of the drives' and the host's rates that is planned with."""
+    host: float = 2.0
+    """Margin in host memory, in units' gradients, parameters and states."""
+    device: float = 1.0
+    """Margin in device memory, in the largest things that come there."""
+    parts: int = PARTS[0]
+    """In which states on NVMe travel to their update and back."""
+
+    def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
+        """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
+        slow = {READ, WRITE, CORES}
+        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and UP not in loads}
+        return Margins(
+            device_gb=min(self.device * device_gb, 0.5 * problem.device_gb),
+            host_gb=min(self.host * host_gb, 0.5 * problem.host_gb),
+            rate_frac=dict.fromkeys(sorted(slow), self.rate_frac),
+        )
+
+
+def tune(
+    trial: Callable[[Knobs], Candidate | None], *, goal_s: float, is_over: Callable[[], bool], stretch: float = 1.5
+) -> tuple[Knobs, float] | None:
+    """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`.
+
+    `stretch` is where the search begins.
+    """
+    start = _first_that_fits(trial, is_over, stretch)
+    if start is None:
+        return None
+    best, best_s = start
+    for host, late, parts in CORNERS:
+        corner = replace(start[0], host=host, stretch=late, parts=parts)
+        tried = None if is_over() or best_s <= goal_s else trial(corner)
+        if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
+            best, best_s = corner, tried.step_s
+    stale = 0
+    names = list(SETTINGS)
+    turn = 0
+    while stale < len(names) and best_s > goal_s and not is_over():
+        name = names[turn % len(names)]
+        turn += 1
+        best, shorter_s = _along(name, best, best_s, trial, is_over)
+        stale = 0 if shorter_s < best_s else stale + 1
+        best_s = shorter_s
+    return best, best_s
+
+
+def _first_that_fits(
+    trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool], first_stretch: float
+) -> tuple[Knobs, float] | None:
+    """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
+    for device, host in (
+        (1.0, 2.0),
+        (1.5, 4.0),
+        (0.3, 0.5),
+        (2.0, 8.0),
+        (3.0, 8.0),
+        (2.0, 32.0),
+        (6.0, 32.0),
+        (0.0, 0.0),
+    ):
+        for windows in ((2, 2, 2), (1, 1, 1), (0, 0, 1)):
+            for stretch in dict.fromkeys((first_stretch, INF)):
+                knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows)
+                tried = trial(knobs)
+                if tried is not None and tried.step_s is not None:
+                    return knobs, tried.step_s
+                if is_over():
+                    return None
+            if tried is None:
+                break
+    return None
+
+
+def _along(
+    name: str, knobs: Knobs, step_s: float, trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool]
+) -> tuple[Knobs, float]:
+    """Walks along one knob's settings from where it stands, both ways, with one setting of patience."""
+    settings = list(SETTINGS[name])
+    at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
+    best, best_s = knobs, step_s
+    for ahead in (settings[at + 1 :], settings[:at][::-1]):
+        patience = 2
+        for setting in ahead:
+            if is_over() or patience == 0:
+                break
+            changed = replace(knobs, **{name: setting})
+            tried = trial(changed)
+            if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
+                best, best_s, patience = changed, tried.step_s, 2
+            else:
+                patience -= 1
+        if best is not knobs:
+            break
+    return best, best_s

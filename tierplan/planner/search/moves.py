@@ -1,0 +1,241 @@
+"""Local moves: small changes of a plan that the search tries, in families, and the changes that they are made of.
+
+A family yields moves for a plan; a move gives the changed plan, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tierplan.planner.milp.amounts import MODES, PARTS, Mode, Problem
+from tierplan.planner.plan import ACTIONS, Plan, UnitPlan
+
+__all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_parts", "with_placement", "with_windows"]
+
+WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
+"""Prefetch windows that are tried: parameters, activations, states, in units."""
+SHORT_CHAIN = 6
+
+Move = Callable[[Plan], Plan | None]
+"""From a plan to a neighbour, or to None where the move does not apply."""
+RANK = {"device": 0, "host": 1, "nvme": 2}
+
+
+def _promotions(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One unit's states or parameters a tier up, as long as memory has room: what rounding and margins left unused."""
+
+    def up(u: int, part: str) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            choice = plan.units[u]
+            now = RANK[getattr(choice, part)]
+            other = "params" if part == "states" else "states"
+            for k in sorted(problem.modes(u), key=lambda k: -RANK[getattr(MODES[k], part)]):
+                mode = MODES[k]
+                if RANK[getattr(mode, part)] < now and RANK[getattr(mode, other)] <= RANK[getattr(choice, other)]:
+                    return with_placement(plan, u, mode)
+            return None
+
+        return move
+
+    for part in ("states", "params"):
+        for u in _spread(len(plan.units)):
+            yield up(u, part)
+
+
+def _kept(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One more tensor kept, the dearest to make again first; or moved rather than made again."""
+    found = []
+    for u, unit in enumerate(problem.units):
+        for g, group in enumerate(unit.groups):
+            if group.slots and plan.units[u].action(group.slots[0]) != "keep":
+                found.append((-group.recompute_s / max(group.gb, 1e-12), u, g))
+
+    def act(u: int, g: int, action: str) -> Move:
+        return lambda plan: with_action(plan, problem, u, g, action)
+
+    for _, u, g in sorted(found):
+        yield act(u, g, "keep")
+    if problem.host_gb:
+        for _, u, g in sorted(found):
+            if problem.units[u].groups[g].movable:
+                yield act(u, g, "host")
+
+
+def _windows(problem: Problem, plan: Plan) -> Iterator[Move]:
+    for windows in WINDOWS:
+        yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
+
+
+def _loosened(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
+    free = {"strict_windows": False, "updates_in_flight": 0, "write_back": "at once", "hold_updates": False}
+    yield lambda plan: replace(plan, **free)  # type: ignore[arg-type]
+    yield lambda plan: with_parts(replace(plan, **free), PARTS[0])  # type: ignore[arg-type]
+
+
+def _parts(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """States on NVMe in larger or smaller parts, at once for all units."""
+    for num_parts in PARTS:
+        yield lambda plan, num_parts=num_parts: with_parts(plan, num_parts)  # type: ignore[misc]
+
+
+def _lateness(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """One update late, or no longer."""
+
+    def toggle(u: int) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            choice = plan.units[u]
+            if choice.states == "device" or plan.semantics != "in-backward":
+                return None
+            return _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
+
+        return move
+
+    for u in _spread(len(plan.units)):
+        yield toggle(u)
+
+
+def _placements(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Any other placement of one unit."""
+    for u in _spread(len(plan.units)):
+        for k in problem.modes(u):
+            yield lambda plan, u=u, k=k: with_placement(plan, u, MODES[k])  # type: ignore[misc]
+
+
+def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Any other action on one unit's tensor, or on its input."""
+    for u in _spread(len(plan.units)):
+        for g, group in enumerate(problem.units[u].groups):
+            for action in ACTIONS:
+                if (action == "recompute" and not group.recomputable) or (action == "nvme" and not problem.has_nvme):
+                    continue
+                if action in ("host", "nvme") and not (group.movable and problem.host_gb):
+                    continue
+                yield lambda plan, u=u, g=g, action=action: with_action(plan, problem, u, g, action)  # type: ignore[misc]
+
+
+def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """Two units exchange their placements: where along the chain something lives also matters."""
+    order = _spread(len(plan.units))
+    for i, u in enumerate(order):
+        for v in order[i + 1 :]:
+
+            def move(plan: Plan, u: int = u, v: int = v) -> Plan | None:
+                a, b = plan.units[u], plan.units[v]
+                if (a.params, a.states, a.grads, a.late_update) == (b.params, b.states, b.grads, b.late_update):
+                    return None
+                return _with_unit(_with_unit(plan, u, _placed_like(a, b)), v, _placed_like(b, a))
+
+            yield move
+
+
+def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
+    """On short chains: placement and action of one unit at once, then of two units at once."""
+    num = len(plan.units)
+    if num > SHORT_CHAIN:
+        return
+    choices = [
+        [(k, action) for k in problem.modes(u) for action in ("keep", "recompute", "host", "nvme")] for u in range(num)
+    ]
+
+    def both(*changes: tuple[int, int, str]) -> Move:
+        def move(plan: Plan) -> Plan | None:
+            for u, k, action in changes:
+                plan = with_placement(plan, u, MODES[k])
+                for g, group in enumerate(problem.units[u].groups):
+                    able = (action != "recompute" or group.recomputable) and (action != "nvme" or problem.has_nvme)
+                    if (
+                        group.slots
+                        and able
+                        and (action in ("keep", "recompute") or (group.movable and problem.host_gb))
+                    ):
+                        plan = with_action(plan, problem, u, g, action)
+            return plan
+
+        return move
+
+    for u in range(num):
+        for k, action in choices[u]:
+            yield both((u, k, action))
+    for u in range(num):
+        for v in range(u + 1, num):
+            for k, action in choices[u]:
+                for j, other in choices[v]:
+                    yield both((u, k, action), (v, j, other))
+
+
+FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
+    _loosened,
+    _promotions,
+    _kept,
+    _windows,
+    _parts,
+    _lateness,
+    _swaps,
+    _placements,
+    _actions,
+    _joint,
+)
+
+
+def with_placement(plan: Plan, u: int, mode: Mode) -> Plan:
+    """The plan with this placement of one unit."""
+    choice = plan.units[u]
+    late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
+    parts = max(other.state_parts for other in plan.units) if mode.states == "nvme" else 1
+    changed = replace(
+        choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late, state_parts=parts
+    )
+    return _with_unit(plan, u, changed)
+
+
+def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
+    """The choice with all that the other says about where things live."""
+    return replace(
+        choice,
+        params=other.params,
+        states=other.states,
+        grads=other.grads,
+        late_update=other.late_update,
+        state_parts=other.state_parts,
+    )
+
+
+def with_action(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:
+    """The plan with this action on one group of a unit's tensors."""
+    choice, group = plan.units[u], problem.units[u].groups[g]
+    if not group.slots:
+        return _with_unit(plan, u, replace(choice, input=action)) if action != "recompute" else plan  # type: ignore[arg-type]
+    actions = [choice.action(k) for k in range(sum(len(other.slots) for other in problem.units[u].groups))]
+    for k in group.slots:
+        actions[k] = action  # type: ignore[call-overload]
+    return _with_unit(plan, u, replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0]))
+
+
+def _with_unit(plan: Plan, u: int, choice: UnitPlan) -> Plan:
+    units = list(plan.units)
+    units[u] = choice
+    return replace(plan, units=tuple(units))
+
+
+def _spread(num: int) -> Sequence[int]:
+    """0 ... num-1, far apart first: halves, quarters, ..."""
+    order: list[int] = []
+    step = 1
+    while step < 2 * num:
+        order += [i * num // step for i in range(step)]
+        step *= 2
+    return [u for u in dict.fromkeys(order) if u < num]
+
+
+def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:
+    """The plan with these prefetch windows: parameters, activations, states."""
+    params, acts, states = windows
+    return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
+
+
+def with_parts(plan: Plan, num_parts: int) -> Plan:
+    """The plan with states on NVMe travelling in so many parts."""
+    units = [replace(choice, state_parts=num_parts if choice.states == "nvme" else 1) for choice in plan.units]
+    return replace(plan, units=tuple(units))

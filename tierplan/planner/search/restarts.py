@@ -1,0 +1,77 @@
+"""Local search from elsewhere: on short chains, where a move of one or two units is much of a plan, one descent may end
+beside the best plan, and there is time for more.
+
+Each restart changes some units of the best plan at random (or all of them), and descends again. The random numbers come
+from the seed, so a search is repeatable.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.plan import ACTIONS, Plan
+from tierplan.planner.search.candidates import BETTER, Candidate, Evaluator, improve
+from tierplan.planner.search.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
+
+__all__ = ["improve_from_elsewhere"]
+
+RESTARTS = 30
+"""Descents without success after which the search ends."""
+TRIES = 20
+"""Random changes that are tried until one fits."""
+
+
+def improve_from_elsewhere(
+    problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s: float, good_frac: float, seed: int
+) -> Candidate:
+    """The best that descents from random changes of `start` reach; `start` itself for long chains."""
+    if len(problem.units) > SHORT_CHAIN:
+        return start
+    rng = random.Random(seed)
+    best, stale = start, 0
+    while stale < RESTARTS and not evaluate.budget.is_spent:
+        assert best.step_s is not None
+        if best.step_s <= bound_s * (1 + good_frac):
+            break
+        changed = _elsewhere(problem, best.plan, evaluate, rng)
+        stale += 1
+        if changed is None:
+            continue
+        found = improve(problem, changed, evaluate, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
+        if found.step_s is not None and found.step_s < best.step_s * BETTER:
+            best, stale = found, 0
+    return best
+
+
+def _elsewhere(problem: Problem, plan: Plan, evaluate: Evaluator, rng: random.Random) -> Candidate | None:
+    """A plan that fits, with some units changed at random."""
+    num = len(problem.units)
+    for _ in range(TRIES):
+        changed = with_windows(plan, rng.choice(WINDOWS))
+        for u in rng.sample(range(num), rng.randint(min(2, num), num)):
+            changed = _with_random_unit(problem, changed, u, rng)
+        tried = evaluate(changed)
+        if tried.fits:
+            return tried
+        if evaluate.budget.is_spent:
+            break
+    return None
+
+
+def _with_random_unit(problem: Problem, plan: Plan, u: int, rng: random.Random) -> Plan:
+    plan = with_placement(plan, u, MODES[rng.choice(problem.modes(u))])
+    for g, group in enumerate(problem.units[u].groups):
+        able = ["keep"]
+        if group.slots and group.recomputable:
+            able.append("recompute")
+        if group.slots and group.movable and problem.host_gb:
+            able += [action for action in ACTIONS if action == "host" or (action == "nvme" and problem.has_nvme)]
+        plan = with_action(plan, problem, u, g, rng.choice(able))
+    choice = plan.units[u]
+    if choice.states != "device" and choice.grads != "nvme" and plan.semantics == "in-backward":
+        units = list(plan.units)
+        units[u] = replace(choice, late_update=rng.random() < 0.5)
+        plan = replace(plan, units=tuple(units))
+    return plan

@@ -1,0 +1,406 @@
+"""Lowering of packs: runs of units that visit one or several devices in turn, with all micro-batches (Harmony).
+
+A *task* is one pack's forward or backward turn on one device. It brings the pack's parameters in, takes the grouped
+micro-batches through, one ahead of compute (double buffers), and leaves: a forward task stashes the inputs from which
+backward tasks recompute, a backward task sends its gradients to host memory, where the pack is updated at once while
+the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
+peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
+
+One op stands for a whole pack. That is enough to choose packs by; on one device `lowering_packs_alone` has the ops of
+each unit, for the runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.building import CORES, HOST, Builder
+from tierplan.planner.lowering.contention import order_under_contention
+from tierplan.planner.plan import Packs, Plan, PlanError
+from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
+
+__all__ = ["PackLowering", "Task", "check_packs", "lower_packs"]
+
+
+def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
+    check_packs(packs, workload, machine)
+    schedule = PackLowering(plan, packs, workload).schedule(machine)
+    if packs.devices == 1:
+        return validate(order_by_readiness(schedule, price(schedule, machine)))
+    return validate(order_under_contention(schedule, machine))
+
+
+def check_packs(packs: Packs, workload: Workload, machine: Machine) -> None:
+    """Raises `PlanError` where packs leave out units, take some twice, or want more devices than the machine has."""
+    if not 1 <= packs.devices <= machine.num_devices:
+        raise PlanError(
+            f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
+        )
+    num_units = len(workload.units)
+    for name, runs, end in (
+        ("backward", packs.backward, num_units),
+        ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
+    ):
+        borders = [0, *(b for _, b in runs)]
+        if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
+            raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
+
+
+@dataclass
+class Task:
+    """One pack's turn on one device."""
+
+    phase: str
+    """`fwd` or `bwd`; the last backward pack's turn does its forward too."""
+    first: int
+    end: int
+    device: int
+    is_last: bool = False
+    """The pack with the loss."""
+    batches: tuple[int, ...] = ()
+    computes: list[str] = field(default_factory=list)
+    """Key of the last compute op of each micro-batch."""
+    again: list[str] = field(default_factory=list)
+    """Key of the recomputation of each micro-batch, in backward."""
+    params: list[str] = field(default_factory=list)
+    """Buffers of its parameters on the device."""
+    gone: str = ""
+    """Key of the op that ends the turn."""
+
+
+class PackLowering:
+    """Builds the schedule turn by turn, with one op per pack; `_AloneLowering` overrides what differs unit by unit."""
+
+    def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
+        self.plan, self.packs, self.workload = plan, packs, workload
+        self.units, self.training = workload.units, workload.training
+        self.made = Builder()
+        self.params_home: dict[str, str] = {}
+        self.states_home: dict[str, str] = {}
+        self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
+        self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
+        self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
+        self.stash_at = {a for a, _ in packs.backward[:-1]}
+        self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
+
+    # ---- tasks and their order ----
+
+    def _rounds(self) -> list[list[Task]]:
+        """Tasks in order; those of one round have the same pack on all devices (data) or are alone (pipeline)."""
+        packs, total = self.packs, self.training.gradient_accumulation_steps
+        turns = [("fwd", a, b) for a, b in packs.forward] + [("bwd", a, b) for a, b in reversed(packs.backward)]
+        last = packs.backward[-1]
+        rounds = []
+        for k, (phase, a, b) in enumerate(turns):
+            is_last = phase == "bwd" and (a, b) == last
+            if packs.form == "pipeline":
+                device = k % packs.devices
+                if phase == "bwd":
+                    self.takes_backward[a] = device
+                rounds.append([Task(phase, a, b, device, is_last, tuple(range(total)))])
+            else:
+                cuts = [d * total // packs.devices for d in range(packs.devices + 1)]
+                shares = [tuple(range(first, end)) for first, end in pairwise(cuts)]
+                rounds.append([Task(phase, a, b, d, is_last, share) for d, share in enumerate(shares) if share])
+        return rounds
+
+    def schedule(self, machine: Machine) -> Schedule:
+        self._declare_homes()
+        before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
+        for tasks in self._rounds():
+            made = [self._turn(task, before[task.device]) for task in tasks]
+            if tasks[0].phase == "bwd":
+                self._gradients(tasks, [m for m in made if m is not None])
+            for task in tasks:
+                self._clean_up(task)
+                before[task.device].append(task)
+            if tasks[0].phase == "bwd":
+                self._update(tasks[0])
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, self.meta(machine))
+
+    def meta(self, machine: Machine) -> dict[str, object]:
+        return {
+            "policy": self.plan.policy,
+            "semantics": self.plan.semantics,
+            "model": self.workload.name,
+            "machine": machine.name,
+            "training": asdict(self.training),
+            "devices": self.packs.devices,
+            "form": self.packs.form,
+        }
+
+    def _declare_homes(self) -> None:
+        for unit in self.units:
+            for kind, per_parameter, homes in (
+                ("params", self.training.param_bytes, self.params_home),
+                ("states", self.training.state_bytes, self.states_home),
+            ):
+                if size := unit.num_parameters * per_parameter:
+                    homes[unit.name] = self.made.home(f"{kind}/{unit.name}", HOST, size, kind)
+
+    # ---- names and units ----
+
+    def name(self, task: Task) -> str:
+        pack = f"{self.units[task.first].name}-{self.units[task.end - 1].name}"
+        return f"{pack}/gpu{task.device}" if self.packs.devices > 1 else pack
+
+    def between(self, first: int, end: int) -> tuple[Unit, ...]:
+        return self.units[first:end]
+
+    def shared_params(self, task: Task) -> list[str]:
+        """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
+        own = [u.name for u in self.between(task.first, task.end) if u.num_parameters]
+        tied = [u.shares for u in self.between(task.first, task.end) if u.shares and u.shares not in own]
+        return own + tied
+
+    # ---- one turn ----
+
+    def _turn(self, task: Task, before: list[Task]) -> str | None:
+        """The ops of one task but for its end; the buffer with its gradients, in backward."""
+        gpu, name = f"gpu{task.device}", self.name(task)
+        left = before[-1] if before else None
+        left2 = before[-2] if len(before) > 1 else None
+        params: list[str] = []
+
+        def fetch_params() -> None:
+            after = left.computes[-1:] if left else []
+            for unit in self.shared_params(task):
+                key = f"fetch_params/{unit}/{task.phase}/{name}"
+                params.append(self.made.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
+
+        between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
+        params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
+        if params_first:
+            fetch_params()
+        grads: str | None = None
+        for i, m in enumerate(task.batches):
+            may_come = self._one_ahead(task, i, left, left2)
+            if task.phase == "fwd":
+                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
+                if i == 0 and not params_first:
+                    fetch_params()
+                self._forward(task, i, m, x, params, left)
+                continue
+            if task.is_last:
+                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
+                dy = None
+            else:
+                x = self._stash_arrives(task, m, may_come)
+                dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
+            if i == 0 and not params_first:
+                fetch_params()
+            grads = self._backward(task, m, x, dy, params, grads)
+        task.gone, task.params = f"leave/{task.phase}/{name}", params
+        return grads
+
+    def _one_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
+        """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
+        if i >= 2:
+            return [task.computes[i - 2]]
+        if left is None:
+            return []
+        if i == 1:
+            return [left.gone]
+        if len(left.batches) >= 2:
+            return [left.computes[-2]]
+        return [left2.gone] if left2 else []
+
+    def _gradient_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
+        if i >= 1:
+            return [task.again[i - 1]]
+        if left is None:
+            return []
+        if self.packs.devices == 1 or self.packs.form == "data" or (left.phase == "bwd" and not left.is_last):
+            return left.again[-1:] or left.computes[-1:]
+        return self._one_ahead(task, 0, left, left2)
+
+    def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
+        """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
+        gpu, label = f"gpu{task.device}", f"{self.units[task.first].name}/mb{m}"
+        stashed = self.stash.pop((task.first, m))
+        return self.made.copy(f"fetch_stash/{label}", f"{gpu}.h2d", stashed, gpu, after=after, m=m)
+
+    def _arrives(
+        self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
+    ) -> str | None:
+        """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
+        if first:
+            return None
+        gpu, source = f"gpu{task.device}", self.handed.pop((what, unit, m))
+        tier = self.made.buffers[source].tier
+        label = f"{what}/{self.units[unit].name}/mb{m}"
+        if tier == HOST:
+            return self.made.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
+        return self.made.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
+
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
+        """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
+        if to_device == task.device:
+            label = f"offload_{what}/{self.units[unit].name}/mb{m}"
+            buffer = self.made.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
+        self.handed[what, unit, m] = buffer
+
+    def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
+        gpu = f"gpu{task.device}"
+        cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
+        key = ""
+        for start, end in pairwise(cuts):
+            units = self.between(start, end)
+            if start in self.stash_at and x is not None:
+                if start == task.first:
+                    after = [task.computes[i - 1]] if i else [left.gone] if left else []
+                else:
+                    after = []
+                self._stash(task, start, m, x, after)
+            elif start in self.stash_at:
+                self.stash[start, m] = self._no_input(start, m)
+            key = f"fwd/{units[0].name}-{units[-1].name}/mb{m}"
+            y = self.made.buffer(f"x/{self.units[end].name}/mb{m}", gpu, units[-1].output_bytes, "acts")
+            size = max(u.saved_bytes + u.forward_work_bytes for u in units)
+            work = self.made.buffer(f"work/{key}", gpu, size, "work")
+            reads = [*params, *([x] if x else [])]
+            flops = total_work(u.forward for u in units)
+            writes = (y, work)
+            self.made.op(
+                key, f"{gpu}.compute", "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
+            )
+            x = y
+        task.computes.append(key)
+        assert x is not None
+        self._leaves("y", task.end, m, x, task, self._device_after(task))
+
+    def _no_input(self, unit: int, m: int) -> str:
+        """The first unit reads token ids, which are in host memory anyway and cost nothing."""
+        return self.made.home(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts")
+
+    def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
+        label = f"{self.units[unit].name}/mb{m}"
+        stashed = self.made.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
+        rate = self.packs.host_copy_bytes_per_s
+        if rate and self.takes_backward.get(unit, task.device) != task.device:
+            size = self.made.buffers[stashed].size_bytes
+            again = self.made.like(stashed, HOST)
+            seconds = 2 * size * self.packs.devices / rate
+            self.made.op(
+                f"pass_stash/{label}", CORES, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
+            )
+            stashed = again
+        self.stash[unit, m] = stashed
+
+    def _device_after(self, task: Task) -> int:
+        return (task.device + 1) % self.packs.devices if self.packs.form == "pipeline" else task.device
+
+    def _backward(
+        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
+    ) -> str | None:
+        gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
+        label = f"{units[0].name}-{units[-1].name}/mb{m}"
+        size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
+        acts = self.made.buffer(f"acts/{label}", gpu, size, "acts")
+        reads = [*params, *([x] if x else [])]
+        forward = total_work(u.forward for u in units)
+        again = self.made.op(
+            f"recompute/{label}",
+            f"{gpu}.compute",
+            "recompute",
+            work=forward,
+            reads=reads,
+            writes=(acts,),
+            unit=units[0].name,
+            m=m,
+        )
+        task.again.append(again)
+        reads += [acts, *([dy] if dy else [])]
+        size = sum(u.num_parameters for u in units) * self.training.grad_bytes
+        writes = [self.made.buffer(f"work/bwd/{label}", gpu, max(u.backward_work_bytes for u in units), "work")]
+        if grads is None:
+            grads = self.made.buffer(f"grads/{self.name(task)}", gpu, size, "grads")
+        else:
+            reads.append(grads)
+            grads = self.made.over(grads)
+        writes.append(grads)
+        if task.first > 0:
+            dx = self.made.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
+            writes.append(dx)
+        key = self.made.op(
+            f"bwd/{label}",
+            f"{gpu}.compute",
+            "backward",
+            work=total_work(u.backward for u in units),
+            reads=reads,
+            writes=writes,
+            unit=units[0].name,
+            m=m,
+        )
+        task.computes.append(key)
+        if task.first > 0:
+            self._leaves("dx", task.first, m, dx, task, self._device_after(task))
+        return grads
+
+    # ---- the end of a turn ----
+
+    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
+        """All-reduces the gradients of a round (data) and takes them to host memory."""
+        reduced = grads
+        if len(tasks) > 1:
+            reduced = []
+            for task in tasks:
+                to = (task.device + 1) % self.packs.devices
+                own = grads[task.device]
+                total = self.made.like(own, f"gpu{task.device}")
+                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
+                self.made.op(
+                    f"all_reduce/{self.name(task)}",
+                    f"gpu{task.device}.p2p.gpu{to}",
+                    "all_reduce",
+                    work=work,
+                    reads=grads,
+                    writes=(total,),
+                )
+                reduced.append(total)
+        self.arrived_grads[tasks[0].first] = [
+            self.made.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
+            for task, buffer in zip(tasks, reduced, strict=True)
+        ]
+
+    def _clean_up(self, task: Task) -> None:
+        """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
+        after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
+        self.made.op(
+            task.gone,
+            f"gpu{task.device}.compute",
+            "leave",
+            work={"s": self.packs.cleanup_s},
+            reads=task.params,
+            after=after,
+        )
+
+    def _gradients_gone(self, task: Task) -> list[str]:
+        """Keys of the ops that have taken the gradients of a turn to host memory."""
+        return [f"offload_grads/{self.name(task)}"]
+
+    def _update(self, task: Task) -> None:
+        """Updates the pack's units one by one in host memory, while the next turns run."""
+        for unit in self.between(task.first, task.end):
+            if not unit.num_parameters:
+                continue
+            reads, after = self._arrived(task, unit)
+            writes = []
+            for homes in (self.params_home, self.states_home):
+                if unit.name in homes:
+                    reads.append(homes[unit.name])
+                    homes[unit.name] = self.made.over(homes[unit.name])
+                    writes.append(homes[unit.name])
+            work = {"parameters": unit.num_parameters}
+            key = f"update/{unit.name}"
+            self.made.op(key, CORES, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+        """Gradients in host memory that a unit's update reads, and the ops that it comes after."""
+        return [*self.arrived_grads[task.first]], []

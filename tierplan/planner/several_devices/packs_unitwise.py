@@ -1,0 +1,170 @@
+"""Packs on one device, unit by unit: a schedule that the runtime executes.
+
+Turns, transfers and their order are those of `lowering_packs`. Where that has one op for a whole pack, here every unit
+has its own: its forward hands over to the next unit, a recomputation makes the input of the next unit again too, and
+gradients are buffers of one unit each. The last backward pack's forward is the only one whose saved tensors are kept.
+
+A tied head's share of the embedding's gradient waits in host memory where the two are in different packs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.building import COMPUTE, DEVICE, HOST
+from tierplan.planner.plan import Packs, Plan, PlanError
+from tierplan.planner.several_devices.packs import PackLowering, Task, check_packs
+from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.workloads.workload import Unit, Workload
+
+__all__ = ["lower_packs_alone"]
+
+
+def lower_packs_alone(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload."""
+    check_packs(packs, workload, machine)
+    if any(unit.shares for unit in workload.units[:-1]):
+        raise PlanError(
+            f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs are "
+            "for chains of blocks: choose another policy"
+        )
+    schedule = _AloneLowering(plan, packs, workload).schedule(machine)
+    return validate(order_by_readiness(schedule, price(schedule, machine)))
+
+
+class _AloneLowering(PackLowering):
+    """As `PackLowering`, with ops and buffers of each unit."""
+
+    def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
+        super().__init__(plan, packs, workload)
+        self.grads: dict[str, str] = {}  # of a unit, accumulated so far
+        self.tied: dict[tuple[str, int], str] = {}
+        self.may_begin: list[str] = []
+        self.by_name = {unit.name: unit for unit in self.units}
+
+    def meta(self, machine: Machine) -> dict[str, object]:
+        kept_from = self.packs.backward[-1][0]
+        units = [
+            unit.record(["keep" if u >= kept_from else "recompute"] * len(unit.saved))
+            for u, unit in enumerate(self.units)
+        ]
+        return {**super().meta(machine), "config": dict(self.workload.config), "units": units}
+
+    def _no_input(self, unit: int, m: int) -> str:
+        return ""  # token ids are where they are
+
+    def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
+        if task.first:
+            return super()._stash_arrives(task, m, after)
+        self.may_begin = after  # nothing to bring, but the turn is the same
+        return None
+
+    # ---- compute ----
+
+    def _params_of(self, unit: Unit, params: list[str]) -> list[str]:
+        wanted = {f"params/{name}" for name in (unit.name, unit.shares)}
+        return [name for name in params if self.made.buffers[name].content in wanted]
+
+    def _run(
+        self, kind: str, u: int, m: int, x: str | None, params: list[str], *, saved: str = "", hands_over: bool = True
+    ) -> tuple[str, str | None, str]:
+        """A unit's forward or recomputation: the op's key, the next unit's input, and what is saved."""
+        unit = self.units[u]
+        key = f"{'fwd' if kind == 'forward' else kind}/{unit.name}/mb{m}"
+        writes, acts, y = [], "", None
+        if hands_over and u + 1 < len(self.units):
+            y = self.made.buffer(f"x/{self.units[u + 1].name}/mb{m}", DEVICE, unit.output_bytes, "acts")
+            writes.append(y)
+        if saved and unit.saved_bytes:
+            acts = self.made.buffer(f"acts/{unit.name}/mb{m}/{saved}", DEVICE, unit.saved_bytes, "acts")
+            writes.append(acts)
+        writes += self.made.work(key, unit.forward_work_bytes + (0 if saved else unit.saved_bytes))
+        reads = [*self._params_of(unit, params), *([x] if x else [])]
+        after, self.may_begin = self.may_begin, []
+        self.made.op(
+            key, COMPUTE, kind, work=unit.forward, reads=reads, writes=writes, after=after, unit=unit.name, m=m
+        )
+        return key, y, acts
+
+    def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
+        cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
+        for start, end in pairwise(cuts):
+            if start in self.stash_at and x is not None:
+                before = task.computes[i - 1 : i] if i else [left.gone] if left else []
+                self._stash(task, start, m, x, before if start == task.first else [])
+            for u in range(start, end):
+                key, x, _ = self._run("forward", u, m, x, params)
+        task.computes.append(key)
+        assert x is not None
+        self._leaves("y", task.end, m, x, task, 0)
+
+    def _backward(
+        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
+    ) -> str | None:
+        inputs: dict[int, str | None] = {task.first: x}
+        acts: dict[int, str] = {}
+        kind, saved = ("forward", "keep") if task.is_last else ("recompute", "re")
+        for u in range(task.first, task.end):
+            hands_over = u + 1 < task.end
+            key, y, acts[u] = self._run(kind, u, m, inputs[u], params, saved=saved, hands_over=hands_over)
+            inputs[u + 1] = y
+        task.again.append(key)
+        for u in reversed(range(task.first, task.end)):
+            key, dy = self._unit_backward(u, m, [inputs[u] or "", acts[u], dy or ""], params)
+        task.computes.append(key)
+        if dy:
+            self._leaves("dx", task.first, m, dy, task, 0)
+        for owner, batch in [k for k in self.tied if k[1] == m]:
+            if self.made.buffers[self.tied[owner, batch]].tier == DEVICE:
+                label = f"offload_tied/{owner}/mb{m}"
+                self.tied[owner, batch] = self.made.copy(label, "gpu0.d2h", self.tied[owner, batch], HOST, m=m)
+        return None
+
+    def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
+        """A unit's backward: the op's key, and the gradient of its input."""
+        unit, t = self.units[u], self.training
+        key = f"bwd/{unit.name}/mb{m}"
+        reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
+        writes, dx = [], None
+        if u > 0:
+            dx = self.made.buffer(f"dx/{unit.name}/mb{m}", DEVICE, unit.input_bytes, "acts")
+            writes.append(dx)
+        if unit.shares:
+            size = self.by_name[unit.shares].num_parameters * t.grad_bytes
+            self.tied[unit.shares, m] = self.made.buffer(f"tied/{unit.shares}/mb{m}", DEVICE, size, "grads")
+            writes.append(self.tied[unit.shares, m])
+        if unit.num_parameters:
+            tied = self.tied.pop((unit.name, m), "")
+            if tied and self.made.buffers[tied].tier == HOST:
+                tied = self.made.copy(f"fetch_tied/{unit.name}/mb{m}", "gpu0.h2d", tied, DEVICE, m=m)
+            old = self.grads.get(unit.name)
+            reads += [name for name in (tied, old) if name]
+            if old or tied:
+                made = self.made.over(old or tied, f"grads/{unit.name}/mb{m}")
+            else:
+                size = unit.num_parameters * t.grad_bytes
+                made = self.made.buffer(f"grads/{unit.name}/mb{m}", DEVICE, size, "grads")
+            self.grads[unit.name] = made
+            writes.append(made)
+        writes += self.made.backward_work(key, unit, writes)
+        self.made.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
+        return key, dx
+
+    # ---- the end of a turn ----
+
+    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
+        (task,) = tasks
+        for unit in self.between(task.first, task.end):
+            if unit.num_parameters:
+                label, made = f"offload_grads/{unit.name}", self.grads[unit.name]
+                self.grads[unit.name] = self.made.copy(label, "gpu0.d2h", made, HOST, after=task.computes[-1:])
+
+    def _gradients_gone(self, task: Task) -> list[str]:
+        units = self.between(task.first, task.end)
+        return [f"offload_grads/{unit.name}" for unit in units if unit.num_parameters]
+
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+        return [self.grads[unit.name]], self._gradients_gone(task)

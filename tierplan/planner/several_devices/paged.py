@@ -1,0 +1,153 @@
+"""Lowering of paged devices: data parallelism in which weights are paged in and out for every single use.
+
+Each device works through its micro-batches, forward and backward, with recomputation. A unit's weights come in before
+each use and go out after it, and so do the gradients that it adds to. The update runs on the device, where weights,
+gradients and states come in and weights and states go out; gradients are all-reduced there. Nothing is prefetched: a
+page fault comes when the op before has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.building import HOST, Builder
+from tierplan.planner.lowering.contention import order_under_contention
+from tierplan.planner.plan import Plan
+from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.workloads.workload import Unit, Workload, total_work
+
+__all__ = ["lower_paged"]
+
+
+def lower_paged(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step: `plan.paged_devices` devices, which share the micro-batches."""
+    return validate(order_under_contention(_Paged(plan, workload).schedule(machine), machine))
+
+
+class _Paged:
+    """Builds the schedule in list order, device by device."""
+
+    def __init__(self, plan: Plan, workload: Workload) -> None:
+        self.plan, self.workload = plan, workload
+        self.n = plan.paged_devices
+        self.made = Builder()
+        self.home: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
+        self.last: list[str] = [""] * self.n
+
+    def schedule(self, machine: Machine) -> Schedule:
+        t = self.workload.training
+        for unit in self.workload.units:
+            for r in range(self.n):
+                for kind, per_parameter in (("params", t.param_bytes), ("states", t.state_bytes)):
+                    if size := unit.num_parameters * per_parameter:
+                        home = self.made.home(f"{kind}/{unit.name}/gpu{r}", HOST, size, kind)
+                        self.home[kind, unit.name, r] = home
+        total = t.gradient_accumulation_steps
+        for r in range(self.n):
+            for m in range(r * total // self.n, (r + 1) * total // self.n):
+                self._micro_batch(r, m)
+        for unit in self.workload.units:
+            self._update(unit)
+        meta = {
+            "policy": self.plan.policy,
+            "semantics": self.plan.semantics,
+            "model": self.workload.name,
+            "machine": machine.name,
+            "training": asdict(t),
+            "devices": self.n,
+        }
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, meta)
+
+    def _page_in(self, kind: str, unit: Unit, r: int, what: str) -> list[str]:
+        """The unit's bytes of this kind on the device; none where it has none."""
+        home = self.home.get((kind, unit.name, r))
+        if home is None:
+            return []
+        key = f"fetch_{kind}/{unit.name}/{what}/gpu{r}"
+        return [self.made.copy(key, f"gpu{r}.h2d", home, f"gpu{r}", after=(self.last[r],), unit=unit.name)]
+
+    def _page_out(self, kind: str, unit: Unit, r: int, what: str, pages: list[str]) -> None:
+        """Takes bytes on the device home, over what is there if anything is."""
+        for here in pages:
+            key, over = f"offload_{kind}/{unit.name}/{what}/gpu{r}", self.home.get((kind, unit.name, r))
+            self.home[kind, unit.name, r] = self.made.copy(
+                key, f"gpu{r}.d2h", here, HOST, over=over, after=(self.last[r],), unit=unit.name
+            )
+
+    def _micro_batch(self, r: int, m: int) -> None:
+        units, gpu = self.workload.units, f"gpu{r}"
+        x: list[str] = []  # inputs of units 1, 2, ...
+        for u, unit in enumerate(units):
+            pages = self._page_in("params", unit, r, f"fwd/mb{m}")
+            out = [self.made.buffer(f"x/{v.name}/mb{m}", gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
+            key = f"fwd/{unit.name}/mb{m}"
+            work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
+            self.last[r] = self.made.op(
+                key,
+                f"{gpu}.compute",
+                "forward",
+                work=unit.forward,
+                reads=(*pages, *x[-1:]),
+                writes=(*out, work),
+                unit=unit.name,
+                m=m,
+            )
+            self._page_out("params", unit, r, f"fwd/mb{m}", pages)
+            x += out
+        dy: list[str] = []
+        for u, unit in reversed(list(enumerate(units))):
+            dy = self._backward(unit, r, m, x[u - 1 : u] if u else [], dy)
+
+    def _backward(self, unit: Unit, r: int, m: int, x: list[str], dy: list[str]) -> list[str]:
+        """One unit's recomputation and backward; the buffer with the gradient of its input."""
+        gpu, key, what = f"gpu{r}", f"bwd/{unit.name}/mb{m}", f"bwd/mb{m}"
+        pages, old = self._page_in("params", unit, r, what), self._page_in("grads", unit, r, what)
+        dx = [self.made.buffer(f"dx/{unit.name}/mb{m}", gpu, unit.input_bytes, "acts")] if x else []
+        size = unit.num_parameters * self.workload.training.grad_bytes
+        grads = []
+        if size:
+            grads = [self.made.buffer(f"grads/{unit.name}/{gpu}", gpu, size, "grads", reuses=old[0] if old else None)]
+        work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+        self.last[r] = self.made.op(
+            key,
+            f"{gpu}.compute",
+            "backward",
+            work=total_work((unit.forward, unit.backward)),
+            reads=(*pages, *x, *dy, *old),
+            writes=(*dx, *grads, work),
+            unit=unit.name,
+            m=m,
+        )
+        self._page_out("params", unit, r, what, pages)
+        self._page_out("grads", unit, r, what, grads)
+        return dx
+
+    def _update(self, unit: Unit) -> None:
+        """All-reduces a unit's gradients and updates it, on every device that trained."""
+        if not unit.num_parameters:
+            return
+        ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.home]
+        own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
+        moved = unit.num_parameters * self.workload.training.update_traffic_bytes
+        for r in ranks:
+            reads = [own[r]]
+            if len(ranks) > 1:
+                reads = [self.made.like(own[r], f"gpu{r}")]
+                work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.made.buffers[own[r]].size_bytes}
+                key, stream = f"all_reduce/{unit.name}/gpu{r}", f"gpu{r}.p2p.gpu{(r + 1) % self.n}"
+                self.made.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
+            pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
+            old = [*pages["params"], *pages["states"]]
+            new = {kind: [self.made.over(x) for x in found] for kind, found in pages.items()}
+            self.last[r] = self.made.op(
+                f"update/{unit.name}/gpu{r}",
+                f"gpu{r}.compute",
+                "update",
+                work={"elementwise_bytes": moved},
+                reads=(*reads, *old),
+                writes=(*new["params"], *new["states"]),
+                unit=unit.name,
+            )
+            for kind, found in new.items():
+                self._page_out(kind, unit, r, "update", found)
