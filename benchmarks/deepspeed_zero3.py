@@ -85,8 +85,8 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
     from benchmarks.runtime import machine
     from tierplan.planner.lowering.unitwise import lower
     from tierplan.planner.plan import Plan, UnitPlan
-    from tierplan.runtime.adam import OptimizerSettings
-    from tierplan.runtime.tracing import trace_config
+    from tierplan.runtime.optim.adam import OptimizerSettings
+    from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.workloads.workload import Training
 

@@ -30,13 +30,13 @@ from pathlib import Path
 
 import torch
 
-from tierplan.runtime.arena import map_host
-from tierplan.runtime.device import Device
-from tierplan.runtime.measure import measure_description
-from tierplan.runtime.measure_limits import Company, Fit, LimitPrior, fit_limits
-from tierplan.runtime.measure_loads import Load, Sizes, loads
-from tierplan.runtime.measure_timing import Crew
-from tierplan.runtime.threads import limit_this_thread
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.threads import limit_this_thread
+from tierplan.runtime.measure.limits import Company, Fit, LimitPrior, fit_limits
+from tierplan.runtime.measure.loads import Load, Sizes, loads
+from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.measure.timing import Crew
+from tierplan.runtime.memory.arena import map_host
 
 MIB = 1 << 20
 WINDOW_S = 1.0

@@ -51,10 +51,10 @@ from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, lat
 from tierplan.planner.search.knobs import SETTINGS
 from tierplan.planner.search.moves import with_parts, with_windows
 from tierplan.planner.solve import plan as solve
-from tierplan.runtime.measure import measure
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
+from tierplan.runtime.measure.machine import measure
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
-from tierplan.runtime.weights import hollow_model, random_weights
 from tierplan.sim.analysis.explain import StreamTime, stream_times
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll

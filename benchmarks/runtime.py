@@ -42,13 +42,13 @@ from benchmarks.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.arena import map_host
-from tierplan.runtime.store import FILE_NAME, Extent, Store
-from tierplan.runtime.striping import REQUEST_BYTES
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
+from tierplan.runtime.memory.arena import map_host
+from tierplan.runtime.memory.store import FILE_NAME, Extent, Store
+from tierplan.runtime.memory.striping import REQUEST_BYTES
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
-from tierplan.runtime.weights import hollow_model, random_weights
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 

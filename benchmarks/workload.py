@@ -29,7 +29,7 @@ print(json.dumps(dict(first_s=times[0], median_s=statistics.median(times), param
 TRACED = """
 import json, resource, time
 start = time.perf_counter()
-from tierplan.runtime.tracing import trace_workload
+from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.workloads.workload import Training
 imported = time.perf_counter()
 workload = trace_workload({model!r}, Training(sequence_length={length}))

@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tierplan as tp
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.tracing import trace_workload
+from tierplan.runtime.tracing.trace import trace_workload
 
 config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=64, vocab_size=256, use_cache=False,
                     bos_token_id=0, eos_token_id=0)  # fmt: skip

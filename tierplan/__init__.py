@@ -24,8 +24,8 @@ _EXPORTS: dict[str, str] = {
     "Training": "tierplan.sim.workloads.workload",
     "Workload": "tierplan.sim.workloads.workload",
     "load_workload": "tierplan.sim.workloads.models",
-    "trace_module": "tierplan.runtime.tracing",
-    "trace_workload": "tierplan.runtime.tracing",
+    "trace_module": "tierplan.runtime.tracing.trace",
+    "trace_workload": "tierplan.runtime.tracing.trace",
     # the language
     "Buffer": "tierplan.sim.schedule",
     "Op": "tierplan.sim.schedule",

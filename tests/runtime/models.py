@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.device import Device
-from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
-from tierplan.runtime.units import split_model
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 VOCABULARY = 96

@@ -14,8 +14,8 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.groups import without_decay
 from tierplan.runtime.hf_trainer import ScheduleTrainer
+from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.trainer import TrainingError
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training

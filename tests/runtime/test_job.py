@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runtime.checkpoint.test_weights import raw_config
 from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, machine
-from tests.runtime.test_weights import raw_config
 from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.arena import PAGE_BYTES
-from tierplan.runtime.groups import without_decay
+from tierplan.runtime.data.text import TokenBatches
+from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.text import TokenBatches
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
 
@@ -138,7 +138,7 @@ def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.Capture
 def test_faster_drives_get_more(files: Path) -> None:
     drives = [str(files / name) for name in ("fast", "slow")]
     options = ["--nvme", drives[0], "--nvme", drives[1], "--nvme-weights", "3", "1"]
-    with mock.patch("tierplan.runtime.striping.STRIPE_BYTES", PAGE_BYTES):  # the model is small
+    with mock.patch("tierplan.runtime.memory.striping.STRIPE_BYTES", PAGE_BYTES):  # the model is small
         assert main(arguments(files, 2, "striped", *options)) == 0
     fast, slow = ((Path(drive) / "tierplan.tier").stat().st_size for drive in drives)
     assert fast / slow == pytest.approx(3.0, rel=0.05)

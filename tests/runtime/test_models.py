@@ -19,10 +19,10 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
+from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.tracing import trace_config, trace_module
+from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
-from tierplan.runtime.units import ModelError, split_model
 from tierplan.sim.workloads.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

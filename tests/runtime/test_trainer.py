@@ -17,11 +17,11 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.runtime.adam import NonFiniteGradientError, OptimizerSettings
-from tierplan.runtime.bodies import SizeError
-from tierplan.runtime.executor import OutOfMemoryError
+from tierplan.runtime.execution.executor import OutOfMemoryError
+from tierplan.runtime.execution.ops import SizeError
+from tierplan.runtime.memory.store import StoreError
+from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.store import StoreError
 from tierplan.runtime.trainer import Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload

@@ -14,7 +14,7 @@ import torch
 from tests.toys import toy_machine
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule

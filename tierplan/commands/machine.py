@@ -164,7 +164,7 @@ def _measure(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build
     from tierplan.hwmodels.catalog import HERE, here_path
     from tierplan.hwmodels.description import write_description
-    from tierplan.runtime.measure import measure_description
+    from tierplan.runtime.measure.machine import measure_description
     from tierplan.sim.trace import write_atomically
 
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)

@@ -140,7 +140,7 @@ def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
     training = read_training(args, machine)
     has_forms = read_config(args.model, training)[1]["model_type"] in SUPPORTED
     if args.exact or (not has_forms and find_spec("torch") and find_spec("transformers")):
-        from tierplan.runtime.tracing import trace_workload
+        from tierplan.runtime.tracing.trace import trace_workload
 
         return trace_workload(args.model, training)
     from tierplan.sim.workloads.models import load_workload

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{campaign.num_runs} runs of {campaign.steps} steps")
         return 0
 
-    from tierplan.runtime.environment import default_device
+    from tierplan.runtime.data.synthetic import default_device
     from tierplan.validation.campaign_run import run_campaign
 
     device = default_device() if args.device == "auto" else args.device

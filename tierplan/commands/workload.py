@@ -86,11 +86,11 @@ def _training(args: argparse.Namespace) -> Training:
 
 def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
     if args.measured:
-        from tierplan.runtime.tracing_measured import measure_workload
+        from tierplan.runtime.tracing.measured import measure_workload
 
         return measure_workload(model, training)
     if args.exact:
-        from tierplan.runtime.tracing import trace_workload
+        from tierplan.runtime.tracing.trace import trace_workload
 
         return trace_workload(model, training)
     from tierplan.sim.workloads.models import load_workload

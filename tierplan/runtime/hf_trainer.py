@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings, ParameterGroup
+from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer, TrainingError
 from tierplan.sim.schedule import Schedule
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.groups import matching, without_decay
-from tierplan.runtime.learning_rates import learning_rate
-from tierplan.runtime.text import TokenBatches, fingerprint, read_tokens
+from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
+from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.optim.groups import matching, without_decay
+from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.trainer import RunResult, Trainer
-from tierplan.runtime.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.workloads.workload import Training

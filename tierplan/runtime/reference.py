@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.optim.adam import OptimizerSettings
 
 __all__ = ["loss_of", "micro_batch_seed", "train_plainly", "without_cache"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.profile import profile_workload
+from tierplan.runtime.measure.units import profile_workload
+from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.tracing_models import build_model
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.trainer import RunResult, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload

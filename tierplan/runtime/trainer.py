@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.adam import OptimizerSettings
-from tierplan.runtime.arena import PAGE_BYTES
-from tierplan.runtime.bodies import DEVICE, HOST, NVME, Bodies
-from tierplan.runtime.device import Device
-from tierplan.runtime.durability import Durability
-from tierplan.runtime.executable import check_executable
-from tierplan.runtime.executor import Executor
-from tierplan.runtime.groups import check_groups
-from tierplan.runtime.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
-from tierplan.runtime.placement import Placement, TrainingError
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.units import ModelUnit, split_model
+from tierplan.runtime.checkpoint.durability import Durability
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.executable import check_executable
+from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.ops import DEVICE, HOST, NVME, Bodies
+from tierplan.runtime.execution.placement import Placement, TrainingError
+from tierplan.runtime.execution.threads import limit_this_thread
+from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.memory.store import Store, measure_weights
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
-from tierplan.runtime.store import Store, measure_weights
-from tierplan.runtime.threads import limit_this_thread
-from tierplan.runtime.units import ModelUnit, split_model
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
@@ -128,7 +128,7 @@ class Trainer:
     divides_loss: bool = True
     """Each micro-batch's loss is divided by their number; not so where the model does that."""
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
-    """A unit's parameters, for a model that has none in memory (`tierplan.runtime.weights`)."""
+    """A unit's parameters, for a model that has none in memory (`tierplan.runtime.checkpoint.weights`)."""
 
     def __post_init__(self) -> None:
         meta = self.schedule.meta

@@ -1,7 +1,7 @@
 """The schedule language: ops on streams, buffers in tiers, and nothing else.
 
 A `Schedule` is an ordered list of ops. Two executors run it, the SimPy engine (`tierplan.sim.engine`) and the PyTorch
-runtime (`tierplan.runtime.executor`), and both obey the same four rules:
+runtime (`tierplan.runtime.execution.executor`), and both obey the same four rules:
 
 1. A stream runs its ops in list order.
 2. An op starts when the buffers that it reads are complete (and the ops that it comes `after` have ended) and those

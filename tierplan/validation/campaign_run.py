@@ -29,9 +29,9 @@ from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan as solve
-from tierplan.runtime.environment import device_name, random_batches, seeded_model, versions
-from tierplan.runtime.measure import measure_description
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.data.synthetic import device_name, random_batches, seeded_model, versions
+from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule

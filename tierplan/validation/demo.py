@@ -166,8 +166,8 @@ def run_demo(
     `nvme_dir` is the folder of the NVMe tier; one in `out` if not given. Kernels run on `num_threads` cores, so that
     copies, the optimizer and file I/O have the others.
     """
-    from tierplan.runtime.adam import OptimizerSettings
-    from tierplan.runtime.measure import measure
+    from tierplan.runtime.measure.machine import measure
+    from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.rehearsal import Rehearsal, same_weights
 
     if steps < 4:

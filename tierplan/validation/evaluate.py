@@ -79,7 +79,7 @@ def _workload(model: str, training: Training) -> Workload:
     has_forms = read_config(model, training)[1]["model_type"] in SUPPORTED
     if has_forms or not (find_spec("torch") and find_spec("transformers")):
         return load_workload(model, training)
-    from tierplan.runtime.tracing import trace_workload
+    from tierplan.runtime.tracing.trace import trace_workload
 
     return trace_workload(model, training)
 

@@ -1,6 +1,6 @@
 """What a group's predictions rest on: a shallow model of the same shape, trained through the runtime.
 
-Its parts are timed first (`tierplan.runtime.profile`). Then it is trained under six plans in short turns: everything
+Its parts are timed first (`tierplan.runtime.measure.units`). Then it is trained under six plans in short turns: everything
 kept in device memory, all activations recomputed, some of each block's, everything offloaded, everything streamed, and
 the optimizer swept over the drive after backward. Before and after each turn comes one of the first plan, so that what
 a plan does is known relative to the machine's speed at that moment (its *pace*). From all turns follow
@@ -32,9 +32,9 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Action, Plan, UnitPlan
 from tierplan.planner.policies import decide
-from tierplan.runtime.environment import random_batches, seeded_model
-from tierplan.runtime.profile import profile_workload
-from tierplan.runtime.tracing import trace_config
+from tierplan.runtime.data.synthetic import random_batches, seeded_model
+from tierplan.runtime.measure.units import profile_workload
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.pricing import simulate_on

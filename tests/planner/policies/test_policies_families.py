@@ -13,7 +13,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
-from tierplan.runtime.tracing import trace_workload
+from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 

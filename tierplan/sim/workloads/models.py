@@ -4,7 +4,7 @@
     read_config(model)                 the config behind a path or a name
     named_models()                     the names that the package knows
 
-`tierplan.runtime.tracing.trace_workload` gives the same by running the model's class on fake tensors, for any family.
+`tierplan.runtime.tracing.trace.trace_workload` gives the same by running the model's class on fake tensors, for any family.
 """
 
 from __future__ import annotations

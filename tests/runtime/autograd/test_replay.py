@@ -1,0 +1,123 @@
+"""Single saved tensors are made again by their own operations: the same bits, and no operation more than they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests.runtime.models import VOCABULARY, make_model, observed_workload
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.replay import Recipe
+from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.sim.workloads.workload import Training
+
+
+def gradients(
+    family: str, dropped: frozenset[int], *, dropout: float = 0.0, dtype: str = "fp32", repeats: int = 3
+) -> tuple[list[list[torch.Tensor]], Recipe | None]:
+    """Gradients of the middle block's parameters, by repetition, and its recipe if there is one."""
+    model = make_model(family, dropout=dropout, dtype=dtype)
+    torch.manual_seed(5)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    without_cache(model)
+    units = split_model(model, batch)
+    for unit in units:
+        if unit.num_parameters:
+            flat = torch.cat([p.detach().reshape(-1) for _, p in unit.parameters])
+            unit.bind(flat)
+    hooks = ModelHooks(units)
+    plans = [SlotPlan(dropped=dropped if i == 2 else frozenset()) for i in range(len(units))]
+    out = []
+    for _ in range(repeats):
+        lane = Lane(
+            hooks=hooks,
+            units=units,
+            plans=plans,
+            forward=lambda: loss_of(model, batch, None),
+            external=batch_addresses(batch, model),
+            device=Device(torch.device("cpu")),
+            seed=11,
+        )
+        for i in range(len(units)):
+            lane.run_forward(i)
+        for i in reversed(range(len(units))):
+            if i == 2:
+                lane.run_again(i)
+            lane.run_backward(i)
+        out.append([p.grad.clone() for _, p in units[2].parameters if p.grad is not None])
+        model.zero_grad()
+    return out, next(iter(hooks.recipes.values()), None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_each_slot_alone_and_all_together_are_the_same_bits(family: str, dtype: str) -> None:
+    (plain, *_), _ = gradients(family, frozenset(), dtype=dtype, repeats=1)
+    model = make_model(family, dtype=dtype)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(dtype=dtype, sequence_length=16))  # type: ignore[arg-type]
+    num_slots = len(workload.blocks[1].saved)
+    sets = [frozenset({k}) for k in range(num_slots)]
+    sets += [frozenset(pair) for pair in combinations(range(0, num_slots, 3), 2)]
+    for dropped in (*sets, frozenset(range(num_slots))):
+        found, recipe = gradients(family, dropped, dtype=dtype, repeats=2)
+        assert recipe is not None, dropped
+        for repetition in found:  # the first runs the block again, the second replays
+            assert len(repetition) == len(plain)
+            assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True)), dropped
+
+
+def test_only_what_is_needed_is_replayed() -> None:
+    """GPT-2's block: the product in GELU needs no matrix product; the attention's projection needs one."""
+    matmuls = {}
+    model = make_model("gpt2")
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(dtype="fp32", sequence_length=16))
+    num_slots = len(workload.blocks[1].saved)
+    for k in range(num_slots):
+        _, recipe = gradients("gpt2", frozenset({k}), repeats=1)
+        matmuls[k] = sum("addmm" in str(call.func) for call in recipe.calls)
+    assert set(matmuls.values()) == {0, 1}
+    assert list(matmuls.values()).count(0) > num_slots / 2
+    _, recipe = gradients("gpt2", frozenset(range(num_slots)), repeats=1)
+    assert sum("addmm" in str(call.func) for call in recipe.calls) == 3  # qkv, its projection, the first of the MLP
+
+
+def test_dropout_is_run_again_and_still_the_same_bits() -> None:
+    (plain, *_), _ = gradients("gpt2", frozenset(), dropout=0.2, repeats=1)  # range(30): all that it saves
+    found, recipe = gradients("gpt2", frozenset(range(30)), dropout=0.2)
+    assert recipe is None
+    for repetition in found:
+        assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True))
+
+
+def test_beside_dropout_what_needs_no_random_numbers_is_replayed() -> None:
+    """Attention's dropout mask is divided in place before it is saved: replays start from what it became."""
+    (plain, *_), _ = gradients("gpt2", frozenset(), dropout=0.2, repeats=1)
+    model = make_model("gpt2", dropout=0.2)
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    training = Training(dtype="fp32", sequence_length=16, backend="cpu")
+    saved = trace_module(model, {"input_ids": ids, "labels": ids}, training).blocks[1].saved
+    replayable = [t.index for t in saved if t.replayable]
+    assert 0 < len(replayable) < len(saved)
+    for dropped in (*(frozenset({k}) for k in replayable), frozenset(replayable)):
+        found, recipe = gradients("gpt2", dropped, dropout=0.2, repeats=2)
+        assert recipe is not None, dropped
+        for repetition in found:
+            assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True)), dropped
+
+
+def test_timed_replays_say_what_each_slot_takes() -> None:
+    _, recipe = gradients("gpt2", frozenset({3, 10}), repeats=1)
+    assert recipe is not None
+    timed = replace(recipe, seconds={})
+    timed._attribute([1.0] * len(recipe.calls))
+    assert set(timed.seconds) == {3, 10}
+    assert sum(sum(v) for v in timed.seconds.values()) == pytest.approx(len(recipe.calls))

@@ -1,0 +1,264 @@
+"""Nothing is lost: whatever ends a run, resuming it gives the weights of a run that was never interrupted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
+from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.memory.store import Store, StoreError
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.schedule import Schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 8
+CHOICES = {
+    "nvme": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
+    "memory": UnitPlan(params="device", states="host"),
+}
+
+
+def new_model() -> nn.Module:
+    return make_model("gpt2", num_blocks=2, dropout=0.1)
+
+
+def schedule_for(choice: str) -> Schedule:
+    model = new_model()
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    return lower(uniform_plan(workload, CHOICES[choice]), workload, machine())
+
+
+def plain_weights(steps: int = STEPS) -> list[torch.Tensor]:
+    model = new_model()
+    train_plainly(model, make_batches(steps), steps=steps, optimizer=OptimizerSettings(lr=1e-2))
+    return [p.detach() for p in model.parameters()]
+
+
+def train_on(
+    folder: Path, schedule: Schedule, steps: int = STEPS, *, resume: bool = True, **settings: Any
+) -> list[torch.Tensor]:
+    """Trains up to `steps`, committing each step."""
+    model = new_model()
+    settings = {
+        "checkpoint_every": 1, "optimizer": OptimizerSettings(lr=1e-2), "nvme_dir": folder / "nvme", **settings
+    }  # fmt: skip
+    with Trainer(schedule, model, out_dir=folder / "out", resume=resume, **settings) as trainer:
+        trainer.run(make_batches(STEPS), steps - trainer.num_steps_done)
+        trainer.restore_model()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("choice", list(CHOICES))
+@pytest.mark.parametrize("first", [1, 5])
+def test_resumed_training_is_uninterrupted_training(choice: str, first: int, tmp_path: Path) -> None:
+    schedule = schedule_for(choice)
+    train_on(tmp_path, schedule, first)
+    assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+def test_a_resumed_run_finds_its_stripes(tmp_path: Path) -> None:
+    """Weights may be measured or given anew; what is on the drives counts."""
+    schedule = schedule_for("nvme")
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with mock.patch("tierplan.runtime.memory.striping.STRIPE_BYTES", PAGE_BYTES):  # the model is small
+        train_on(tmp_path, schedule, 3, nvme_dir=drives, nvme_weights=(3.0, 1.0))
+        with pytest.raises(StoreError, match="the same folders in the same order"):
+            train_on(tmp_path, schedule, nvme_dir=drives[:1])
+        with pytest.raises(CommitError, match="the files in the NVMe folder are not those of the last commit"):
+            train_on(tmp_path, schedule, nvme_dir=drives[::-1])
+        assert same(train_on(tmp_path, schedule, nvme_dir=drives, nvme_weights=(1.0, 2.0)), plain_weights())
+
+
+def test_losses_of_the_whole_run_are_kept(tmp_path: Path) -> None:
+    schedule = schedule_for("nvme")
+    train_on(tmp_path, schedule, 3)
+    model = new_model()
+    settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2)}
+    with Trainer(
+        schedule, model, nvme_dir=tmp_path / "nvme", out_dir=tmp_path / "out", resume=True, **settings
+    ) as trainer:
+        trainer.run(make_batches(STEPS), 2)
+        losses = trainer.result().losses
+    assert list(losses) == train_plainly(new_model(), make_batches(5), steps=5, **settings)
+
+
+def test_a_run_resumes_on_another_plan(tmp_path: Path) -> None:
+    """Contents are committed by name, so what was in memory may go to the drive and back."""
+    train_on(tmp_path, schedule_for("memory"), 3)
+    train_on(tmp_path, schedule_for("nvme"), 6)
+    assert same(train_on(tmp_path, schedule_for("nvme")), plain_weights())
+
+
+def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:
+    """The model is made with a seed of its own, so the generators stand at the same place when training begins."""
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 4, seed=None)
+    torch.manual_seed(12345)
+    resumed = train_on(tmp_path, schedule, seed=None)
+    model = new_model()
+    train_plainly(model, make_batches(STEPS), steps=STEPS, optimizer=OptimizerSettings(lr=1e-2), seed=None)
+    assert same(resumed, [p.detach() for p in model.parameters()])
+
+
+FAULTS: dict[str, Callable[[int], bool]] = {"EIO": lambda n: n == 150, "ENOSPC": lambda n: n == 170}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_failing_drive_leaves_the_last_commit(fault: str, tmp_path: Path) -> None:
+    schedule, real, count = schedule_for("nvme"), os.pwritev, [0]
+
+    def failing(fd: int, views: list[memoryview], at: int) -> int:
+        count[0] += 1
+        if FAULTS[fault](count[0]):
+            raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+        return real(fd, views, at)
+
+    with (
+        mock.patch("tierplan.runtime.memory.store.os.pwritev", failing),
+        pytest.raises(StoreError, match="could not write"),
+    ):
+        train_on(tmp_path, schedule)
+    commit = CommitLog(tmp_path / "out").last()
+    assert commit is not None
+    assert 0 < commit.num_steps < STEPS
+    assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+def test_short_writes_and_a_slow_drive_change_nothing(tmp_path: Path) -> None:
+    rng, real = random.Random(1), os.pwritev
+
+    def slow_and_short(fd: int, views: list[memoryview], at: int) -> int:
+        time.sleep(rng.random() / 1000)
+        return real(fd, [views[0][: max(4096, len(views[0]) // 2 // 4096 * 4096)]], at)
+
+    with mock.patch("tierplan.runtime.memory.store.os.pwritev", slow_and_short):
+        weights = train_on(tmp_path, schedule_for("nvme"))
+    assert same(weights, plain_weights())
+
+
+def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 3)
+    full = mock.patch(
+        "tierplan.runtime.checkpoint.commits.os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")
+    )
+    with full, pytest.raises(OSError, match="No space left"):
+        train_on(tmp_path, schedule)
+    commit = CommitLog(tmp_path / "out").last()
+    assert commit is not None
+    assert commit.num_steps == 3
+    assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_killed_at_random_moments(choice: str, tmp_path: Path) -> None:
+    kill_and_resume(choice, 5, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:
+    kill_and_resume(choice, 30, tmp_path)
+
+
+def kill_and_resume(choice: str, num_kills: int, folder: Path) -> None:
+    script = f"from tests.runtime.checkpoint.test_commits import die_often; die_often({choice!r}, {num_kills}, {str(folder)!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    assert same(torch.load(folder / "weights.pt"), plain_weights())
+
+
+def die_often(choice: str, num_kills: int, folder: str) -> None:
+    """In a process of its own: forks runs, kills each at a random moment, and lets a last one run to its end.
+
+    Each run starts with what the last one has committed; when one ends too early, it is begun anew.
+    """
+    torch.set_num_threads(1)
+    rng, schedule, path = random.Random(num_kills), schedule_for(choice), Path(folder)
+    kills, attempt = 0, 0
+    while kills < num_kills:
+        child = os.fork()
+        if child == 0:
+            train_on(path / str(attempt), schedule)
+            os._exit(0)
+        time.sleep(rng.uniform(0.0, 0.35))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            kills += 1
+        else:
+            attempt += 1
+    torch.save(train_on(path / str(attempt), schedule), path / "weights.pt")
+
+
+def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    schedule = schedule_for("nvme")
+    train_on(tmp_path, schedule, 2)
+    with pytest.raises(CommitError, match="committed after 2 steps; resume it"):
+        train_on(tmp_path, schedule, resume=False)
+    with pytest.raises(StoreError, match=r"holds committed states of the run in .*out"):
+        Store([tmp_path / "nvme"])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "nvme").rename(tmp_path / "gone")
+    with pytest.raises(CommitError, match="are not those of the last commit"):
+        train_on(tmp_path, schedule)
+
+
+def test_settings_that_change_the_numbers_are_refused(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 2)
+    with pytest.raises(CommitError, match="seed = 0, and is to be resumed with 5"):
+        train_on(tmp_path, schedule, seed=5)
+    with pytest.raises(CommitError, match=r"optimizer\.lr = 0\.01, and is to be resumed with 0\.5"):
+        train_on(tmp_path, schedule, optimizer=OptimizerSettings(lr=0.5))
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 2)
+    resident = tmp_path / "out" / "resident-2.bin"
+    data = bytearray(resident.read_bytes())
+    data[100] ^= 1
+    resident.write_bytes(data)
+    with pytest.raises(CommitError, match="is damaged"):
+        train_on(tmp_path, schedule)
+    resident.unlink()
+    with pytest.raises(CommitError, match="is missing"):
+        train_on(tmp_path, schedule)
+    (tmp_path / "out" / "commit.json").write_text("{")
+    with pytest.raises(CommitError, match="is not a commit record"):
+        train_on(tmp_path, schedule)
+
+
+def test_the_files_do_not_grow(tmp_path: Path) -> None:
+    schedule = schedule_for("nvme")
+    train_on(tmp_path, schedule, 2)
+    before = (tmp_path / "nvme" / "tierplan.tier").stat().st_size
+    train_on(tmp_path, schedule)
+    assert (tmp_path / "nvme" / "tierplan.tier").stat().st_size == before
+    assert len(list((tmp_path / "out").iterdir())) == 2

@@ -1,0 +1,122 @@
+"""Weights go in and out unit by unit: what is exported is what `from_pretrained` loads, and no model is ever whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.checkpoint.weights import WeightsError, checkpoint_weights, export, hollow_model, random_weights
+from tierplan.runtime.trainer import Trainer
+
+FAMILIES = ("gpt2", "opt", "llama", "bert")
+NVME = UnitPlan(params="nvme", grads="host", states="nvme")
+
+
+def raw_config(model: nn.Module) -> dict[str, object]:
+    config: Any = model.config
+    return {**config.to_dict(), "architectures": [type(model).__name__]}
+
+
+def bytes_with_memory(model: nn.Module) -> int:
+    return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hollow_model_has_everything_but_parameters(family: str) -> None:
+    whole = make_model(family)
+    hollow = hollow_model(raw_config(whole), CPU)
+    assert [(n, p.shape) for n, p in hollow.named_parameters()] == [(n, p.shape) for n, p in whole.named_parameters()]
+    assert bytes_with_memory(hollow) < 1000
+    for (name, a), (_, b) in zip(hollow.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_follow_the_model_s_own_rule(family: str) -> None:
+    whole = make_model(family)
+    hollow = hollow_model(raw_config(whole), CPU)
+    weights = random_weights(hollow, seed=1)
+    reference = dict(whole.named_parameters())
+    for unit in split_model(hollow, make_batches(1)[0]):
+        for (name, _), made in zip(unit.parameters, [t.clone() for t in weights(unit)], strict=True):
+            expected = reference[name]
+            assert made.shape == expected.shape
+            assert float(made.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.25, abs=1e-6), name
+            assert float(made.detach().mean()) == pytest.approx(float(expected.detach().mean()), abs=0.01), name
+
+
+def test_random_weights_depend_on_the_seed_and_nothing_else() -> None:
+    def made(seed: int, noise: int) -> list[torch.Tensor]:
+        torch.manual_seed(noise)
+        hollow = hollow_model(raw_config(make_model("gpt2")), CPU)
+        return [
+            t.clone()
+            for unit in split_model(hollow, make_batches(1)[0])
+            for t in random_weights(hollow, seed=seed)(unit)
+        ]
+
+    assert all(torch.equal(a, b) for a, b in zip(made(1, 5), made(1, 6), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(made(1, 5), made(2, 5), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_models_load_with_from_pretrained_and_come_back(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, NVME), workload, machine())
+    with Trainer(schedule, model, nvme_dir=tmp_path / "nvme") as trainer:
+        trainer.run(make_batches(2), 2)
+        export(trainer, tmp_path / "model")
+        trainer.restore_model()
+    cls: Any = type(model)
+    loaded = cls.from_pretrained(tmp_path / "model")
+    for (name, a), (_, b) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    model.eval()
+    batch = make_batches(1)[0]
+    assert torch.equal(model(**batch).loss, loaded(**batch).loss)
+    hollow = hollow_model(raw_config(model), CPU)
+    weights = checkpoint_weights(hollow, tmp_path / "model")
+    trained = dict(model.named_parameters())
+    for unit in split_model(hollow, batch):
+        for (name, _), tensor in zip(unit.parameters, weights(unit), strict=True):
+            assert torch.equal(tensor, trained[name]), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_model("gpt2").save_pretrained(tmp_path)  # type: ignore[operator]
+    batch = make_batches(1)[0]
+    other = hollow_model(raw_config(make_model("opt")), CPU)
+    with pytest.raises(WeightsError, match=r"has no tensor 'model\.decoder"):
+        checkpoint_weights(other, tmp_path)(split_model(other, batch)[0])
+    wider = hollow_model({**raw_config(make_model("gpt2")), "n_positions": 32}, CPU)
+    with pytest.raises(WeightsError, match=r"shape \(64, 32\), but the model needs \(32, 32\)"):
+        checkpoint_weights(wider, tmp_path)(split_model(wider, batch)[0])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightsError, match="holds no"):
+        checkpoint_weights(wider, tmp_path / "empty")
+
+
+def test_a_hollow_model_trains_like_a_whole_one(tmp_path: Path) -> None:
+    whole = make_model("gpt2")
+    whole.save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    workload = observed_workload(whole, make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, NVME), workload, machine())
+    losses = []
+    hollow = hollow_model(raw_config(whole), CPU)
+    for model, weights in ((whole, None), (hollow, checkpoint_weights(hollow, tmp_path / "start"))):
+        with Trainer(schedule, model, nvme_dir=tmp_path / "nvme", weights=weights) as trainer:
+            trainer.run(make_batches(3), 3)
+            losses.append(trainer.result().losses)
+    assert losses[0] == losses[1]
+    assert bytes_with_memory(hollow) < 1000

@@ -1,0 +1,347 @@
+"""The executor obeys the four rules: it grants and completes exactly what the simulator does, whatever its timing."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels.costs import Cost
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, OutOfMemoryError
+from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
+from tierplan.sim.trace import MemoryEvent, Trace, peaks
+
+
+def grants(memory: tuple[MemoryEvent, ...]) -> dict[str, list[int]]:
+    """Bytes that each tier has granted, in order."""
+    found: dict[str, list[int]] = {}
+    for event in memory:
+        if event.delta_bytes > 0:
+            found.setdefault(event.tier, []).append(event.delta_bytes)
+    return found
+
+
+def check_against_simulator(schedule: Schedule, num_steps: int, executor: Executor) -> None:
+    unrolled = unroll(schedule, num_steps)
+    predicted = simulate(unrolled, {op.key: Cost(0.0, 1.0) for op in unrolled.ops})
+    measured = executor.trace()
+    assert set(measured.by_key()) == {op.key for op in unrolled.ops}
+    assert grants(measured.memory) == grants(predicted.memory)
+    left = Counter()
+    for trace, sign in ((predicted, 1), (measured, -1)):
+        for event in trace.memory:
+            left[event.tier, event.kind] += sign * event.delta_bytes
+    assert not any(left.values())
+    check_rules(unrolled, measured)
+
+
+def check_rules(schedule: Schedule, trace: Trace) -> None:
+    """The rules as they can be seen in a trace: order on streams, inputs before starts, no tier beyond its capacity."""
+    spans = trace.by_key()
+    writers = schedule.writers()
+    for stream in schedule.streams:
+        ops = [op.key for op in schedule.ops if op.stream == stream]
+        for before, after in pairwise(ops):
+            assert spans[before].end_ns <= spans[after].free_ns
+    for op in schedule.ops:
+        span = spans[op.key]
+        assert span.free_ns <= span.start_ns <= span.end_ns
+        for name in op.reads:
+            if name in writers:
+                assert spans[writers[name]].end_ns <= span.ready_ns <= span.start_ns
+    for tier, peak in peaks(trace.memory, trace.capacity_bytes).items():
+        assert peak == trace.peak_bytes[tier] <= trace.capacity_bytes[tier]
+
+
+def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between grant and start lies the system's scheduler: that is no work of the op, so its own thread says when."""
+    said_by: dict[int, str] = {}
+    now_ns = Executor._now_ns
+
+    def spied(self: Executor) -> int:
+        time_ns = now_ns(self)
+        said_by[time_ns] = threading.current_thread().name
+        return time_ns
+
+    monkeypatch.setattr(Executor, "_now_ns", spied)
+    read = Op(key="read", stream="nvme.read", kind="x", writes=("x",))
+    use = Op(key="use", stream="gpu0.compute", kind="x", reads=("x",))
+    x = Buffer(name="x", tier="host", size_bytes=1, content="x", kind="x")
+    tier = Tier(name="host", capacity_bytes=1)
+    schedule = validate(Schedule(name="two", tiers=(tier,), buffers=(x,), ops=(read, use)))
+    executor = Executor(schedule, lambda call: time.sleep(0.01))
+    executor.run(1)
+    spans = executor.trace().by_key()
+    assert spans["s0/use"].ready_ns > spans["s0/use"].free_ns, "it waited for its input"
+    for span in spans.values():
+        assert said_by[span.start_ns] == f"tierplan {span.stream}", span.key
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Random ops on three streams, with initial buffers, in-place updates and buffers that outlive the step."""
+    buffers: dict[str, Buffer] = {}
+    live: list[str] = []
+    for k in range(draw(st.integers(0, 3))):
+        name = f"i{k}"
+        tier = draw(st.sampled_from(["fast", "slow"]))
+        size = draw(st.integers(1, 4))
+        buffers[name] = Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="x", initial=True)
+        live.append(name)
+    home = {name: name for name in live}  # initial buffer -> what plays its part
+    ops = []
+    for i in range(draw(st.integers(1, 9))):
+        reads = draw(st.lists(st.sampled_from(live), unique=True, max_size=3)) if live else []
+        writes = []
+        for k in range(draw(st.integers(0, 2))):
+            name = f"b{i}.{k}"
+            old = draw(st.sampled_from(reads)) if reads and draw(st.booleans()) else None
+            if old is not None and old in live:
+                b = buffers[old]
+                buffers[name] = Buffer(
+                    name=name, tier=b.tier, size_bytes=b.size_bytes, content=b.content, kind="x", reuses=old
+                )
+                live.remove(old)
+                home.update({first: name for first, now in home.items() if now == old})
+            else:
+                tier, size = draw(st.sampled_from(["fast", "slow"])), draw(st.integers(0, 4))
+                buffers[name] = Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="x")
+            live.append(name)
+            writes.append(name)
+        stream = draw(st.sampled_from(["a", "b", "c"]))
+        ops.append(Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes)))
+    for first, now in home.items():
+        b = buffers[now]
+        buffers[now] = Buffer(
+            name=b.name,
+            tier=b.tier,
+            size_bytes=b.size_bytes,
+            content=b.content,
+            kind="x",
+            initial=b.initial,
+            reuses=b.reuses,
+            becomes=first,
+        )
+    empty = [
+        Tier(name=t, capacity_bytes=0, rounding=draw(st.sampled_from(("exact", "power-of-two"))))
+        for t in ("fast", "slow")
+    ]
+    need = {
+        t.name: sum(t.held_bytes(b.size_bytes) for b in buffers.values() if b.initial and b.tier == t.name)
+        for t in empty
+    }
+    tiers = tuple(replace(t, capacity_bytes=need[t.name] + draw(st.integers(2, 10))) for t in empty)
+    return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers.values()), ops=tuple(ops)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), st.integers(1, 4), st.integers(0, 10**6))
+def test_it_grants_and_completes_what_the_simulator_does(schedule: Schedule, num_steps: int, seed: int) -> None:
+    rng = random.Random(seed)
+    pauses = [rng.choice([0.0, 0.0, 0.0005]) for _ in range(50)]
+    executor = Executor(schedule, lambda call: time.sleep(rng.choice(pauses)))
+    unrolled = unroll(schedule, num_steps)
+    try:
+        simulate(unrolled, {op.key: Cost(0.0, 1.0) for op in unrolled.ops})
+    except OutOfMemory:
+        with pytest.raises(OutOfMemoryError, match="nothing that still runs will free more"):
+            executor.run(num_steps)
+        return
+    executor.run(num_steps)
+    check_against_simulator(schedule, num_steps, executor)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(1, 3), st.integers(1, 3))
+def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int) -> None:
+    """Bytes held at the end, and everything granted, do not depend on where the run was cut."""
+    whole, cut = Executor(schedule, lambda call: None), Executor(schedule, lambda call: None)
+    try:
+        whole.run(first + second)
+    except OutOfMemoryError:
+        return
+    cut.run(first)
+    cut.run(second)
+    assert grants(whole.trace().memory) == grants(cut.trace().memory)
+    assert [x.buffer.name for x in whole.held] == [x.buffer.name for x in cut.held]
+
+
+@pytest.mark.parametrize(("params", "states", "acts"), list(product(("device", "nvme"), ("host", "nvme"), ("nvme",))))
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
+def test_lowered_plans(params: str, states: str, acts: str, order: str, semantics: str) -> None:
+    training = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0 if semantics == "exact-clip" else None}
+    workload = toy_workload(3, **training)
+    choice = UnitPlan(params=params, grads="host", states=states, acts=acts, input="host")  # type: ignore[arg-type]
+    machine = toy_machine(device_bytes=150 * MIB)
+    schedule = lower(uniform_plan(workload, choice, order=order, semantics=semantics), workload, machine)
+    executor = Executor(schedule, lambda call: None)
+    executor.run(3)
+    check_against_simulator(schedule, 3, executor)
+
+
+def chain(capacity_bytes: int = 10) -> Schedule:
+    """`make` writes 6 bytes that `use` reads; a counter is updated in place and outlives the step."""
+    buffers = (
+        Buffer(name="count", tier="t", size_bytes=1, content="count", kind="x", initial=True),
+        Buffer(name="made", tier="t", size_bytes=6, content="made", kind="x"),
+        Buffer(name="count1", tier="t", size_bytes=1, content="count", kind="x", reuses="count", becomes="count"),
+    )
+    ops = (
+        Op(key="make", stream="a", kind="x", writes=("made",)),
+        Op(key="use", stream="b", kind="x", reads=("count", "made"), writes=("count1",)),
+    )
+    tiers = (Tier(name="t", capacity_bytes=capacity_bytes),)
+    return validate(Schedule(name="chain", tiers=tiers, buffers=buffers, ops=ops))
+
+
+def counting(call: Call) -> None:
+    if call.op.key == "use":
+        over = call.writes[0].over
+        assert over is call.reads[0]
+        call.writes[0].value = over.value + 1  # type: ignore[operator]
+
+
+def test_values_are_carried_from_step_to_step_and_run_to_run() -> None:
+    executor = Executor(chain(), counting)
+    executor.carried["count"].value = 100
+    executor.run(5)
+    executor.run(2)
+    assert executor.carried["count"].value == 107
+    assert executor.num_steps_done == 7
+    assert set(executor.trace().by_key()) == {f"s{s}/{key}" for s in range(7) for key in ("make", "use")}
+
+
+def test_freed_instances_are_released_before_their_bytes_are_granted_again() -> None:
+    out: set[str] = set()
+
+    def body(call: Call) -> None:
+        for instance in call.writes:
+            if instance.over is None:
+                assert instance.buffer.name not in out, "granted twice"
+                out.add(instance.buffer.name)
+
+    executor = Executor(chain(7), body, release=lambda instance: out.remove(instance.buffer.name))
+    executor.run(20)
+    assert out == set()
+
+
+def test_too_small_a_tier_names_op_and_holders() -> None:
+    executor = Executor(chain(6), lambda call: None)
+    with pytest.raises(OutOfMemoryError, match=r"'make' of step 0 wants 6 bytes in tier 't', but 5 of 6 .* count 1 B"):
+        executor.run(3)
+    with pytest.raises(ExecutionError, match="cannot go on"):
+        executor.run(1)
+
+
+def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
+    def body(call: Call) -> None:
+        if call.op.key == "use" and call.step == 2:
+            raise OSError("the drive is gone")
+
+    executor = Executor(chain(), body)
+    with pytest.raises(OSError, match="the drive is gone") as caught:
+        executor.run(5)
+    assert caught.value.__notes__ == ["in op 'use' of step 2"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+
+
+def test_ctrl_c_ends_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(chain(), lambda call: time.sleep(0.001))
+    real_join = threading.Thread.join
+    calls = iter(range(100))
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        real_join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(10**6)
+    monkeypatch.undo()
+    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+
+
+def test_stopping_early_completes_the_steps_that_were_begun() -> None:
+    executor: Executor
+
+    def body(call: Call) -> None:
+        counting(call)
+        time.sleep(0.002)
+        if call.step == 3 and call.op.key == "use":
+            executor.request_stop()
+
+    executor = Executor(chain(), body)
+    executor.carried["count"].value = 0
+    executor.run(1000)
+    done = executor.num_steps_done
+    assert 4 <= done < 500
+    assert executor.carried["count"].value == done
+    executor.run(3)
+    assert executor.carried["count"].value == done + 3
+
+
+def test_a_buffer_that_nothing_carries_over_is_an_error_for_two_steps() -> None:
+    buffers = (Buffer(name="once", tier="t", size_bytes=1, content="once", kind="x", initial=True),)
+    ops = (Op(key="use", stream="a", kind="x", reads=("once",)),)
+    schedule = Schedule(name="s", tiers=(Tier(name="t", capacity_bytes=1),), buffers=buffers, ops=ops)
+    with pytest.raises(ScheduleError, match="a second step would lack it"):
+        Executor(schedule, lambda call: None).run(2)
+    executor = Executor(schedule, lambda call: None)
+    executor.run(1)
+    with pytest.raises(ScheduleError, match="a second step would lack it"):
+        executor.run(1)
+
+
+def test_trace_steps_bounds_what_is_recorded() -> None:
+    executor = Executor(chain(), lambda call: None, trace_steps=2)
+    executor.run(50)
+    trace = executor.trace()
+    assert len(trace.spans) == 4
+    assert len(trace.memory) < 20
+    assert trace.peak_bytes == {"t": 7}
+
+
+def test_release_sees_the_value() -> None:
+    seen: list[object] = []
+
+    def body(call: Call) -> None:
+        if call.op.key == "make":
+            call.writes[0].value = call.step
+
+    def release(instance: Instance) -> None:
+        seen.append(instance.value)
+
+    Executor(chain(), body, release=release).run(3)
+    assert seen == [0, 1, 2]
+
+
+def test_bytes_that_are_taken_over_change_their_kind_as_in_the_simulator() -> None:
+    buffers = (
+        Buffer(name="w", tier="t", size_bytes=5, content="w", kind="params", initial=True),
+        Buffer(name="g", tier="t", size_bytes=5, content="g", kind="grads", reuses="w"),
+        Buffer(name="w2", tier="t", size_bytes=5, content="w", kind="params", reuses="g", becomes="w"),
+    )
+    ops = (
+        Op(key="a", stream="s", kind="x", reads=("w",), writes=("g",)),
+        Op(key="b", stream="s", kind="x", reads=("g",), writes=("w2",)),
+    )
+    schedule = validate(Schedule(name="kinds", tiers=(Tier(name="t", capacity_bytes=5),), buffers=buffers, ops=ops))
+    executor = Executor(schedule, lambda call: None)
+    executor.run(1)
+    found = [(e.kind, e.delta_bytes) for e in executor.trace().memory]
+    simulated = simulate(schedule, {op.key: Cost(0.0, 1.0) for op in ops})
+    assert found == [(e.kind, e.delta_bytes) for e in simulated.memory]
+    assert found == [("params", 5), ("params", -5), ("grads", 5), ("grads", -5), ("params", 5)]

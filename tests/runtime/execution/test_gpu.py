@@ -1,0 +1,74 @@
+"""On a CUDA GPU: the same executor, streams and pinned memory, and the numbers of plain training on that GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.trainer import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+@pytest.mark.parametrize("acts", ["keep", "recompute", "host", "nvme"])
+def test_losses_against_plain_training_on_the_gpu(family: str, acts: str, tmp_path: Path) -> None:
+    """States on the device: the same kernels throughout, so bit for bit."""
+    model, batches = make_model(family, dropout=0.1), make_batches(STEPS)
+    training = replace(CPU, backend="cuda")
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
+    workload = trace_config(family, raw, training)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())  # type: ignore[arg-type]
+    plain = copy.deepcopy(model).cuda()
+    losses = train_plainly(plain, [{k: v.cuda() for k, v in b.items()} for b in batches], steps=STEPS)
+    result = train(schedule, model, batches, steps=STEPS, nvme_dir=tmp_path, device="cuda")
+    assert result.losses == tuple(losses)
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b.cpu()), name
+
+
+@pytest.mark.parametrize("params", ["device", "host", "nvme"])
+def test_states_off_the_device(params: str, tmp_path: Path) -> None:
+    """The update runs on the host's cores, whose kernels round a little differently."""
+    model, batches = make_model("gpt2"), make_batches(STEPS)
+    workload = observed_workload(model, batches[0], CPU)
+    choice = UnitPlan(params=params, grads="host", states="nvme")  # type: ignore[arg-type]
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    plain = copy.deepcopy(model).cuda()
+    losses = train_plainly(plain, [{k: v.cuda() for k, v in b.items()} for b in batches], steps=STEPS)
+    result = train(schedule, model, batches, steps=STEPS, nvme_dir=tmp_path, device="cuda")
+    assert result.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_the_ledger_against_the_allocator(tmp_path: Path) -> None:
+    """What PyTorch's allocator has handed out at most is what the ledger says, but for kernels' own scratch."""
+    model = make_model("gpt2", num_blocks=6)
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
+    workload = trace_config("gpt2", raw, replace(CPU, backend="cuda"))
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    torch.cuda.reset_peak_memory_stats()
+    result = train(schedule, model, make_batches(STEPS), steps=STEPS, nvme_dir=tmp_path, device="cuda")
+    assert torch.cuda.max_memory_allocated() <= 1.01 * result.peak_bytes["gpu0"] + (32 << 20)

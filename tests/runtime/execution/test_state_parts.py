@@ -1,0 +1,126 @@
+"""Optimizer states that travel in parts: the numbers are those of plain training, bit for bit, also after a stop."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, check, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.runtime.execution.state_parts import contents_of, cut, join, parameters_of
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.parts import part_content, part_ranges
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARTS = 3
+
+
+def split(workload: Workload, choice: UnitPlan, **settings: Any) -> Plan:
+    """A plan with states in parts, and embed in more of them."""
+    plan = uniform_plan(workload, choice, **settings)
+    units = [
+        replace(unit, state_parts=PARTS + (k == 0), late_update=choice.late_update) for k, unit in enumerate(plan.units)
+    ]
+    return replace(plan, units=tuple(units))
+
+
+def num_updates(schedule: Schedule, unit: str) -> int:
+    return sum(op.kind == "update" and op.unit == unit for op in schedule.ops)
+
+
+@given(num_parameters=st.integers(1, 300_000), num_parts=st.integers(1, 40))
+def test_parts_are_the_whole_and_the_same_for_planner_and_runtime(num_parameters: int, num_parts: int) -> None:
+    parts = part_ranges(num_parameters, num_parts)
+    borders = [0, *(part.stop for part in parts)]
+    assert borders == [*(part.start for part in parts), num_parameters]
+    assert len(parts) <= num_parts
+    assert all(len(part) % 1024 == 0 for part in parts[:-1])
+    for k, part in enumerate(parts):
+        assert parameters_of(part_content("L3", k, len(parts)), num_parameters) == part
+
+
+def test_states_cut_into_parts_join_to_the_whole() -> None:
+    num_parameters = 10_007
+    whole = torch.arange(3 * num_parameters, dtype=torch.float32).view(torch.uint8)
+    parts = [cut(whole, part, num_parameters) for part in part_ranges(num_parameters, 4)]
+    assert torch.equal(join(parts, num_parameters), whole)
+    assert parts[1].view(torch.float32)[:2].tolist() == [3072, 3073]
+    contents = [part_content("L1", k, 12) for k in reversed(range(12))]
+    assert contents_of("L1", ["states/L11", *contents, "params/L1"]) == contents[::-1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("clip", "semantics"), [(None, "in-backward"), (0.5, "exact-clip"), (None, "delayed-1")])
+@pytest.mark.parametrize("params", ["device", "host", "nvme"])
+def test_numbers_of_plain_training(dtype: str, clip: float | None, semantics: str, params: str, tmp_path: Path) -> None:
+    training = replace(CPU, dtype=dtype, max_grad_norm=clip, gradient_accumulation_steps=2)  # type: ignore[arg-type]
+    model = make_model("gpt2", num_blocks=2, dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(params=params, grads="host", states="nvme")  # type: ignore[arg-type]
+    schedule = check(model, training, split(workload, choice, semantics=semantics), tmp_path, workload=workload)
+    assert num_updates(schedule, "L0") == PARTS
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"order": "vertical", "prefetch_states_units": 2},
+        {"strict_windows": True, "updates_in_flight": 1, "write_back": "awaited"},
+        {"write_back": "delayed", "wide_grads": True},
+    ],
+)
+def test_with_gradients_on_nvme_and_every_way_home(settings: dict[str, Any], tmp_path: Path) -> None:
+    training = replace(CPU, dtype="bf16", gradient_accumulation_steps=2)
+    model = make_model("llama", num_blocks=2, dtype="bf16")
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(params="nvme", grads="nvme", states="nvme")
+    check(model, training, split(workload, choice, **settings), tmp_path, workload=workload)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_late_updates(optimizer: str, tmp_path: Path) -> None:
+    """SGD has a master copy for its states, in bf16."""
+    training = replace(CPU, dtype="bf16", optimizer=optimizer)  # type: ignore[arg-type]
+    model = make_model("gpt2", num_blocks=2, dtype="bf16")
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", late_update=True)
+    check(model, training, split(workload, choice), tmp_path, workload=workload)
+
+
+@pytest.mark.parametrize("then", [PARTS, 1, 2])
+def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: Path) -> None:
+    model, batches = make_model("gpt2", dtype="bf16"), make_batches(6)
+    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    workload = observed_workload(model, batches[0], replace(CPU, dtype="bf16"))
+    plan = split(workload, UnitPlan(params="host", grads="host", states="nvme", late_update=True))
+    other = replace(plan, units=tuple(replace(unit, state_parts=then) for unit in plan.units))
+    optimizer = OptimizerSettings(lr=1e-2)
+    losses = train_plainly(plain, batches, steps=6, optimizer=optimizer)
+    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
+    with Trainer(lower(plan, workload, machine()), model, **places) as first:
+        first.run(batches, 3)
+        before = first.content("states/L1")
+    with Trainer(lower(other, workload, machine()), copy.deepcopy(resumed), resume=True, **places) as second:
+        second.run(batches, 0)
+        assert torch.equal(second.content("states/L1"), before)
+    with Trainer(lower(other, workload, machine()), resumed, resume=True, **places) as second:
+        second.run(batches, 3)
+        second.restore_model()
+        assert second.result().losses == tuple(losses)
+    for trained, expected in zip(resumed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(trained, expected)

@@ -1,0 +1,162 @@
+"""Measuring: what comes out is complete, has a spread for every number, and is found again as `here`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierplan.cli import main
+from tierplan.hwmodels import MachineError, load_description, load_machine
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.measure import machine as module
+from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
+from tierplan.runtime.measure.machine import MeasurementError, measure
+from tierplan.runtime.measure.timing import LEAST_SPREAD, Crew, summary
+
+TINY = Sizes(
+    copy_bytes=(4096, 1 << 16, 1 << 18),
+    file_bytes=(4096, 1 << 16, 1 << 18),
+    adam_parameters=(256, 1 << 12, 1 << 14),
+    hidden=(32, 64),
+    block_hidden=64,
+    tokens=32,
+    head_dim=16,
+    area_bytes=1 << 20,
+    file_area_bytes=1 << 20,
+)
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `measure` on this machine, at sizes that take no time."""
+    monkeypatch.setattr(module, "_plan", lambda budget_s, folders, device: module._Plan(3, TINY))
+    monkeypatch.setattr(module, "LEAST_WINDOW_S", 0.002)
+
+
+def test_the_measured_machine_is_complete_and_kept(config_folder: Path, tiny: None, tmp_path: Path) -> None:
+    parts: list[float] = []
+    threads = torch.get_num_threads()
+    machine = measure(
+        tmp_path, budget_s=5, device="cpu", dtypes=["fp32"], progress=lambda what, part: parts.append(part)
+    )
+    assert torch.get_num_threads() == threads
+    assert parts == sorted(parts)
+    assert parts[-1] == 1.0
+    assert [s.name for s in machine.streams] == [
+        "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam",
+    ]  # fmt: skip
+    assert set(machine.limits) == {"nvme", "cores", "memory"}
+    assert "cores" in machine.stream("gpu0.compute").takes
+    assert not machine.nameplate
+    assert load_machine("here") == machine
+    assert list(tmp_path.glob("tierplan*")) == []  # the file is gone
+
+
+def test_every_measured_number_has_its_spread(config_folder: Path, tiny: None, tmp_path: Path) -> None:
+    measure(tmp_path, budget_s=5, device="cpu", dtypes=["fp32"])
+    description = load_description("here")
+    rates = [k for k in description.values if k.split(".")[1] not in ("capacity", "reserve", "cores", "drives")]
+    for key in rates:
+        quantity = description.values[key]
+        assert quantity.basis == "measured"
+        assert quantity.spread is not None or key.endswith("_share"), key
+    assert all(limit.spread is not None for limit in description.limits)
+
+
+def test_a_machine_without_drives_is_measured(config_folder: Path, tiny: None) -> None:
+    machine = measure(None, budget_s=5, device="cpu", dtypes=["fp32"], save=False)
+    assert [t.name for t in machine.tiers] == ["gpu0", "host"]
+    with pytest.raises(MachineError, match="tierplan machine measure"):
+        load_machine("here")
+
+
+def test_the_command_writes_a_machine_and_says_how_sure_it_is(
+    config_folder: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "box.toml"
+    arguments = [
+        "machine",
+        "measure",
+        "--nvme-dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--budget-s",
+        "5",
+        "-o",
+        str(target),
+    ]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "turned over" in out
+    assert "shared limit cores" in out
+    assert "largest error of the shared limits" in out
+    machine = load_machine(str(target), ["gpu.capacity=1 GiB"])
+    assert machine.name == "box"
+    assert machine.tier("gpu0").capacity_bytes == 2**30
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(config_folder: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    machine = measure(tmp_path, budget_s=20, device="cuda", save=False)
+    assert set(machine.limits) == {"nvme", "link", "memory"}
+    assert "cores" not in machine.stream("gpu0.compute").takes
+    assert machine.tier("gpu0").capacity_bytes > 2**30
+
+
+def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match="give 5 seconds or more"):
+        measure(tmp_path, budget_s=1, save=False)
+    with pytest.raises(MeasurementError, match="auto, cuda or cpu"):
+        measure(tmp_path, device="tpu", save=False)
+
+
+def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
+    with loads((tmp_path,), TINY, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
+        names = [load.name for load in found]
+        assert len(set(names)) == len(names)
+        from torch.utils.flop_counter import FlopCounterMode
+
+        for load in found:
+            if load.kind == "matmul_fp32_flops":
+                with FlopCounterMode(display=False) as counter:
+                    load.run()
+                assert counter.get_total_flops() == load.amount
+        blocks = next(load for load in found if load.kind == "blocks")
+        with FlopCounterMode(display=False) as counter:
+            blocks.run()
+        work = block_work(TINY, "fp32", Device(torch.device("cpu")))
+        assert counter.get_total_flops() == work["matmul_fp32_flops"]  # it does not count the CPU's attention
+
+
+def test_rates_count_work_per_second_of_all_loads_together() -> None:
+    """Two sleeping loads do not disturb each other, whatever the machine does; amounts are in proportion."""
+    crew = Crew(["a", "b"])
+    try:
+        one = Load("a", "bytes", 1.0, lambda: time.sleep(0.002))
+        two = Load("b", "bytes", 10.0, lambda: time.sleep(0.002))
+        together = crew.rates([one, two], 0.1)
+        assert together[1] / together[0] == pytest.approx(10.0, rel=0.5)
+        assert 0 < together[0] <= 1 / 0.002
+    finally:
+        crew.close()
+
+
+def test_the_spread_grows_with_scatter_and_has_a_floor() -> None:
+    assert summary([100.0] * 5) == (100.0, LEAST_SPREAD)
+    middle, half = summary([90.0, 100.0, 110.0, 95.0, 105.0])
+    assert middle == 100.0
+    assert 0.05 < half < 0.5
+    assert summary([50.0, 100.0, 200.0])[1] > half
+    assert summary([1.0])[1] == 1.0

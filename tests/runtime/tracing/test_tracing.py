@@ -1,0 +1,179 @@
+"""Traced workloads against real CPU steps: PyTorch's hooks, counter and memory tracker are the judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.configs import CONFIGS, config_of
+from tierplan.runtime.autograd.units import find_blocks
+from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
+
+SIZES = (1, 2)
+FAMILIES = tuple(CONFIGS)
+
+
+def training_of(dtype: str, **other: Any) -> Training:
+    return Training(
+        **{"per_device_train_batch_size": 2, "sequence_length": 16, "dtype": dtype, "backend": "cpu", **other}
+    )
+
+
+@contextmanager
+def saved_by_block(model: torch.nn.Module) -> Iterator[list[list[tuple[int, str]]]]:
+    """Storages that autograd saves inside each block, in order of first save, as (bytes, dtype)."""
+    blocks = [block for _, block in find_blocks(model)]
+    found: list[list[tuple[int, str]]] = [[] for _ in blocks]
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    current: list[int] = []
+    seen: dict[int, StorageWeakRef] = {}
+    alive: list[StorageWeakRef] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        """Knows which storages were made inside the block that runs now."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            reads = {
+                t.untyped_storage()._cdata
+                for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(t, torch.Tensor)
+            }
+            for t in torch.utils._pytree.tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in reads and current:
+                    alive.append(StorageWeakRef(t.untyped_storage()))
+            return out
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if current:
+            storage = t.untyped_storage()
+            made_here = any(ref.cdata == storage._cdata and not ref.expired() for ref in alive)
+            known = storage._cdata in seen and not seen[storage._cdata].expired()
+            if made_here and not known and storage.data_ptr() not in parameters and storage.nbytes():
+                seen[storage._cdata] = StorageWeakRef(storage)
+                found[current[-1]].append((storage.nbytes(), str(t.dtype)))
+        return t
+
+    def enter(i: int) -> Any:
+        def hook(*_: Any) -> None:
+            current.append(i)
+            alive.clear()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        current.pop()
+
+    handles = []
+    for i, block in enumerate(blocks):
+        handles += [block.register_forward_pre_hook(enter(i)), block.register_forward_hook(leave)]
+    with Watch(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield found
+    for handle in handles:
+        handle.remove()
+
+
+TORCH_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp64": "torch.float64"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, dtype: str) -> None:
+    raw, training = config_of(family, size), training_of(dtype)
+    workload = trace_config(family, raw, training)
+    model = build_model(raw, training)
+    assert workload.num_parameters == sum(p.numel() for p in model.parameters())
+    with saved_by_block(model) as real:
+        loss = model(**example_batch(model.config, training)).loss
+    assert torch.isfinite(loss)
+    blocks = [u for u in workload.blocks if u.name.startswith("L")]
+    for unit, expected in zip(blocks, real, strict=True):
+        traced = [(t.size_bytes, TORCH_NAMES.get(t.dtype, f"torch.{t.dtype}")) for t in unit.saved]
+        assert traced == expected, unit.name
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
+def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
+    raw, training = config_of(family, 1), training_of("fp32")
+    workload = trace_config(family, raw, training)
+    model = build_model(raw, training)
+    with FlopCounterMode(display=False) as counter:
+        model(**example_batch(model.config, training)).loss.backward()
+    ours = sum(work.get("matmul_fp32_flops", 0) for u in workload.units for work in (u.forward, u.backward))
+    assert ours == counter.get_total_flops()
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peaks_are_those_of_pytorchs_memory_tracker(family: str, size: int) -> None:
+    """The peaks of forward and of a whole step, put together from the units, against the tracker on the real model.
+
+    Activations outweigh gradients here, as in practice: a unit's gradients count from the start of its backward, since
+    a schedule grants them then, while plain training makes them one by one.
+    """
+    raw = config_of(family, size)
+    training = training_of("bf16", per_device_train_batch_size=32, sequence_length=32)
+    workload = trace_config(family, raw, training)
+    model = build_model(raw, training)
+    batch = example_batch(model.config, training)
+    tracker = MemTracker()
+    tracker.track_external(model, *batch.values())
+    cpu = torch.device("cpu")
+    with tracker:
+        loss = model(**batch).loss
+        forward_bytes = tracker.get_tracker_snapshot("peak")[cpu]["Total"]
+        loss.backward()
+    step_bytes = tracker.get_tracker_snapshot("peak")[cpu]["Total"]
+    batch_bytes = sum(t.nbytes for t in batch.values())
+    predicted_forward, predicted_step = (batch_bytes + p for p in predicted_peaks(workload))
+    assert predicted_forward == pytest.approx(forward_bytes, rel=0.02)
+    assert predicted_step == pytest.approx(step_bytes, rel=0.02)
+
+
+def predicted_peaks(workload: Workload) -> tuple[int, int]:
+    """Peaks of forward, and of forward and backward, of one micro-batch with everything kept, from the units."""
+    grad_bytes, units = workload.training.grad_bytes, workload.units
+    held = workload.num_parameters * workload.training.param_bytes + workload.shared_bytes
+    kept = [u.output_bytes if behind.saves_input else 0 for u, behind in pairwise(units)]
+    peak = 0
+    for unit, kept_bytes in zip(units, [*kept, 0], strict=True):
+        peak = max(peak, held + unit.saved_bytes + unit.output_bytes + unit.forward_work_bytes)
+        held += unit.saved_bytes + kept_bytes
+    forward_peak = peak
+    for i in reversed(range(len(units))):
+        unit = units[i]
+        borrowed = next((u.num_parameters for u in units if u.name == unit.shares), 0)
+        gradients = unit.num_parameters * grad_bytes
+        now = gradients + borrowed * grad_bytes + unit.output_bytes + unit.input_bytes + unit.backward_work_bytes
+        peak = max(peak, held + now)
+        held += gradients + borrowed * grad_bytes - unit.saved_bytes - (kept[i - 1] if i else 0)
+    return forward_peak, peak
+
+
+def test_unknown_model_type_names_the_nearest() -> None:
+    with pytest.raises(WorkloadError, match=r"model_type 'lama' is unknown.*llama"):
+        trace_config("x", {"model_type": "lama"}, training_of("fp32"))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="no class with a language-modelling loss"):
+        trace_config("x", {"model_type": "resnet"}, training_of("fp32"))
+
+
+def test_an_encoder_decoder_need_not_say_where_its_decoder_starts() -> None:
+    raw = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    training = Training(sequence_length=8, backend="cpu")
+    said = trace_config("said", {**raw, "decoder_start_token_id": 0}, training)
+    assert trace_config("not said", raw, training).units == said.units

@@ -1,0 +1,82 @@
+"""The closed forms against the traced classes: every amount of every unit is equal, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.configs import config_of
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.workloads.models import SUPPORTED, workload_of
+from tierplan.sim.workloads.workload import Training, Unit, Workload
+
+SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
+GROUPED = ("mistral", "qwen2")
+
+
+def nameless(unit: Unit) -> Unit:
+    """The unit without the names of operations, which are for people."""
+    return replace(unit, saved=tuple(replace(t, name="") for t in unit.saved))
+
+
+def assert_equal(closed: Workload, traced: Workload) -> None:
+    assert [u.name for u in closed.units] == [u.name for u in traced.units]
+    for mine, theirs in zip(closed.units, traced.units, strict=True):
+        assert nameless(mine) == nameless(theirs)
+    assert closed.shared_bytes == traced.shared_bytes
+    assert closed.num_parameters == traced.num_parameters
+
+
+@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
+    raw = config_of(family, size)
+    if (backend, dtype) == ("cuda", "fp32") and "num_key_value_heads" in raw:
+        raw["num_key_value_heads"] = raw["num_attention_heads"]
+    training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
+def test_closed_forms_are_exact_with_dropout(family: str, backend: str) -> None:
+    of_attention = 0.1 if backend == "cuda" else 0.0
+    drops = {
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": of_attention},
+        "opt": {"dropout": 0.1},
+        "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": of_attention},
+    }
+    raw = {**config_of(family), **drops[family]}
+    training = Training(per_device_train_batch_size=2, sequence_length=24, backend=backend)
+    closed = workload_of("x", raw, training)
+    assert_equal(closed, trace_config("x", raw, training))
+    assert not all(t.replayable for t in closed.blocks[0].saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation_function": "gelu"},
+        {"activation_function": "gelu_pytorch_tanh"},
+        {"activation_function": "relu"},
+        {"activation_function": "silu"},
+        {"n_inner": 96},
+        {"tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+def test_variants_of_gpt2(change: dict[str, object]) -> None:
+    raw = {**config_of("gpt2"), **change}
+    training = Training(per_device_train_batch_size=2, sequence_length=24)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize(
+    "change", [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}], ids=str
+)
+def test_variants_of_llama(change: dict[str, object]) -> None:
+    raw = {**config_of("llama"), **change}
+    training = Training(per_device_train_batch_size=2, sequence_length=24)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))

@@ -1,0 +1,63 @@
+"""The places where an unmodified model is caught: each block's `forward`, replaced on the instance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from tierplan.runtime.autograd.replay import Recipe
+from tierplan.runtime.autograd.units import ModelUnit
+
+__all__ = ["ModelHooks", "RunsBlocks"]
+
+
+class RunsBlocks(Protocol):
+    """Decides what a call of a block does: a lane."""
+
+    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Stands for the forward of the unit with this index."""
+
+
+class ModelHooks:
+    """The blocks' replaced `forward`s; they find the lane of the thread that they are called in."""
+
+    def __init__(self, units: Sequence[ModelUnit]) -> None:
+        self._local = threading.local()
+        self._blocks: list[nn.Module] = []
+        self.recipes: dict[tuple[int, object], Recipe | None] = {}
+        """How to make a block's dropped slots again, by block and shapes, once it is known."""
+        self.are_replays_timed = False
+        self.checked: set[tuple[int, int]] = set()
+        """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
+        for index, unit in enumerate(units):
+            if unit.block is not None:
+                self._replace(unit.block, index)
+
+    def _replace(self, block: nn.Module, index: int) -> None:
+        original = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            lane: RunsBlocks | None = getattr(self._local, "lane", None)
+            return original(*args, **kwargs) if lane is None else lane.block(index, original, args, kwargs)
+
+        block.forward = forward
+        self._blocks.append(block)
+
+    @contextmanager
+    def of(self, lane: RunsBlocks) -> Iterator[None]:
+        """Calls of blocks in this thread belong to this lane."""
+        self._local.lane = lane
+        try:
+            yield
+        finally:
+            self._local.lane = None
+
+    def remove(self) -> None:
+        """Gives the model its own `forward`s back."""
+        for block in self._blocks:
+            del block.forward
+        self._blocks.clear()

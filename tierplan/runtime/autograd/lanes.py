@@ -1,0 +1,488 @@
+"""Runs an unmodified model unit by unit: forward, recompute and backward of one micro-batch.
+
+The model's own `forward` runs in a thread, a *lane* for each micro-batch. Each block's `forward` is replaced on the
+instance; at every boundary (embed | L0 | L1 | ... | head with loss) the lane stops and hands the baton back to the
+thread that executes the schedule's compute stream. Only the holder of the baton runs, so the order of the compute
+stream's ops is the order of execution, horizontal or vertical.
+
+Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
+backward of the unit. A leaf that several units read (an encoder's states) takes their gradients one by one, in the
+order in which autograd would have added them up without the cut; so the cut changes no bit. What a unit saves goes
+through `saved.Recorder`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tierplan.runtime.autograd.hooks import ModelHooks
+from tierplan.runtime.autograd.replay import Recipe, Source, Tape
+from tierplan.runtime.autograd.saved import AbsentError, AllMade, Recorder, Recreator, Slot
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.execution.device import Device
+
+__all__ = ["Lane", "ModelHooks", "SlotPlan", "UnitRun"]
+
+Root = tuple[GradientEdge, torch.Tensor]
+"""An output's place in the unit's graph, and the leaf that the next units see instead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """What happens to the saved tensors of a unit."""
+
+    dropped: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class UnitRun:
+    """One unit's forward for one micro-batch, until its backward has run."""
+
+    recorder: Recorder | None = None
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """Those that it hands over for later units too; they and their gradients are part of `shared`."""
+    read: list[torch.Tensor] = field(default_factory=list)
+    """All leaves that a block reads, whoever made them."""
+    roots: list[Root] = field(default_factory=list)
+    glue: list[Root] = field(default_factory=list)
+    """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
+    call: tuple[Callable[..., Any], tuple, dict] | None = None
+    """To run a block again."""
+    result: tuple[list[object], Any] | None = None
+    """What a block returned, flat and its structure; held only where a unit between blocks is run again."""
+    rng: tuple[torch.Tensor, ...] | None = None
+
+
+class _Cancelled(BaseException):
+    """Unwinds the model's forward when the run is over."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """One micro-batch on its way through the units."""
+
+    hooks: ModelHooks
+    units: Sequence[ModelUnit]
+    plans: Sequence[SlotPlan]
+    forward: Callable[[], torch.Tensor]
+    """Runs the model on the micro-batch; the loss, divided as backward needs it."""
+    external: set[int]
+    """Addresses of the batch's tensors and the model's buffers."""
+    device: Device
+    seed: int | None = None
+    """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
+    loss: float = float("nan")
+    runs: list[UnitRun] = field(default_factory=list)
+    _at: int = 0
+    _leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """By identity of a tensor that the model may pass to several blocks, the leaf that stands for it."""
+    _rng: tuple[torch.Tensor, ...] = ()
+    _recording: Any = None
+    _error: BaseException | None = None
+    _is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.runs = [UnitRun() for _ in self.units]
+        outside = [
+            plan.dropped for plan, unit in zip(self.plans[1:], self.units[1:], strict=True) if unit.block is None
+        ]
+        self._holds_results = any(outside)
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._main, name="tierplan lane", daemon=True)
+
+    # ---- called by the thread that executes the compute stream ----
+
+    def run_forward(self, index: int) -> UnitRun:
+        """Runs the model up to the end of this unit."""
+        assert index == self._at, "the schedule runs a micro-batch's units out of order"
+        if index == 0:
+            self._thread.start()
+        if self.seed is not None and index == 0:
+            torch.manual_seed(self.seed)
+        elif self.seed is not None:
+            self.device.set_rng_state(self._rng)
+        self._go.release()
+        self._back.acquire()
+        if self.seed is not None:
+            self._rng = self.device.rng_state()
+        if self._error is not None:
+            raise self._error
+        self._at += 1
+        return self.runs[index]
+
+    def run_backward(self, index: int) -> None:
+        """Backward through one unit: gradients of its inputs are in the leaves then, those of parameters with hooks."""
+        run = self.runs[index]
+        edges, gradients = [], []
+        for leaf in run.read:  # later units have read it too: their sum comes first, as without the cut
+            if leaf.grad is not None:
+                edges.append(get_gradient_edge(leaf))
+                gradients.append(leaf.grad)
+                leaf.grad = None
+        for edge, leaf in run.roots:
+            gradient = leaf.grad if index + 1 < len(self.units) else torch.ones_like(leaf)
+            if gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+                leaf.grad = None
+        run.roots = []
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        del gradients
+        glue = [(edge, leaf.grad) for edge, leaf in run.glue if leaf.grad is not None]
+        if glue:
+            torch.autograd.backward([edge for edge, _ in glue], [gradient for _, gradient in glue])
+        self.runs[index] = UnitRun(leaves=run.leaves)  # drops the graph; `dx` is in the leaves
+
+    def hand_over(self, index: int, size_bytes: int) -> list[torch.Tensor]:
+        """The leaves that are `x/U` of this unit, by the bytes that the schedule declares for it.
+
+        That is all that the unit before hands over, or the first of them, where the others are shared by later units.
+        """
+        run = self.runs[index]
+        if len(run.leaves) > 1 and run.leaves[0].nbytes == size_bytes:
+            run.leaves, run.shared = run.leaves[:1], run.leaves[1:]
+        return run.leaves
+
+    def run_again(self, index: int, *, makes_output: bool = False) -> int:
+        """Makes the dropped slots of a unit again, for the graph to hold; their bytes.
+
+        With `makes_output` also what it hands over, which is the next unit's input.
+        """
+        run = self.runs[index]
+        assert run.recorder is not None
+        plan = self.plans[index]
+        wanted = {k: run.recorder.missing.pop(k) for k in sorted(plan.dropped) if k in run.recorder.missing}
+        made_bytes = sum(slot.size_bytes for slot in wanted.values())
+        if not wanted and not makes_output:
+            return 0
+        if run.call is None:
+            self._rerun_outside(index, wanted, makes_output)
+            return made_bytes
+        _, args, kwargs = run.call
+        flat = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
+        recipes = self.hooks.recipes
+        key = (index, tuple((t.shape, t.dtype) for t in flat))
+        if makes_output:
+            self._rerun(index, wanted, inputs, flat, makes_output=True)
+        elif key not in recipes:
+            recipes[key] = self._rerun(index, wanted, inputs, flat, is_noted=True)
+        elif (recipe := recipes[key]) is not None:
+            self._replay(index, recipe, wanted, inputs, flat)
+        else:
+            self._rerun(index, wanted, inputs, flat)
+        return made_bytes
+
+    def _replay(
+        self,
+        index: int,
+        recipe: Recipe,
+        wanted: Mapping[int, Slot],
+        inputs: Sequence[torch.Tensor],
+        flat: Sequence[torch.Tensor],
+    ) -> None:
+        """Makes the wanted slots by the operations that lead to them."""
+        recorder, params = self.runs[index].recorder, self._params_of(index)
+        assert recorder is not None
+
+        def find(source: Source) -> torch.UntypedStorage:
+            kind, k = source
+            if kind == "slot":
+                slot = recorder.slots[k]()
+                if slot is None or slot.storage is None:
+                    raise AbsentError(
+                        f"a recomputation in {self.units[index].name!r} starts from saved tensor {k}, but it is not on "
+                        "the device; the op must read it"
+                    )
+                return slot.storage
+            found = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
+            if found is None:
+                raise AbsentError(f"a recomputation needs the parameters of {params[k].name!r}; the op must read them")
+            return found.untyped_storage()
+
+        def keep(k: int, storage: torch.UntypedStorage) -> None:
+            wanted[k].storage = storage
+
+        recipe.run(find, keep, is_timed=self.hooks.are_replays_timed)
+
+    def _rerun(
+        self,
+        index: int,
+        wanted: dict[int, Slot],
+        inputs: Sequence[torch.Tensor],
+        flat: Sequence[torch.Tensor],
+        *,
+        is_noted: bool = False,
+        makes_output: bool = False,
+    ) -> Recipe | None:
+        """Runs the block again as far as the last wanted slot, or to its end for its output; the recipe for next time,
+        if it is to be noted."""
+        run, params = self.runs[index], self._params_of(index)
+        assert run.call is not None
+        assert run.recorder is not None
+        call, args, kwargs = run.call
+        tape = None
+        if is_noted:
+            sources: dict[int, Source] = {}
+            for kind, tensors in (("arg", flat), ("input", inputs), ("param", [u.bound for u in params])):
+                sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
+            block = self.units[index].block
+            tape = Tape(sources, block.buffers() if block is not None else ())
+        targets = set(wanted)
+        recreator = Recreator(
+            params,
+            inputs,
+            self.external | _addresses((args, kwargs)),
+            wanted=wanted,
+            on_slot=tape.slot if tape else lambda k, t: None,
+            runs_to_end=makes_output,
+        )
+        now = self.device.rng_state()
+        self.device.set_rng_state(run.rng or now)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), tape or nullcontext():
+                out = call(*args, **kwargs)
+            if makes_output:
+                self._refill(index, tree_flatten(out)[0])
+        except AllMade:
+            pass
+        finally:
+            self.device.set_rng_state(now)
+            recreator.close()
+        self._check_made(index, recreator)
+        available = [k for k in run.recorder.slots if k not in targets]
+        return tape.recipe(targets, available) if tape else None
+
+    def _rerun_outside(self, index: int, wanted: dict[int, Slot], makes_output: bool) -> None:
+        """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
+        run = self.runs[index]
+        inputs = [*run.leaves, *run.shared]
+        recreator = Recreator(
+            self._params_of(index), inputs, self.external, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
+        )
+        now = self.device.rng_state()
+        self.device.set_rng_state(run.rng or now)
+        try:
+            with (
+                torch.enable_grad(),
+                saved_tensors_hooks(recreator.pack, recreator.unpack),
+                self.hooks.of(_Echo(self, index, recreator)),
+            ):
+                self.forward()
+        except AllMade:
+            pass
+        finally:
+            self.device.set_rng_state(now)
+            recreator.close()
+        self._check_made(index, recreator)
+
+    def _check_made(self, index: int, recreator: Recreator) -> None:
+        if recreator.wanted:
+            raise ModelError(
+                f"a rerun of {self.units[index].name!r} saved {recreator.num_slots} tensors and not number "
+                f"{min(recreator.wanted)}, unlike its forward; it must do the same each time"
+            )
+
+    def _refill(self, index: int, flat: Sequence[object]) -> None:
+        """Gives the unit's outputs, which it has made again, to the next unit."""
+        made = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        handed = {id(leaf) for leaf in self.runs[index + 1].leaves}
+        for t, (_, leaf) in zip(made.values(), self.runs[index].roots, strict=True):
+            if id(leaf) in handed:
+                leaf.data = t.detach()
+
+    def cancel(self) -> None:
+        """Ends the lane's thread, wherever it is."""
+        self._is_cancelled = True
+        self._go.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- called in the lane's own thread ----
+
+    def _main(self) -> None:
+        self._go.acquire()
+        try:
+            if self._is_cancelled:
+                return
+            with self.hooks.of(self), self.device.on("gpu0.compute"), torch.enable_grad():
+                self._open(0)
+                loss = self.forward()
+                self._close()
+                head = self.runs[-1]
+                if len(self.runs) != self._at + 1:
+                    raise ModelError(
+                        f"the model's forward ran {self._at - 1} of its {len(self.runs) - 2} blocks; it must run all"
+                    )
+                head.roots = [(get_gradient_edge(loss), loss.detach())]
+                self._check_cut(len(self.runs) - 1, head.roots)
+                self.loss = loss.item()
+                self.device.finish()
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._recording is not None:
+                self._close()
+            self._back.release()
+
+    def _yield(self) -> None:
+        self.device.finish()
+        self._back.release()
+        self._go.acquire()
+        if self._is_cancelled:
+            raise _Cancelled
+
+    def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), external: set[int] | None = None) -> None:
+        run, plan = self.runs[index], self.plans[index]
+        run.recorder = Recorder(
+            self._params_of(index), leaves, external or self.external, dropped=plan.dropped, leaving=plan.leaving
+        )
+        if plan.dropped:
+            run.rng = self.device.rng_state()
+        self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
+        self._recording.__enter__()
+        self._recorder = run.recorder
+
+    def _close(self) -> None:
+        self._recording.__exit__(None, None, None)
+        self._recording = None
+        self._recorder.close()
+
+    def _params_of(self, index: int) -> list[ModelUnit]:
+        unit = self.units[index]
+        return [unit, *(u for u in self.units if u.name == unit.shares)]
+
+    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
+        is_behind_block = self.units[index - 1].block is not None
+        if index != self._at + (not is_behind_block):
+            raise ModelError(
+                f"the model's forward called {self.units[index].name!r} out of order; the runtime runs each block "
+                "once, in the order of the model's list"
+            )
+        run = self.runs[index]
+        flat, spec = tree_flatten((args, kwargs))
+        if is_behind_block:
+            flat = self._cut(flat, run.glue, is_passed_on=True)
+            self._check_cut(index, run.glue)
+        else:
+            self._close()
+            roots = self.runs[index - 1].roots
+            flat = self._cut(flat, roots, is_passed_on=True)
+            self._check_cut(index - 1, roots)
+            if not roots:  # a frozen embedding: its output stands for it all the same
+                first = next(k for k, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.is_floating_point())
+                flat[first] = flat[first].detach().requires_grad_()  # type: ignore[attr-defined]
+                run.leaves = [flat[first]]  # type: ignore[list-item]
+            else:
+                run.leaves = [leaf for _, leaf in roots]
+            self._yield()
+        args, kwargs = tree_unflatten(flat, spec)
+        leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
+        if self.plans[index].dropped:
+            run.call = (original, args, kwargs)
+        run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
+        self._open(index, run.read, self.external | _addresses(flat))
+        out = original(*args, **kwargs)
+        self._close()
+        flat, spec = tree_flatten(out)
+        del out
+        flat = self._cut(flat, run.roots)
+        self._check_cut(index, run.roots)
+        following = self.runs[index + 1]
+        following.leaves = [leaf for _, leaf in run.roots]
+        if self._holds_results:
+            run.result = (flat, spec)
+        self._yield()
+        if self.units[index + 1].block is None:
+            following.read = [*following.leaves, *following.shared]
+            self._open(index + 1, following.read)
+        return tree_unflatten(flat, spec)
+
+    def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
+        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
+
+        What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
+        """
+        cut: dict[int, torch.Tensor] = {}
+        out: list[object] = []
+        for t in flat:
+            if not isinstance(t, torch.Tensor) or t.grad_fn is None:
+                out.append(t)
+                continue
+            known = self._leaf_of.get(id(t))
+            if known is not None and known[0]() is t:
+                cut[id(t)] = known[1]
+            elif id(t) not in cut:
+                cut[id(t)] = t.detach().requires_grad_()
+                roots.append((get_gradient_edge(t), cut[id(t)]))
+                if is_passed_on:
+                    self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
+            out.append(cut[id(t)])
+        return out
+
+    def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
+        """Raises `ModelError` where a unit's graph goes past its boundary; looks once, since each step is alike."""
+        if not roots or (index, len(roots)) in self.hooks.checked:
+            return
+        own = {edge.node for edge, _ in roots}
+        other = {edge.node for run in self.runs for edge, _ in (*run.roots, *run.glue)} - own
+        seen, waiting = set(own), list(own)
+        while waiting:
+            node = waiting.pop()
+            if node in other:
+                raise ModelError(
+                    f"the model uses what it gave to an earlier block again at {self.units[index].name!r}, such as a "
+                    "residual that is added outside of the blocks; let blocks do that, and return what is needed later"
+                )
+            following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(following)
+            waiting += following
+        self.hooks.checked.add((index, len(roots)))
+
+
+@dataclass(eq=False)
+class _Echo:
+    """Stands for the lane while a unit outside of blocks is run again: blocks before it only give what they gave."""
+
+    lane: Lane
+    index: int
+    recreator: Recreator
+
+    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if index > self.index:
+            if self.recreator.runs_to_end:
+                self.lane._refill(self.index, tree_flatten((args, kwargs))[0])
+            raise AllMade
+        run = self.lane.runs[index]
+        assert run.result is not None
+        if index + 1 == self.index:
+            self.lane.device.set_rng_state(self.lane.runs[self.index].rng or self.lane.device.rng_state())
+            self.recreator.is_on = True
+        return tree_unflatten(*run.result)
+
+
+def _addresses(values: object) -> set[int]:
+    """Addresses of the storages of all tensors in a nest of values."""
+    return {t.untyped_storage().data_ptr() for t in tree_flatten(values)[0] if isinstance(t, torch.Tensor)}
+
+
+def batch_addresses(batch: Mapping[str, object], model: nn.Module) -> set[int]:
+    """Addresses of what exists outside of all units: the batch and the model's buffers."""
+    return _addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in model.buffers()}

@@ -1,0 +1,208 @@
+"""The units of a model: embed, blocks and head, with their parameters in flat buffers.
+
+Blocks are the elements of the model's outermost lists of equal modules. What lies outside of them belongs to `embed` if
+it is used before the first block, to `between3` if it is used in front of block 3 (the end of an encoder, and the
+decoder's embedding), else to `head`; which of these is found by running a copy of the model on fake tensors and
+watching which modules are called when. A parameter of `embed` that is used again later stays there, and those that use
+it share it.
+
+A unit's parameters lie in one flat buffer, in the model's order, except that those whose size is not a multiple of 16
+elements come last: so nearly all of them start on a boundary of 64 bytes with no padding between.
+
+    ModelError(ValueError)   a model that cannot be cut into units; says which part and what is supported
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tierplan.runtime.optim.adam import VECTOR_ELEMENTS
+from tierplan.runtime.tracing.record import ExpertsOnFakes
+
+__all__ = ["ModelError", "ModelUnit", "find_blocks", "split_model"]
+
+
+class ModelError(ValueError):
+    """A model that cannot be cut into units."""
+
+
+@dataclass(eq=False)
+class ModelUnit:
+    """One unit's modules and parameters, and where its parameters lie in a flat buffer."""
+
+    name: str
+    block: nn.Module | None
+    """None for what lies outside of blocks: embed, head, and what is between them."""
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """Those it owns, by name in the model, in flat order."""
+    shares: str | None = None
+    shapes: tuple[torch.Size, ...] = ()
+    dtype: torch.dtype = torch.float32
+    _bound: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = tuple(p.shape for _, p in self.parameters)
+        dtypes = {p.dtype for _, p in self.parameters}
+        if len(dtypes) > 1:
+            raise ModelError(
+                f"unit {self.name!r} has parameters in {sorted(map(str, dtypes))}; they must be of one dtype"
+            )
+        self.dtype = dtypes.pop() if dtypes else torch.float32
+
+    @property
+    def lengths(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.lengths)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' parts of a flat tensor with one element per parameter, in their shapes."""
+        return [part.view(shape) for part, shape in zip(flat.split(self.lengths), self.shapes, strict=True)]
+
+    def bind(self, flat: torch.Tensor) -> None:
+        """Makes the model's parameters views of this flat tensor."""
+        if self._bound is not None and flat.data_ptr() == self._bound.data_ptr():
+            return
+        for (_, p), view in zip(self.parameters, self.views(flat), strict=True):
+            p.data = view
+        self._bound = flat
+
+    def unbind(self) -> None:
+        """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""
+        for (_, p), shape in zip(self.parameters, self.shapes, strict=True):
+            p.data = placeholder(shape, self.dtype, p.device)
+        self._bound = None
+
+    @property
+    def bound(self) -> torch.Tensor | None:
+        """The flat tensor that the parameters are views of now."""
+        return self._bound
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of this shape that takes the memory of one element, and reads as nan everywhere."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's repeated blocks with their names, in the order of registration."""
+    outer: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if any(name.startswith(f"{other}.") for other, _ in outer) or len({type(m) for m in module}) > 1:
+            continue
+        outer.append((name, module))
+    if not outer:
+        raise ModelError(
+            f"{type(model).__name__} has no nn.ModuleList of equal blocks; the runtime runs models that are a list of "
+            "blocks between an embedding and a head"
+        )
+    longest = max(outer, key=lambda item: len(item[1]))[1]
+    kind = type(longest[0])
+    other = next(((name, blocks) for name, blocks in outer if type(blocks[0]) is not kind), None)
+    if other is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} has blocks of two types: {kind.__name__}, and {type(other[1][0]).__name__} in "
+            f"{other[0]!r}. Of encoder-decoders, only those with one type of block and something behind the encoder's "
+            "last block are supported, as T5 is; take such a model, or one without an encoder"
+        )
+    return [(f"{name}.{i}", m) for name, blocks in outer if type(blocks[0]) is kind for i, m in enumerate(blocks)]
+
+
+def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit]:
+    """The units of the model, in the order in which a forward on such a batch runs them."""
+    blocks = find_blocks(model)
+    in_block = {id(p): name for name, block in blocks for p in block.parameters()}
+    used = _used_outside(model, [name for name, _ in blocks], batch)
+    parameters = dict(model.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
+    last = len(blocks)
+    outside: dict[int, list[tuple[str, nn.Parameter]]] = {0: [], **{at: [] for at in sorted(used)}, last: []}
+    sharing: set[int] = set()
+    for name, p in parameters.items():
+        if id(p) in in_block:
+            continue
+        places = [at for at in outside if name in used.get(at, ())] or [last]
+        outside[places[0]].append((name, p))
+        if places[0] and places[1:]:
+            raise ModelError(
+                f"parameter {name!r} is used both in front of block {places[0]} and behind it; only those of the "
+                "embedding may be used again"
+            )
+        sharing.update(places[1:])
+    units = [_unit("embed", None, outside[0])]
+    claimed: dict[int, str] = {}
+    for i, (name, block) in enumerate(blocks):
+        if i in outside and i:
+            units.append(_unit(f"between{i}", None, outside[i], shares="embed" if i in sharing else None))
+        own = [(f"{name}.{key}", p) for key, p in block.named_parameters()]
+        for key, p in own:
+            if id(p) in claimed:
+                raise ModelError(
+                    f"parameter {key!r} is also one of {claimed[id(p)]!r}; blocks must not share parameters"
+                )
+            claimed[id(p)] = name
+        units.append(_unit(f"L{i}", block, own))
+    units.append(_unit("head", None, outside[last], shares="embed" if last in sharing else None))
+    return units
+
+
+def _unit(
+    name: str, block: nn.Module | None, parameters: Sequence[tuple[str, nn.Parameter]], shares: str | None = None
+) -> ModelUnit:
+    ordered = sorted(parameters, key=lambda item: item[1].numel() % VECTOR_ELEMENTS != 0)  # stable
+    return ModelUnit(name, block, tuple(ordered), shares)
+
+
+def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
+    """Names of the parameters that modules outside of blocks use, by how many blocks have run before."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, mode)
+    canonical = {id(p): name for name, p in twin.named_parameters()}
+    used: dict[int, set[str]] = {}
+    num_run = [0]
+
+    def leave_block(module: nn.Module, args: object, out: object) -> None:
+        num_run[0] += 1
+
+    def enter(module: nn.Module, args: object) -> None:
+        names = [canonical[id(p)] for p in module._parameters.values() if p is not None]
+        if names:
+            used.setdefault(num_run[0], set()).update(names)
+
+    inside = tuple(f"{name}." for name in blocks)
+    for name, module in twin.named_modules():
+        if name in blocks:
+            module.register_forward_hook(leave_block)
+        elif not name.startswith(inside):
+            module.register_forward_pre_hook(enter)
+    try:
+        with mode, ExpertsOnFakes(), torch.no_grad():
+            twin(**{k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
+            f"head use: {error}; pass a batch of the form that training uses"
+        ) from error
+    return used
+
+
+def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model whose parameters and buffers have no memory; ties between parameters are kept."""
+    memo: dict[int, object] = {}
+    with mode:
+        for p in model.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+        for b in model.buffers():
+            memo[id(b)] = torch.empty(b.shape, dtype=b.dtype)
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,209 @@
+"""Weights in and out, one unit at a time: a model larger than memory is never whole in memory.
+
+model = hollow_model(config, training)              the model's class without parameters
+train(..., weights=random_weights(model, seed=0))   or checkpoint_weights(model, folder)
+export(trainer, folder)                             a folder that `from_pretrained` loads
+
+WeightsError(ValueError)   a checkpoint that lacks a parameter, or a module that cannot be initialised
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tierplan.runtime.autograd.units import ModelUnit, placeholder
+from tierplan.runtime.tracing.models import build_model
+from tierplan.sim.workloads.workload import Training
+
+if TYPE_CHECKING:
+    from tierplan.runtime.trainer import Trainer
+
+__all__ = ["WeightsError", "checkpoint_weights", "export", "hollow_model", "random_weights"]
+
+Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be had. Names the parameter and the place."""
+
+
+def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
+    """The model of a `config.json`, in training mode, with parameters that have shapes and no memory; buffers are "
+    "real."""
+    with _parameters_on_meta():
+        model = build_model(config, training)
+    tie: Any = getattr(model, "tie_weights", lambda: None)
+    tie()
+    hollow: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in hollow:
+                    hollow[id(p)] = nn.Parameter(placeholder(p.shape, p.dtype), requires_grad=p.requires_grad)
+                module._parameters[name] = hollow[id(p)]
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as they are registered; buffers, which some models compute, keep theirs."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        original(module, name, p)
+        if p is not None and p.device.type != "meta":
+            module._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def random_weights(model: nn.Module, *, seed: int) -> Weights:
+    """Random parameters by the model's own rule for each module; a unit's depend on the seed and its name alone."""
+
+    children_first = [(m, {id(p) for p in m.parameters()}) for m in reversed(list(model.modules()))]
+
+    def weights(unit: ModelUnit) -> list[torch.Tensor]:
+        kept = torch.get_rng_state()
+        torch.manual_seed(seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name))
+        wanted = {id(p) for _, p in unit.parameters}
+        for _, p in unit.parameters:
+            p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
+        for p in model.parameters():
+            p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
+        for module, inside in children_first:
+            if inside & wanted:
+                _initialise(model, module)
+        torch.set_rng_state(kept)
+        for name, p in unit.parameters:
+            if torch.isnan(p).any():
+                raise WeightsError(
+                    f"{type(model).__name__} has no rule to initialise {name!r}; start from a checkpoint"
+                )
+        return [p.detach() for _, p in unit.parameters]
+
+    return weights
+
+
+def _initialise(model: nn.Module, module: nn.Module) -> None:
+    rule: Any = getattr(model, "_init_weights", None)
+    own: Any = getattr(module, "reset_parameters", lambda: None)
+    with torch.no_grad():
+        if rule is not None:
+            module._is_hf_initialized = False  # type: ignore[assignment]
+            rule(module)
+        else:
+            own()
+
+
+def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weights:
+    """Parameters from the safetensors files of a folder, read tensor by tensor."""
+    from safetensors import safe_open
+
+    files = _files_by_key(Path(folder))
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def key_of(name: str) -> str:
+        bare = name.removeprefix(prefix)
+        for key in (name, bare, prefix + name):
+            for candidate in (key, key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(".bias", ".beta")):
+                if candidate in files:
+                    return candidate
+        raise WeightsError(
+            f"{folder} has no tensor {name!r}, which {type(model).__name__} needs; it has {len(files)} others"
+        )
+
+    def weights(unit: ModelUnit) -> list[torch.Tensor]:
+        found = []
+        for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
+            key = key_of(name)
+            with safe_open(files[key], framework="pt") as file:
+                tensor = file.get_tensor(key)
+            if tensor.shape != shape:
+                raise WeightsError(
+                    f"{key!r} in {files[key]} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}; is "
+                    "the config.json that of this checkpoint?"
+                )
+            found.append(tensor.to(unit.dtype))
+        return found
+
+    return weights
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {k: folder / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    if not found:
+        raise WeightsError(f"{folder} holds no *.safetensors; give a checkpoint in that format, or a config.json alone")
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a safetensors checkpoint."""
+    return folder.is_dir() and any(folder.glob("*.safetensors"))
+
+
+def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
+    """Writes the trained parameters as a checkpoint that `from_pretrained` loads, one file per unit.
+
+    Needs memory for one unit. Tied parameters are written once, under the name of their owner.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    owners = [unit for unit in trainer.units if unit.num_parameters]
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, unit in enumerate(owners, 1):
+        name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
+        memory = trainer.content(f"params/{unit.name}")
+        write_flat(target / name, unit, memory)
+        total_bytes += memory.numel()
+        weight_map.update(dict.fromkeys((key for key, _ in unit.parameters), name))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    model: Any = trainer.model
+    for part in ("config", "generation_config"):
+        if getattr(model, part, None) is not None:
+            getattr(model, part).save_pretrained(target)
+
+
+def write_flat(path: Path, unit: ModelUnit, memory: torch.Tensor) -> None:
+    """A safetensors file of a unit's flat parameters, which lie in the file as they lie in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
+        size = shape.numel() * unit.dtype.itemsize
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[unit.dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        file.write(memory.numpy().data)
+    temporary.replace(path)

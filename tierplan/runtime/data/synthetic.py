@@ -1,0 +1,48 @@
+"""What runs here: versions, devices, and models and batches that are the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tierplan.runtime.tracing.models import build_model
+from tierplan.sim.workloads.workload import Training
+
+__all__ = ["default_device", "device_name", "random_batches", "seeded_model", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that decide how long kernels take and what a model is made of."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def default_device() -> str:
+    """`cuda` where PyTorch sees a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(device: str) -> str:
+    """The GPU's name; `no GPU` for a device on the CPU."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "no GPU"
+
+
+def seeded_model(config: Mapping[str, object], training: Training, seed: int = 0) -> nn.Module:
+    """The model of a config with random weights, the same for the same seed."""
+    torch.manual_seed(seed)
+    return build_model(config, training)
+
+
+def random_batches(
+    config: Mapping[str, object], training: Training, count: int, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """`count` micro-batches of random tokens, each its own label."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(str(config["vocab_size"]))
+    shape = (training.per_device_train_batch_size, training.sequence_length)
+    for _ in range(count):
+        tokens = torch.randint(vocabulary, shape, generator=generator)
+        yield {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,430 @@
+"""What the ops of a training step do: the bodies that `executor.Executor` calls, by kind of op.
+
+SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tierplan.runtime.autograd.lanes import Lane
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.executor import Call, Instance
+from tierplan.runtime.execution.gradients import complete, gather, given, parts_of, sink_of, take_over
+from tierplan.runtime.execution.state_parts import parameters_of
+from tierplan.runtime.execution.threads import threads_here
+from tierplan.runtime.execution.values import GradientThing, Held, InputThing, SavedThing, held_of
+from tierplan.runtime.memory.arena import Block, Pool, map_host
+from tierplan.runtime.memory.store import Extent, Store
+from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
+from tierplan.runtime.optim.groups import segments
+
+__all__ = ["Bodies", "SizeError"]
+
+DEVICE, HOST, NVME = "gpu0", "host", "nvme"
+COMPUTE = "gpu0.compute"
+
+
+class SizeError(ValueError):
+    """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
+
+
+@dataclass(eq=False)
+class Bodies:
+    """Executes ops on a model. `__call__` and `release` are what the executor wants."""
+
+    units: Sequence[ModelUnit]
+    device: Device
+    device_pool: Pool
+    host_pool: Pool
+    store: Store | None
+    optimizer: OptimizerSettings
+    has_master: bool
+    dtype: torch.dtype
+    max_grad_norm: float | None
+    learning_rate: Callable[[int], float]
+    """By step, from 0."""
+    new_lane: Callable[[int, int], Lane]
+    """Starts micro-batch m of a step."""
+    num_threads: int
+    parameters: Sequence[torch.nn.Parameter]
+    """In the model's order, which is that of the global norm."""
+    behind: frozenset[str] = frozenset()
+    """Units whose update in a step is that of the step before, with its gradients."""
+    on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that copies have moved, by stream."""
+
+    committed: set[Extent] = field(default_factory=set)
+    """Extents that the last commit needs: neither written nor freed."""
+
+    def __post_init__(self) -> None:
+        self._index = {u.name: i for i, u in enumerate(self.units)}
+        self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
+        """By unit, what of it is updated how."""
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._position = {id(p): k for k, p in enumerate(self.parameters)}
+        self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._kinds: Mapping[str, Callable[[Call], None]] = {
+            "forward": self._forward,
+            "recompute": self._recompute,
+            "backward": self._backward,
+            "copy": self._copy,
+            "accumulate": self._accumulate,
+            "widen": self._widen,
+            "norm": self._norm,
+            "clip": self._clip,
+            "update": self._update,
+            "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
+        }
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._take_gradient)
+            for u in self.units
+            for _, p in u.parameters
+            if p.requires_grad
+        ]
+
+    def __call__(self, call: Call) -> None:
+        with self.device.on(call.op.stream):
+            self._kinds[call.op.kind](call)
+            self.device.finish()
+
+    def close(self) -> None:
+        """Ends lanes that are under way, and takes the hooks off the model."""
+        for lane in self._lanes.values():
+            lane.cancel()
+        self._lanes.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- memory ----
+
+    def allocate(self, instance: Instance) -> Block | Extent:
+        """A place for a buffer in its tier."""
+        b = instance.buffer
+        if b.tier == NVME:
+            assert self.store is not None
+            return self.store.allocate(b.size_bytes)
+        return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
+
+    def place(self, instance: Instance) -> Held:
+        """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
+        over = instance.over
+        if over is not None and held_of(over).place not in self.committed:
+            instance.value = held = held_of(over)
+        else:
+            instance.value = held = Held(self.allocate(instance))
+        return held
+
+    def release(self, instance: Instance) -> None:
+        """Gives a freed buffer's memory back."""
+        held = instance.value
+        if not isinstance(held, Held):
+            return
+        if held.thing is not None and instance.buffer.tier == DEVICE:
+            held.thing.leave()
+        held.parts = None
+        if isinstance(held.place, Extent):
+            assert self.store is not None
+            if held.place not in self.committed:
+                self.store.free(held.place)
+        elif held.place is not None:
+            self._unbind(held.place)
+            (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(held.place)
+
+    def read(self, instance: Instance) -> torch.Tensor:
+        """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
+        place, size_bytes = held_of(instance).place, instance.buffer.size_bytes
+        if isinstance(place, Extent):
+            assert self.store is not None
+            out = map_host(size_bytes)[:size_bytes]
+            self.store.read(place, out)
+            return out
+        assert isinstance(place, Block)
+        return place.data.cpu().clone()
+
+    def commit(self, extents: set[Extent]) -> None:
+        """From now on these are the extents of the last commit."""
+        assert self.store is not None
+        for extent in self.committed - extents:
+            self.store.free(extent)
+        self.committed = extents
+
+    def _unbind(self, block: Block) -> None:
+        address = block.pages.data_ptr()
+        for unit in self.units:
+            if unit.bound is not None and unit.bound.data_ptr() == address:
+                unit.unbind()
+
+    # ---- copies ----
+
+    def _copy(self, call: Call) -> None:
+        source, target = call.reads[0], call.writes[0]
+        old = held_of(source)
+        size = source.buffer.size_bytes
+        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
+        if isinstance(old.thing, SavedThing) and target.buffer.tier == DEVICE:
+            self._bring_back(old.thing, source, target)
+            return
+        new = self.place(target)
+        new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
+        if old.parts is not None:
+            gather(old, self._unit_of(source), new)
+        elif isinstance(new.place, Extent):
+            assert self.store is not None
+            self.store.write(new.place, self._memory(source))
+        elif isinstance(old.place, Extent):
+            assert self.store is not None
+            self.store.read(old.place, new.block.pages)
+        else:
+            new.block.data.copy_(self._memory(source), non_blocking=True)
+        if new.thing is not None and target.buffer.tier == DEVICE:
+            new.thing.arrive(new.block.data)
+
+    def _bring_back(self, thing: SavedThing, source: Instance, target: Instance) -> None:
+        """A saved tensor returns in memory of its own: backward frees it when it has used it, as if it had been kept.
+
+        What an op may make beside its buffers is declared on that condition.
+        """
+        memory = torch.empty(source.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        memory.copy_(self._memory(source), non_blocking=True)
+        self.device.lend(memory, COMPUTE)
+        thing.arrive(memory)
+        target.value = Held(thing=thing)
+
+    def _memory(self, instance: Instance) -> torch.Tensor:
+        """The bytes of a buffer in memory; whole pages where it lies in a block."""
+        held = held_of(instance)
+        if isinstance(held.place, Block):
+            return held.place.data
+        assert held.thing is not None
+        memory = held.thing.memory()
+        expect(instance, memory.numel())
+        return memory
+
+    # ---- compute ----
+
+    def _bind(self, call: Call) -> None:
+        """Makes the parameters that the op reads those of the model."""
+        for instance in call.reads:
+            kind, _, name = instance.buffer.content.partition("/")
+            if kind == "params":
+                self.units[self._index[name]].bind(held_of(instance).block.data.view(self.dtype))
+
+    def _forward(self, call: Call) -> None:
+        index = self._index[call.op.unit]
+        self._bind(call)
+        key = call.step, call.op.micro_batch
+        if index == 0:
+            self._lanes[key] = self.new_lane(*key)
+        lane = self._lanes[key]
+        run = lane.run_forward(index)
+        assert run.recorder is not None
+        sizes, plan = run.recorder.sizes, lane.plans[index]
+        kept = sum(size for k, size in enumerate(sizes) if k not in plan.dropped | plan.leaving)
+        for instance in call.writes:
+            kind, *rest = instance.buffer.content.split("/")
+            if kind == "x":
+                leaves = lane.hand_over(index + 1, instance.buffer.size_bytes)
+                expect(instance, sum(leaf.nbytes for leaf in leaves))
+                instance.value = Held(thing=InputThing(leaves))
+            elif kind == "acts" and rest[-1] == "keep":
+                expect(instance, kept)
+                kept = 0
+            elif kind == "acts":
+                slot = run.recorder.missing.pop(int(rest[-1]), None)
+                expect(instance, slot.size_bytes if slot else 0)
+                assert slot is not None
+                instance.value = Held(thing=SavedThing(slot))
+        if kept:
+            raise SizeError(
+                f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
+                f"the unit saves tensors of {sizes} bytes here. {REMEDY}"
+            )
+        if lane.runs[-1].recorder is not None and index + 1 == len(self.units):
+            self.on_loss(call.step, call.op.micro_batch, lane.loss)
+
+    def _recompute(self, call: Call) -> None:
+        index, lane = self._index[call.op.unit], self._lanes[call.step, call.op.micro_batch]
+        self._bind(call)
+        outputs = [x for x in call.writes if x.buffer.content.startswith("x/")]
+        made = lane.run_again(index, makes_output=bool(outputs))
+        for instance in call.writes:
+            if instance.buffer.content.endswith("/re"):
+                expect(instance, made)
+        for instance in outputs:
+            leaves = lane.runs[index + 1].leaves
+            expect(instance, sum(leaf.nbytes for leaf in leaves))
+            instance.value = Held(thing=InputThing(leaves))
+
+    def _backward(self, call: Call) -> None:
+        index = self._index[call.op.unit]
+        self._bind(call)
+        key = call.step, call.op.micro_batch
+        lane = self._lanes[key]
+        self._prepare_gradients(call)
+        lane.run_backward(index)
+        for instance in call.writes:
+            if instance.buffer.content.startswith("dx/"):
+                leaves = lane.runs[index].leaves
+                expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
+                instance.value = Held(thing=GradientThing(leaves))
+        self._finish_gradients(call)
+        if index == 0:
+            del self._lanes[key]
+
+    # ---- gradients ----
+
+    def _prepare_gradients(self, call: Call) -> None:
+        """Says where the gradient of each parameter goes that this backward makes.
+
+        Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
+        micro-batches before, as in plain training.
+        """
+        self._sinks.clear()
+        for instance in call.writes:
+            kind = instance.buffer.content.partition("/")[0]
+            if kind not in ("grads", "tied"):
+                continue
+            unit, over = self._unit_of(instance), instance.over
+            instance.value = held = Held(parts=[None] * len(unit.parameters)) if over is None else held_of(over)
+            self._aim(unit, held, range(len(unit.parameters)))
+            tied = self._tied(call, unit)
+            if tied is not None and kind == "grads" and tied is not held:
+                self._aim(unit, tied, given(tied, unit))
+
+    def _unit_of(self, instance: Instance) -> ModelUnit:
+        return self.units[self._index[instance.buffer.content.split("/")[1]]]
+
+    def _tied(self, call: Call, unit: ModelUnit) -> Held | None:
+        """The share in the unit's gradients that the op reads."""
+        found = (held_of(x) for x in call.reads if x.buffer.content.startswith(f"tied/{unit.name}/"))
+        return next(found, None)
+
+    def _aim(self, unit: ModelUnit, held: Held, which: Iterable[int]) -> None:
+        for k in which:
+            self._sinks[id(unit.parameters[k][1])] = sink_of(held, unit, k)
+
+    def _take_gradient(self, p: torch.Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        assert p.grad is not None
+        sink = self._sinks.get(id(p))
+        if sink is not None:
+            sink(p.grad)
+            p.grad = None
+
+    def _finish_gradients(self, call: Call) -> None:
+        for instance in call.writes:
+            if instance.buffer.content.startswith("grads/"):
+                unit, held = self._unit_of(instance), held_of(instance)
+                tied = self._tied(call, unit)
+                if tied is not None and tied is not held:
+                    take_over(held, unit, tied)
+                complete(held, unit)
+        self._sinks.clear()
+
+    def _accumulate(self, call: Call) -> None:
+        total = self.place(call.writes[0])
+        total.block.data.view(self.dtype).add_(held_of(call.reads[1]).block.data.view(self.dtype))
+
+    def _widen(self, call: Call) -> None:
+        """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
+        old, wide = held_of(call.reads[0]), self.place(call.writes[0])
+        wide.filled, wide.is_absent = old.filled, old.is_absent
+        if not old.is_absent:
+            wide.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
+
+    def _norm(self, call: Call) -> None:
+        """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
+        unit = self.units[self._index[call.op.unit]]
+        parts = parts_of(held_of(call.reads[0]), unit)
+        with threads_here(self.num_threads):
+            norms = [
+                (self._position[id(p)], torch.linalg.vector_norm(part, 2.0).cpu())
+                for (name, p), part in zip(unit.parameters, parts, strict=True)
+                if p.requires_grad and name not in self.optimizer.frozen and part is not None
+            ]
+        call.writes[0].value = Held(norms=norms)
+
+    def _clip(self, call: Call) -> None:
+        found = sorted((pair for x in call.reads for pair in held_of(x).norms), key=lambda pair: pair[0])
+        total = torch.linalg.vector_norm(torch.stack([norm for _, norm in found]), 2.0)
+        if not torch.isfinite(total):
+            raise NonFiniteGradientError(
+                f"the global norm of the gradients is {total.item()} in step {call.step}; no update was made and the "
+                "last committed step is intact. Lower the learning rate, or look at the data of this step"
+            )
+        assert self.max_grad_norm is not None
+        call.writes[0].value = Held(clip=torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0))
+
+    # ---- update ----
+
+    def _update(self, call: Call) -> None:
+        unit = self.units[self._index[call.op.unit]]
+        grads, params, clip = held_of(call.reads[0]), None, None
+        for instance in call.reads[1:]:
+            if instance.buffer.content == "clip":
+                clip = held_of(instance).clip
+        states, part = None, range(unit.num_parameters)
+        for instance in call.writes:
+            held = self.place(instance)
+            if instance.buffer.content.startswith("states/"):
+                states, part = held, parameters_of(instance.buffer.content, unit.num_parameters)
+            else:
+                params = held
+                if instance.over is None and not self.has_master:
+                    raise ModelError(
+                        f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
+                    )
+        assert params is not None
+        flat = params.block.data.view(self.dtype)[part.start : part.stop]
+        regions = (
+            state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
+            if states
+            else {}
+        )
+        if grads.is_absent:
+            if "master" in regions:
+                flat.copy_(regions["master"])
+            return
+        is_wide = call.reads[0].buffer.content.endswith("/wide")
+        gradient: torch.Tensor | list[torch.Tensor]
+        if grads.parts is not None:
+            assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"
+            gradient = [t.view(-1) for t in grads.parts if t is not None]
+        else:
+            flat_gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype)
+            gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
+        num_updates = call.step - (unit.name in self.behind)
+        update_flat(
+            flat,
+            gradient,
+            regions,
+            self.optimizer,
+            step=num_updates + 1,
+            lr=self.learning_rate(num_updates),
+            clip=clip,
+            segments=self.segments[unit.name],
+            begin=part.start,
+            num_parameters=unit.num_parameters,
+            label=unit.name,
+        )
+
+
+REMEDY = (
+    "Make the schedule from a workload of this model, with the same shapes, dtype and backend "
+    "(tierplan.runtime.tracing.trace.trace_workload)"
+)
+
+
+def expect(instance: Instance, found_bytes: int) -> None:
+    """Raises `SizeError` unless the buffer declares so many bytes."""
+    b = instance.buffer
+    if found_bytes != b.size_bytes:
+        raise SizeError(
+            f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
+        )

@@ -1,0 +1,139 @@
+"""What outlives a step (parameters, optimizer states, late gradients) on its way into its tiers, and out of them again.
+
+TrainingError(ValueError)   schedule, model and settings do not fit together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.execution.executor import Executor, Instance
+from tierplan.runtime.execution.ops import Bodies
+from tierplan.runtime.execution.state_parts import contents_of, join, parameters_of
+from tierplan.runtime.execution.values import Held, held_of
+from tierplan.runtime.memory.arena import map_host
+from tierplan.runtime.memory.store import Extent
+from tierplan.runtime.optim.adam import state_regions, update_flat
+
+__all__ = ["Placement", "TrainingError"]
+
+
+class TrainingError(ValueError):
+    """Schedule, model and settings do not fit together."""
+
+
+@dataclass(eq=False)
+class Placement:
+    """The initial buffers of an execution and the bytes in them. Nothing may run meanwhile."""
+
+    executor: Executor
+    bodies: Bodies
+    pending: frozenset[str] = frozenset()
+    """Units whose last update is still to come when a step has ended."""
+
+    # ---- in ----
+
+    def begin(self, weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None) -> None:
+        """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit.
+
+        `weights` gives a unit's parameters where the model has none in memory.
+        """
+        by_content: dict[str, Instance] = {x.buffer.content: x for x in self.executor.carried.values()}
+        for unit in self.bodies.units:
+            if unit.num_parameters == 0:
+                continue
+            parts = weights(unit) if weights is not None else [p.detach() for _, p in unit.parameters]
+            flat = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts])
+            del parts
+            unit.unbind()
+            self.fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
+            for content in contents_of(unit.name, by_content):
+                states, part = by_content[content], parameters_of(content, unit.num_parameters)
+                start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
+                regions = self._regions(start)
+                if "master" in regions:
+                    regions["master"].copy_(flat[part.start : part.stop])
+                self.fill(states, start)
+            grads = by_content.get(f"grads/{unit.name}/mb0")
+            if grads is not None:
+                grads.value = Held(self.bodies.allocate(grads), is_absent=True)
+
+    def fill(self, instance: Instance, memory: torch.Tensor) -> None:
+        """Gives an initial buffer these bytes, in its tier."""
+        if memory.numel() != instance.buffer.size_bytes:
+            raise TrainingError(
+                f"buffer {instance.buffer.name!r} is declared with {instance.buffer.size_bytes:,} bytes, but the model "
+                f"needs {memory.numel():,} there; make the schedule from this model"
+            )
+        place = self.bodies.allocate(instance)
+        instance.value = Held(place)
+        if isinstance(place, Extent):
+            assert self.bodies.store is not None
+            self.bodies.store.write(place, memory)
+        else:
+            place.data.copy_(memory)
+
+    # ---- out ----
+
+    def restore_model(self) -> None:
+        """Every parameter is in ordinary memory again."""
+        for instance in self.executor.carried.values():
+            kind, _, unit_name = instance.buffer.content.partition("/")
+            if kind == "params":
+                unit = self._unit(unit_name)
+                flat = torch.empty(unit.num_parameters, dtype=self.bodies.dtype)
+                flat.view(torch.uint8).copy_(self.content(instance.buffer.content))
+                unit.unbind()
+                for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
+                    p.data = view.clone()
+
+    def content(self, content: str) -> torch.Tensor:
+        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8.
+
+        A unit whose last update is still to come is given as it is after that.
+        """
+        kind, _, name = content.partition("/")
+        if name in self.pending and kind in ("params", "states"):
+            return self._after_pending(name)[kind]
+        return self._as_it_is(content)
+
+    def _as_it_is(self, content: str) -> torch.Tensor:
+        carried = {x.buffer.content: x for x in self.executor.carried.values()}
+        if content in carried:
+            return self.bodies.read(carried[content])
+        name = content.partition("/")[2]
+        parts = [self.bodies.read(carried[part]) for part in contents_of(name, carried)]
+        return join(parts, self._unit(name).num_parameters)
+
+    def _after_pending(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of a unit's parameters and states with the update that the next step would begin with."""
+        bodies = self.bodies
+        carried = {x.buffer.content: x for x in self.executor.carried.values()}
+        found = {"params": self._as_it_is(f"params/{name}")}
+        if contents_of(name, carried):
+            found["states"] = self._as_it_is(f"states/{name}")
+        grads = carried[f"grads/{name}/mb0"]
+        if not held_of(grads).is_absent:
+            done, states = self.executor.num_steps_done, found.get("states")
+            update_flat(
+                found["params"].view(bodies.dtype),
+                self._as_it_is(f"grads/{name}/mb0").view(bodies.dtype),
+                self._regions(states) if states is not None else {},
+                bodies.optimizer,
+                step=done,
+                lr=bodies.learning_rate(done - 1),
+                clip=None,
+                segments=bodies.segments[name],
+                label=name,
+            )
+        return found
+
+    def _regions(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        return state_regions(states, optimizer=self.bodies.optimizer.name, has_master=self.bodies.has_master)
+
+    def _unit(self, name: str) -> ModelUnit:
+        return next(u for u in self.bodies.units if u.name == name)

@@ -1,0 +1,315 @@
+"""What is measured: one op of each stream, run through the same store, memory and optimizer code as training.
+
+A `Load` is one kind of op at one size. Loads turn over far more memory than the caches hold, as training does. On a
+machine without a GPU the device tier is memory of the host, and copies to it are copies between two places in RAM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.memory.arena import map_host
+from tierplan.runtime.memory.store import Extent, Store, measure_weights
+from tierplan.runtime.optim.adam import OptimizerSettings, state_regions, update_flat
+from tierplan.sim.workloads.models import workload_of
+from tierplan.sim.workloads.workload import Training
+
+__all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
+
+COMPUTE = "gpu0.compute"
+BLOCK = "blocks"
+"""Work kind of the load that runs a whole block."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An op that can be run again and again."""
+
+    stream: str
+    """Where it runs: `gpu0.compute`, ..."""
+    kind: str
+    """Its work kind: `bytes`, `matmul_bf16_flops`, ..."""
+    amount: float
+    """Work of one run."""
+    run: Callable[[], None]
+    """Does the work and returns when it is done."""
+    op_amount: float = 0.0
+    """Work of one op, where `run` does several (forward and backward); 0: the same as `amount`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.stream} {self.kind} {self.amount:.3g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured."""
+
+    copy_bytes: tuple[int, ...] = (4 << 10, 256 << 10, 4 * MIB, 32 * MIB)
+    """The first of each row is so small that its time is all overhead."""
+    file_bytes: tuple[int, ...] = (4 << 10, 256 << 10, 4 * MIB, 32 * MIB, 128 * MIB)
+    adam_parameters: tuple[int, ...] = (1 << 10, 1 << 18, 1 << 22)
+    hidden: tuple[int, ...] = (256, 512, 1024)
+    """Widths of the blocks whose matmuls are measured."""
+    block_hidden: int = 512
+    """One of them: the width of the block that is measured as a whole, and of attention."""
+    tokens: int = 512
+    head_dim: int = 64
+    area_bytes: int = 256 * MIB
+    """Memory that copies and updates turn over, so that caches do not help."""
+    file_area_bytes: int = 1024 * MIB
+    """Bytes of the file that reads and writes turn over."""
+    overhead_hidden: int = 64
+    """Width of a block whose time is all overhead."""
+
+
+@contextmanager
+def loads(
+    folders: tuple[Path, ...], sizes: Sizes, *, device: Device, dtypes: tuple[str, ...]
+) -> Iterator[tuple[list[Load], tuple[str, ...]]]:
+    """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
+    weights = measure_weights(folders) if len(folders) > 1 else ()  # as a run stripes over them
+    store = Store(folders, weights=weights) if folders else None
+    host_pool = device.host_pool(sizes.area_bytes)
+    host = host_pool.take(sizes.area_bytes)
+    try:
+        found = [*_compute(sizes, device, dtypes), *_copies(sizes, host.data, device), *_adam(sizes, dtypes[0])]
+        if store is not None:
+            found += _files(store, sizes)
+        yield found, () if store is None else store.notes
+    finally:
+        host_pool.give(host)
+        host_pool.trim()  # unpins it
+        if store is not None:
+            store.close(remove=True)
+
+
+# ---- compute ----
+
+
+def _compute(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
+    found = [_overhead(sizes, device)]
+    for dtype in dtypes:
+        for hidden in sizes.hidden:
+            found.append(_matmuls(sizes, hidden, dtype, device))
+        found.append(_attention(sizes, dtype, device))
+    found.append(_block(sizes, dtypes[0], device))
+    found.append(_update_on_device(sizes, dtypes[0], device))
+    return found
+
+
+def _done(device: Device, stream: str, work: Callable[[], object]) -> Callable[[], None]:
+    """`work` on its stream, waited for as the runtime waits."""
+
+    def run() -> None:
+        with device.on(stream):
+            work()
+            device.finish()
+
+    return run
+
+
+class TransformerBlock(torch.nn.Module):
+    """A pre-norm decoder block as GPT-2 has it, with flash attention."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = torch.nn.LayerNorm(hidden), torch.nn.LayerNorm(hidden)
+        self.qkv, self.out = torch.nn.Linear(hidden, 3 * hidden), torch.nn.Linear(hidden, hidden)
+        self.up, self.down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, hidden) to the same."""
+        batch, tokens, hidden = x.shape
+        q, k, v = (
+            part.view(batch, tokens, self.num_heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).split(hidden, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, hidden))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+def _overhead(sizes: Sizes, device: Device) -> Load:
+    """Forward of a block too small for its work to count: what it costs to launch one. Its amount is one op."""
+    block = TransformerBlock(sizes.overhead_hidden, 1).to(device.torch_device)
+    x = torch.zeros(1, 8, sizes.overhead_hidden, device=device.torch_device)
+    return Load(COMPUTE, "ops", 1.0, _done(device, COMPUTE, lambda: block(x)))
+
+
+def _there_and_back(outputs: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Forward and backward, gradients of all leaves included and dropped."""
+    out = outputs()
+    torch.autograd.backward(out, out.detach())
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _matmuls(sizes: Sizes, hidden: int, dtype: str, device: Device) -> Load:
+    """The four products of a block, forward (24 * tokens * hidden^2 FLOPs) and backward (twice that)."""
+    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
+    x, wide = make(sizes.tokens, hidden), make(sizes.tokens, 4 * hidden)
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+    weights = [make(*shape) for shape in shapes]
+
+    def work() -> None:
+        for weight in weights:
+            source = x if weight.shape[1] == hidden else wide
+            _there_and_back(partial(F.linear, source, weight), (source, weight))
+
+    forward = 24.0 * sizes.tokens * hidden * hidden
+    return Load(COMPUTE, f"matmul_{dtype}_flops", 3 * forward, _done(device, COMPUTE, work), op_amount=1.5 * forward)
+
+
+def _attention(sizes: Sizes, dtype: str, device: Device) -> Load:
+    """Causal attention of one sequence. FLOPs as workloads count them: of the full square, 2.5 times that backward."""
+    hidden, tokens = sizes.block_hidden, sizes.tokens
+    heads = max(1, hidden // sizes.head_dim)
+    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
+    q, k, v = (make(1, heads, tokens, hidden // heads) for _ in range(3))
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    forward = 4.0 * tokens * tokens * hidden
+    work = _done(device, COMPUTE, lambda: _there_and_back(attend, (q, k, v)))
+    return Load(COMPUTE, f"attention_{dtype}_flops", 3.5 * forward, work, op_amount=1.75 * forward)
+
+
+def _block(sizes: Sizes, dtype: str, device: Device) -> Load:
+    """Forward and backward of one whole block: with matmuls and attention known, what is left is elementwise."""
+    block = TransformerBlock(sizes.block_hidden, max(1, sizes.block_hidden // sizes.head_dim))
+    block.to(device=device.torch_device, dtype=DTYPES[dtype])
+    x = torch.randn(1, sizes.tokens, sizes.block_hidden, device=device.torch_device, dtype=DTYPES[dtype])
+    x.requires_grad_()
+    leaves = (x, *block.parameters())
+    return Load(COMPUTE, BLOCK, 1.0, _done(device, COMPUTE, lambda: _there_and_back(lambda: block(x), leaves)))
+
+
+def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
+    """What the workload model says that `_block` does, forward and backward, by work kind."""
+    config = {
+        "model_type": "gpt2", "n_layer": 2, "n_embd": sizes.block_hidden, "vocab_size": 256,
+        "n_head": max(1, sizes.block_hidden // sizes.head_dim), "n_positions": sizes.tokens,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+    training = Training(
+        sequence_length=sizes.tokens,
+        dtype=dtype,  # type: ignore[arg-type]  # one of the keys of DTYPES
+        backend="cuda" if device.is_cuda else "cpu",
+    )
+    unit = workload_of("block", config, training).blocks[0]
+    return {
+        kind: unit.forward.get(kind, 0.0) + unit.backward.get(kind, 0.0) for kind in {**unit.forward, **unit.backward}
+    }
+
+
+# ---- optimizer ----
+
+
+def _adam(sizes: Sizes, dtype: str) -> list[Load]:
+    cpu = Device(torch.device("cpu"))
+    return [_update("host.adam", n, sizes, dtype, cpu) for n in sizes.adam_parameters]
+
+
+def _update_on_device(sizes: Sizes, dtype: str, device: Device) -> Load:
+    return _update("gpu0.compute", max(sizes.adam_parameters), sizes, dtype, device)
+
+
+def _turns(sizes: Sizes, size_bytes: int) -> int:
+    """How many pieces of this size to turn over."""
+    return min(256, max(2, sizes.area_bytes // size_bytes))
+
+
+def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
+    """The optimizer step of one unit, of many units in turn, by the code that training uses."""
+    has_master = dtype != "fp32"
+    per_parameter = 2 * DTYPES[dtype].itemsize + (12 if has_master else 8)
+    settings = OptimizerSettings()
+    memory = device.pool(0)
+
+    def unit() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        allocate = memory.allocate
+        params, grads = (
+            allocate(num_parameters * DTYPES[dtype].itemsize).view(DTYPES[dtype])[:num_parameters] for _ in range(2)
+        )
+        size_bytes = num_parameters * (12 if has_master else 8)
+        states = allocate(size_bytes)[:size_bytes]
+        states.zero_()  # touches the pages
+        params.fill_(1.0)
+        grads.fill_(1e-3)
+        return params, grads, state_regions(states, optimizer="adamw", has_master=has_master)
+
+    units = itertools.cycle([unit() for _ in range(_turns(sizes, per_parameter * num_parameters))])
+
+    def work() -> None:
+        params, grads, regions = next(units)
+        update_flat(params, grads, regions, settings, step=1, lr=1e-3)
+
+    return Load(stream, "parameters", float(num_parameters), _done(device, stream, work))
+
+
+# ---- copies ----
+
+
+def _copies(sizes: Sizes, host: torch.Tensor, device: Device) -> list[Load]:
+    there = device.pool(sizes.area_bytes).take(sizes.area_bytes).data
+    host.fill_(1)
+    there.fill_(1)
+    found = []
+    for size in sizes.copy_bytes:
+        for direction, source, target in (("h2d", host, there), ("d2h", there, host)):
+            found.append(_copy(f"gpu0.{direction}", size, source, target, device))
+    return found
+
+
+def _copy(stream: str, size: int, source: torch.Tensor, target: torch.Tensor, device: Device) -> Load:
+    places = itertools.cycle(range(0, source.numel() - size + 1, size))
+
+    def work() -> None:
+        at = next(places)
+        target[at : at + size].copy_(source[at : at + size], non_blocking=True)
+
+    return Load(stream, "bytes", float(size), _done(device, stream, work))
+
+
+# ---- files ----
+
+
+def _files(store: Store, sizes: Sizes) -> list[Load]:
+    """Reads and writes of extents in turn; the whole area has been written once, for a first write is slower."""
+    largest = max(sizes.file_bytes)
+    extents = [store.allocate(largest) for _ in range(max(2, sizes.file_area_bytes // largest))]
+    memory = map_host(largest)
+    memory.random_(0, 256)
+    for extent in extents:
+        store.write(extent, memory)
+    store.sync()
+    found = []
+    for size in sizes.file_bytes:
+        # Small ops have extents of their own: an extent is read and written as a whole.
+        own = extents if size == largest else [store.allocate(size) for _ in range(min(256, max(2, 64 * MIB // size)))]
+        for verb in ("read", "write"):
+            found.append(_file(store, verb, size, own))
+        if own is not extents:
+            for extent in own:
+                store.write(extent, memory[:size])
+    return found
+
+
+def _file(store: Store, verb: str, size: int, extents: list[Extent]) -> Load:
+    memory = map_host(size)
+    memory.random_(0, 256)
+    turn = itertools.cycle(extents if verb == "read" else extents[::-1])
+    move = store.read if verb == "read" else store.write
+    return Load(f"nvme.{verb}", "bytes", float(size), lambda: move(next(turn), memory))

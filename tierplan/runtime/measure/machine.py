@@ -1,0 +1,286 @@
+"""Measures this machine: what every stream does alone, and how much those that run together slow each other down.
+
+    machine = measure("/mnt/nvme/scratch", budget_s=60)       # also kept as the machine named `here`
+
+Everything runs in rounds, so that drift of the machine shows as spread. Rates are medians over rounds; limits are
+fitted to the speeds of every pair of streams (`tierplan.runtime.measure.limits`). Errors:
+
+    MeasurementError(ValueError)     a request that cannot be measured; says why and what to do
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tierplan.hwmodels.build import build
+from tierplan.hwmodels.catalog import HERE, here_path
+from tierplan.hwmodels.description import Description, write_description
+from tierplan.hwmodels.machine import Machine
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.measure.limits import Company, LimitPrior, fit_limits
+from tierplan.runtime.measure.loads import COMPUTE, MIB, Load, Sizes, loads
+from tierplan.runtime.measure.report import Alone, describe, existing
+from tierplan.runtime.measure.timing import Crew
+from tierplan.sim.trace import write_atomically
+
+__all__ = ["MeasurementError", "Progress", "measure", "measure_description"]
+
+Progress = Callable[[str, float], None]
+"""Called with what is being measured and the part that is done, 0 to 1."""
+
+GIB = 1 << 30
+LEAST_BUDGET_S = 5.0
+LEAST_WINDOW_S = 0.03
+FIT_S = 2.5
+LEAST_ROUNDS = 2
+CHECKS = (
+    (COMPUTE, "host.adam", "nvme.read"),
+    (COMPUTE, "nvme.read", "nvme.write"),
+    (COMPUTE, "gpu0.h2d", "nvme.write"),
+    ("host.adam", "nvme.read", "nvme.write"),
+    (COMPUTE, "gpu0.d2h", "gpu0.h2d", "host.adam", "nvme.read", "nvme.write"),
+)
+"""Mixes of more than two streams: measured where there is time, never fitted, compared with what the limits predict."""
+TYPICAL_OP_S = 0.03
+
+
+class MeasurementError(ValueError):
+    """A request that cannot be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    rounds: int
+    sizes: Sizes
+
+
+def measure(
+    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+    *,
+    budget_s: float = 60.0,
+    device: str = "auto",
+    dtypes: Sequence[str] = (),
+    name: str = HERE,
+    save: bool = True,
+    progress: Progress | None = None,
+) -> Machine:
+    """This machine, measured in about `budget_s` seconds; `save` keeps it as the machine named `here`.
+
+    Parameters
+    ----------
+    nvme_dir
+        Folder (or one per drive) on the drives that will be the NVMe tier; a file of about 1 GiB (4 GiB and more with
+        a longer budget) is written there and removed. None leaves drives out.
+    budget_s
+        About 20 is the least that gives every number; above 60 more rounds and sizes are measured; from 600 on enough
+        is written to leave the drives' write cache.
+    device
+        `auto`, `cuda`, or `cpu` (the device tier is then a budget of bytes in host memory).
+    dtypes
+        Of compute, the first also of the optimizer's gradients; default: what the machine is good at.
+    """
+    description = measure_description(
+        nvme_dir, budget_s=budget_s, device=device, dtypes=dtypes, name=name, progress=progress
+    )
+    if save:
+        write_atomically(here_path(), write_description(description))
+    return build(description)
+
+
+def measure_description(
+    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+    *,
+    budget_s: float = 60.0,
+    device: str = "auto",
+    dtypes: Sequence[str] = (),
+    name: str = HERE,
+    progress: Progress | None = None,
+) -> Description:
+    """As `measure`, but the description: every number with its spread. Saves nothing."""
+    began = time.monotonic()
+    if budget_s < LEAST_BUDGET_S:
+        raise MeasurementError(
+            f"budget_s is {budget_s}; every stream needs several windows: give {LEAST_BUDGET_S:.0f} seconds or more"
+        )
+    folders = _folders(nvme_dir)
+    chosen = _device(device)
+    kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
+    plan = _plan(budget_s, folders, chosen)
+    report = progress or (lambda what, part: None)
+    report("preparing memory and files", 0.0)
+    with loads(folders, plan.sizes, device=chosen, dtypes=kinds) as (found, notes):
+        crew = Crew(list(dict.fromkeys(load.stream for load in found)))
+        try:
+            seconds = _warm_up(crew, found)
+            left_s = budget_s - (time.monotonic() - began) - FIT_S
+            alone, companies = _rounds(crew, found, seconds, plan, left_s, report)
+        finally:
+            crew.close()
+    report("fitting shared limits", 0.97)
+    streams = tuple(dict.fromkeys(load.stream for load in found))
+    pairs = [company for company in companies if len(company.streams) == 2]
+    fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
+    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    source = f"tierplan machine measure, {date}, {plan.rounds} rounds, torch {torch.__version__}"
+    description = describe(
+        name, alone, fit, companies, folders, chosen, plan.sizes, dtype=kinds[0], source=source, remarks=notes
+    )
+    report("done", 1.0)
+    return description
+
+
+# ---- what to measure ----
+
+
+def _folders(nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[Path, ...]:
+    if nvme_dir is None:
+        return ()
+    several = [nvme_dir] if isinstance(nvme_dir, (str, os.PathLike)) else list(nvme_dir)
+    return tuple(Path(folder) for folder in several)
+
+
+def _device(device: str) -> Device:
+    if device not in ("auto", "cuda", "cpu"):
+        raise MeasurementError(f"device is {device!r}; choose auto, cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MeasurementError(
+            "device is 'cuda', but PyTorch sees no GPU; check the driver, or measure with device cpu"
+        )
+    return Device(torch.device("cuda:0" if device != "cpu" and torch.cuda.is_available() else "cpu"))
+
+
+def _has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 in hardware; elsewhere it is an emulation, slower than fp32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
+
+
+def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
+    rounds = 3 if budget_s < 40 else 5 if budget_s < 300 else 9
+    sizes = Sizes()
+    if budget_s < 40:
+        sizes = replace(sizes, hidden=sizes.hidden[:-1], file_bytes=sizes.file_bytes[:-1])
+    if device.is_cuda:
+        sizes = replace(
+            sizes,
+            hidden=(1024, 4096, 8192),
+            block_hidden=4096,
+            tokens=2048,
+            head_dim=128,
+            copy_bytes=(4 << 10, 256 << 10, 4 * MIB, 64 * MIB),
+            adam_parameters=(1 << 10, 1 << 20, 1 << 25),
+            area_bytes=2 * GIB,
+        )
+    free = min((shutil.disk_usage(existing(f)).free for f in folders), default=0) * len(folders)
+    area = GIB if budget_s < 40 else 4 * GIB if budget_s < 600 else max(4 * GIB, min(64 * GIB, free // 4))
+    if folders and free < 2 * area:
+        area = max(GIB // 4, free // 4 // MIB * MIB)
+        if free < GIB:
+            raise MeasurementError(
+                f"{folders[0]} has {free:,} bytes free, but measuring needs 1 GiB; free space, or give another folder"
+            )
+    return _Plan(rounds, replace(sizes, file_area_bytes=area))
+
+
+def _warm_up(crew: Crew, found: Sequence[Load]) -> dict[str, float]:
+    """Every load twice: threads start, kernels are chosen, pages are touched. Seconds of one op, by load."""
+    return {load.name: load.amount / crew.rates([load], 0.0)[0] for load in found}
+
+
+def _rounds(
+    crew: Crew, found: Sequence[Load], seconds: dict[str, float], plan: _Plan, budget_s: float, report: Progress
+) -> tuple[Alone, list[Company]]:
+    """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
+    typical = _typical(found, seconds)
+    pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
+    if plan.rounds > LEAST_ROUNDS + 1:
+        pairs += [mix for mix in CHECKS if set(mix) <= set(typical)]
+    window_s = _window_s(found, typical, len(pairs), seconds, budget_s / plan.rounds)
+    alone: Alone = {load: [] for load in found}
+    speeds: dict[tuple[str, ...], list[tuple[float, ...]]] = {pair: [] for pair in pairs}
+    total, done = plan.rounds * (len(found) + len(pairs)), 0
+    began = time.monotonic()
+    for turn in range(plan.rounds):
+        if turn >= LEAST_ROUNDS and time.monotonic() - began > budget_s:
+            break  # others use the machine, so that everything takes longer than it should
+        for load in found:
+            report(f"{load.stream} alone", 0.05 + 0.9 * done / total)
+            alone[load].append(crew.rates([load], window_s)[0])
+            done += 1
+        for pair in pairs:
+            report(" with ".join(pair), 0.05 + 0.9 * done / total)
+            both = [typical[stream] for stream in pair]
+            single = [crew.rates([load], window_s)[0] for load in both]
+            together = crew.rates(both, 2 * window_s)
+            speeds[pair].append(tuple(t / s for t, s in zip(together, single, strict=True)))
+            done += 1
+    return alone, [Company(pair, tuple(rows)) for pair, rows in speeds.items()]
+
+
+def _window_s(
+    found: Sequence[Load], typical: dict[str, Load], num_pairs: int, seconds: dict[str, float], round_s: float
+) -> float:
+    """How long each thing is timed: a round has each load once, and each pair with both of its streams alone.
+
+    Every timing also runs an op to warm up, and ends with a whole op, so it takes about two ops more than its window.
+    """
+    ops_s = sum(2 * seconds[load.name] for load in found)
+    ops_s += sum(6 * seconds[load.name] for load in typical.values()) * (len(typical) - 1)
+    return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(found) + 4 * num_pairs))
+
+
+def _typical(found: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load]:
+    """The load of each stream that stands for it in company: the largest that a window holds several of."""
+    typical: dict[str, Load] = {}
+    for load in found:
+        if load.stream.endswith(".compute") and not load.kind.startswith("matmul"):
+            continue
+        known = typical.get(load.stream)
+        if known is None or (
+            load.kind == known.kind and known.amount < load.amount and seconds[load.name] < TYPICAL_OP_S
+        ):
+            typical[load.stream] = load
+    return typical
+
+
+# ---- what may be shared ----
+
+
+def _priors(streams: Sequence[str], alone: Alone, device: Device) -> list[LimitPrior]:
+    have = set(streams)
+    cores = os.cpu_count() or 1
+    one = 1.0 / cores
+    priors = []
+    if {"nvme.read", "nvme.write"} <= have:
+        priors.append(LimitPrior("nvme", {"nvme.read": 1.0, "nvme.write": 1.0}, 0.0, 1.2, 0.4))
+    if device.is_cuda:
+        priors.append(LimitPrior("link", {"gpu0.h2d": 1.0, "gpu0.d2h": 1.0}, 0.0, 1.8, 0.3))
+    else:
+        takes = {"gpu0.compute": 1.0, "gpu0.h2d": one, "gpu0.d2h": one, "host.adam": one}
+        takes |= {s: 0.3 * one for s in ("nvme.read", "nvme.write") if s in have}
+        priors.append(LimitPrior("cores", takes, 0.5))
+    # DRAM traffic at full speed: copies read and write, I/O moves each byte once, Adam about 30 bytes per parameter
+    top = {s: max(statistics.median(v) for x, v in alone.items() if x.stream == s) for s in have if s != COMPUTE}
+    weight = {"gpu0.h2d": 2.0, "gpu0.d2h": 2.0, "nvme.read": 1.0, "nvme.write": 1.0, "host.adam": 30.0}
+    if device.is_cuda:
+        weight |= {"gpu0.h2d": 1.0, "gpu0.d2h": 1.0}
+    traffic = {s: top[s] * weight[s] for s in top}
+    busiest = max(traffic.values(), default=1.0)
+    takes = {s: t / busiest for s, t in traffic.items()}
+    if not device.is_cuda:
+        takes["gpu0.compute"] = 0.3
+    priors.append(LimitPrior("memory", takes, 0.3, 1.5, 0.4))
+    return priors

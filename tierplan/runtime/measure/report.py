@@ -1,0 +1,221 @@
+"""What a measurement becomes: a description of the machine, every number with its spread and where it is from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tierplan.hwmodels.description import Description, Limit, Quantity
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.measure.limits import Company, Fit
+from tierplan.runtime.measure.loads import BLOCK, COMPUTE, MIB, Load, Sizes, block_work
+from tierplan.runtime.measure.timing import summary
+
+__all__ = ["Alone", "describe", "existing"]
+
+Alone = dict[Load, list[float]]
+"""Work per second of each load with nothing beside it, by round."""
+
+GIB = 1 << 30
+THOROUGH_BYTES = 16 * GIB
+KEYS = {
+    "gpu0.h2d": "link.h2d",
+    "gpu0.d2h": "link.d2h",
+    "nvme.read": "nvme.read",
+    "nvme.write": "nvme.write",
+    "host.adam": "host.adam",
+}
+
+
+def describe(
+    name: str,
+    alone: Alone,
+    fit: Fit,
+    companies: Sequence[Company],
+    folders: tuple[Path, ...],
+    device: Device,
+    sizes: Sizes,
+    *,
+    dtype: str,
+    source: str,
+    remarks: tuple[str, ...],
+) -> Description:
+    """The machine that these rates and this fit describe. `dtype` is that of the block that was run as a whole."""
+    values = _capacities(folders, device, source) | _compute(alone, sizes, device, dtype, source)
+    for stream, key in KEYS.items():
+        rows = {load.amount: rates for load, rates in alone.items() if load.stream == stream}
+        if rows:
+            latency, values[key] = _latency_and_curve(rows, source)
+            section = key.split(".")[0]
+            known = values.get(f"{section}.latency")
+            if known is None or float(known.value) < float(latency.value):  # type: ignore[arg-type]  # numbers
+                values[f"{section}.latency"] = latency
+    if "nvme" in fit.limits:
+        values["nvme.mixed"] = Quantity(fit.limits["nvme"], "measured", source, fit.limit_spread["nvme"])
+        values["nvme.read_share"] = Quantity(fit.shares["nvme.read"], "measured", source)
+        values["nvme.write_share"] = Quantity(fit.shares["nvme.write"], "measured", source)
+    limits = tuple(
+        Limit(limit, fit.limits[limit], takes, source, "measured", fit.limit_spread[limit])
+        for limit, takes in fit.takes.items()
+        if limit != "nvme"
+    )
+    mixes = {
+        " + ".join(c.streams): [
+            [round(x, 3) for x in both] for both in zip(fit.speeds(c.streams), c.medians(), strict=True)
+        ]
+        for c in companies
+    }
+    unfitted = [c for c in companies if len(c.streams) > 2]
+    return Description(
+        name=name,
+        summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        values=values,
+        limits=limits,
+        shares={s: v for s, v in fit.shares.items() if not s.startswith("nvme.")},
+        notes={
+            "mixes_predicted_and_measured_speed": mixes,
+            "worst_error_of_a_pair": round(fit.worst_error, 3),
+            "median_error_of_mixes_not_fitted": _median_error(fit, unfitted) if unfitted else "not measured",
+            "drives": _drive_note(sizes) if folders else "not measured",
+            "remarks": list(remarks),
+        },
+    )
+
+
+def _median_error(fit: Fit, companies: Sequence[Company]) -> float:
+    """Between predicted and measured speeds (fractions of full speed), over all streams of these mixes."""
+    errors = [
+        abs(predicted - min(1.0, measured))
+        for c in companies
+        for predicted, measured in zip(fit.speeds(c.streams), c.medians(), strict=True)
+    ]
+    return round(statistics.median(errors), 3)
+
+
+def _drive_note(sizes: Sizes) -> str:
+    return (
+        f"reads and writes turned over {sizes.file_area_bytes / GIB:.3g} GiB of one file per folder with O_DIRECT; "
+        "a drive whose write cache holds more than that writes slower in the long run"
+        + ("" if sizes.file_area_bytes >= THOROUGH_BYTES else ": measure with --thorough")
+    )
+
+
+def _compute(alone: Alone, sizes: Sizes, device: Device, dtype: str, source: str) -> dict[str, Quantity]:
+    values: dict[str, Quantity] = {}
+    compute = {load: rates for load, rates in alone.items() if load.stream == COMPUTE}
+    for kind in dict.fromkeys(load.kind for load in compute):
+        rows = {load.op_amount or load.amount: rates for load, rates in compute.items() if load.kind == kind}
+        if kind == "ops":
+            per_s, half = summary(next(iter(rows.values())))
+            values["gpu.latency"] = Quantity(1 / per_s, "measured", f"{source}: forward of a tiny block", half)
+        elif kind == "parameters":
+            values["gpu.adam"] = _curve(rows, source)
+        elif kind != BLOCK:
+            values[f"gpu.{kind.removesuffix('_flops')}"] = _curve(rows, source)
+    values["gpu.elementwise"] = _elementwise(compute, block_work(sizes, dtype, device), source)
+    return values
+
+
+LEAST_REST = 0.05
+
+
+def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantity:
+    """The rate that makes up, with matmuls and attention of the same width, the time of the whole block.
+
+    It is never taken to be less than a twentieth of the block's time, whatever the noise.
+    """
+    block = next(rates for load, rates in compute.items() if load.kind == BLOCK)
+    start_s = [1 / r for load, rates in compute.items() if load.kind == "ops" for r in rates]
+    parts = {}
+    for kind in work:
+        found = [(load, rates) for load, rates in compute.items() if load.kind == kind]
+        if found:
+            parts[kind] = min(found, key=lambda pair: abs(pair[0].amount - work[kind]))[1]
+    rates = []
+    for turn, per_s in enumerate(block):
+        block_s = 1 / per_s
+        rest_s = block_s - 2 * statistics.median(start_s) - sum(work[kind] / parts[kind][turn] for kind in parts)
+        rates.append(work["elementwise_bytes"] / max(rest_s, LEAST_REST * block_s))
+    rate, half = summary(rates)
+    return Quantity(rate, "measured", f"{source}: what a block takes beyond its matmuls and attention", half)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:
+    """The time of the smallest op, and the rates of the others beyond it."""
+    (least, rates), *others = sorted(rows.items())
+    per_s, half = summary(rates)
+    latency_s = least / per_s
+    # an op is never taken to be more than half overhead, so that noise in the smallest cannot blow up the next
+    net = {a: [a / max(a / r - latency_s, 0.5 * a / r) for r in rates] for a, rates in others}
+    return Quantity(latency_s, "measured", f"{source}: {least:,.0f} units of work", half), _curve(net, source)
+
+
+def _curve(rows: dict[float, list[float]], source: str) -> Quantity:
+    """One number, or a curve over the amount, with the spread of its largest amount."""
+    summaries = {amount: summary(rates) for amount, rates in sorted(rows.items())}
+    spread = list(summaries.values())[-1][1]
+    if len(summaries) == 1:
+        return Quantity(next(iter(summaries.values()))[0], "measured", source, spread)
+    return Quantity(tuple((amount, rate) for amount, (rate, _) in summaries.items()), "measured", source, spread)
+
+
+def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[str, Quantity]:
+    memory = _host_memory_bytes()
+    values: dict[str, Quantity] = {}
+    if device.is_cuda:
+        total = torch.cuda.get_device_properties(device.torch_device).total_memory
+        values["gpu.capacity"] = Quantity(
+            float(total), "measured", f"{source}: {torch.cuda.get_device_name(device.torch_device)}"
+        )
+        values["host.capacity"] = Quantity(float(memory), "measured", source)
+    else:
+        budget = memory // 4 // MIB * MIB
+        values["gpu.capacity"] = Quantity(
+            float(budget), "assumed", "no GPU: the device tier is a budget in host memory, a quarter of it"
+        )
+        values["gpu.reserve"] = Quantity(0.0, "assumed", "a budget has no context")
+        values["host.capacity"] = Quantity(
+            float(memory - budget), "measured", f"{source}: memory of the system less the device tier's budget"
+        )
+    values["host.reserve"] = Quantity(
+        float(min(8 * GIB, memory // 8)),
+        "assumed",
+        "for the system, Python and the framework: an eighth, at most 8 GiB",
+    )
+    values["host.cores"] = Quantity(float(os.cpu_count() or 1), "measured", source)
+    values["nvme.drives"] = Quantity(
+        float(1 if folders else 0), "measured", f"{source}; all folders together count as one"
+    )
+    if folders:
+        free = min(shutil.disk_usage(existing(f)).free for f in folders) * len(folders)
+        values["nvme.capacity"] = Quantity(
+            float(free // 10 * 9),
+            "measured",
+            f"{source}: nine tenths of what is free where the NVMe tier is",
+        )
+    return values
+
+
+def _host_memory_bytes() -> int:
+    """Memory of the system, or of the control group that this process lives in, whichever is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total

@@ -1,0 +1,89 @@
+"""Timing of loads alone and together: every stream in its own thread, as in training.
+
+Rates come from a window of wall-clock time; an op that straddles the window's edge counts by its part inside.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import log, sqrt
+
+from tierplan.runtime.execution.threads import limit_this_thread
+from tierplan.runtime.measure.loads import Load
+
+__all__ = ["Crew", "summary"]
+
+T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t, 97.5 %, by number of samples."""
+LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
+"""No spread below the first is claimed: clocks, turbo and the system differ by as much between any two runs. The second
+stands for anything worse: such a number is a guess."""
+
+
+class Crew:
+    """One thread per stream; as in training, only compute uses several threads for one op."""
+
+    def __init__(self, streams: Sequence[str]) -> None:
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        for stream in streams:
+            pool = ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}")
+            if not stream.endswith(".compute"):
+                pool.submit(limit_this_thread, 1).result()
+            self._threads[stream] = pool
+
+    def rates(self, loads: Sequence[Load], window_s: float) -> list[float]:
+        """Work per second of each load while all of them run, on a window in which none pauses."""
+        start = threading.Barrier(len(loads))
+        stop_at = [0.0]
+        going = threading.Lock()
+
+        def repeat(load: Load) -> list[tuple[float, float]]:
+            load.run()  # warm, and in step with the others
+            start.wait()
+            with going:
+                if not stop_at[0]:
+                    stop_at[0] = time.perf_counter() + window_s
+            ops = []
+            while True:
+                begin = time.perf_counter()
+                load.run()
+                end = time.perf_counter()
+                ops.append((begin, end))
+                if end >= stop_at[0]:
+                    return ops
+
+        futures = [self._threads[load.stream].submit(repeat, load) for load in loads]
+        runs = [future.result() for future in futures]
+        begin = max(ops[0][0] for ops in runs)
+        end = max(stop_at[0], begin + 1e-6)
+        if len(loads) == 1:
+            end = runs[0][-1][1]
+        rates = []
+        for load, ops in zip(loads, runs, strict=True):
+            done = sum(max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in ops)
+            rates.append(load.amount * done / (end - begin))
+        return rates
+
+    def close(self) -> None:
+        for pool in self._threads.values():
+            pool.shutdown()
+
+
+def summary(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and its spread: the relative standard deviation between this and another such measurement.
+
+    Two runs differ by less than twice the spread, 19 times of 20. Rounds are spread over the whole run, so that drift
+    of the machine is in it, and few rounds make it larger (Student's t, on logarithms).
+    """
+    middle = statistics.median(values)
+    n = len(values)
+    if n < 2 or middle <= 0:
+        return middle, MOST_SPREAD
+    deviation = statistics.stdev(log(max(v, 1e-30)) for v in values)
+    # 1.25: the median of a normal sample scatters by that much more than its mean
+    half = T_975.get(n, 2.1) * 1.25 * deviation * sqrt(2 / n)
+    return middle, max(LEAST_SPREAD, min(MOST_SPREAD, half / 2))

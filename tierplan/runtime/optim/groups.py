@@ -1,0 +1,104 @@
+"""Which parameters the optimizer treats how: groups with a weight decay or a rate of their own, and frozen parameters.
+
+    OptimizerSettings(weight_decay=0.1, groups=(without_decay(model),))
+    OptimizerSettings(frozen=matching(model, ["transformer.wte.*"]))
+
+`segments` cuts a unit's flat buffer where the treatment changes. A parameter that is not whole vectors is a segment of
+its own, since the fused kernel rounds the end of a tensor differently (see `tierplan.runtime.optim.adam`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.optim.adam import VECTOR_ELEMENTS, OptimizerSettings, ParameterGroup, Segment
+
+__all__ = ["GroupError", "check_groups", "matching", "segments", "without_decay"]
+
+
+class GroupError(ValueError):
+    """Groups that do not fit the model: an unknown name, or one that is in two groups."""
+
+
+def without_decay(model: nn.Module) -> ParameterGroup:
+    """Biases and the parameters of norms, which are commonly spared weight decay, as the Hugging Face Trainer does."""
+    spared = []
+    norms = {f"{name}." for name, module in model.named_modules() if _is_norm(module)}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0] + "."
+        if "bias" in name or owner in norms:  # also T5's tables of position biases
+            spared.append(name)
+    return ParameterGroup(names=tuple(spared), weight_decay=0.0)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    known = nn.LayerNorm | nn.GroupNorm | nn.RMSNorm | nn.modules.batchnorm._BatchNorm
+    return isinstance(module, known) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+
+
+def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the model's parameters that match shell patterns, of which each must match one."""
+    names = [name for name, _ in model.named_parameters()]
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise GroupError(
+                f"no parameter of {type(model).__name__} matches {pattern!r}; its names are such as {names[0]!r} and "
+                f"{names[-1]!r}, a tied parameter has the one where it comes first, and * stands for any characters"
+            )
+        found.update(matched)
+    return tuple(name for name in names if name in found)
+
+
+def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
+    """Raises `GroupError` unless every name that is given is one of the model's, and in one group only."""
+    for name in settings.frozen:
+        if name not in names:
+            raise GroupError(f"{name!r} is to be frozen, but the model has no such parameter")
+    if len(set(settings.frozen)) == len(names):
+        raise GroupError("all parameters are to be frozen; there is nothing to train")
+    seen: set[str] = set()
+    for group in settings.groups:
+        for name in group.names:
+            if name not in names:
+                raise GroupError(
+                    f"a parameter group names {name!r}, but the model has no such parameter; use the names of "
+                    "`model.named_parameters()` (a tied parameter has one name)"
+                )
+            if name in seen:
+                raise GroupError(f"parameter {name!r} is in two groups; put it into one")
+            seen.add(name)
+
+
+def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...]:
+    """The unit's flat buffer in runs of parameters that are updated alike, in order."""
+    found: list[Segment] = []
+    for (name, p), length in zip(unit.parameters, unit.lengths, strict=True):
+        segment = _treatment(name, p, length, settings)
+        is_odd = length % VECTOR_ELEMENTS != 0
+        before = found[-1] if found else None
+        if before and not is_odd and replace(before, length=length) == segment and before.length % VECTOR_ELEMENTS == 0:
+            found[-1] = replace(before, length=before.length + length)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def _treatment(name: str, p: torch.Tensor, length: int, settings: OptimizerSettings) -> Segment:
+    group = _group_of(name, settings.groups)
+    decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+    factor = 1.0 if group is None else group.lr_factor
+    return Segment(
+        length=length, weight_decay=decay, lr_factor=factor, is_frozen=not p.requires_grad or name in settings.frozen
+    )
+
+
+def _group_of(name: str, groups: Iterable[ParameterGroup]) -> ParameterGroup | None:
+    return next((group for group in groups if name in group.names), None)

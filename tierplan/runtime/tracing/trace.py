@@ -1,0 +1,423 @@
+"""Exact workloads: the model's own class runs on fake tensors, which have shapes and no memory.
+
+The model is cut at its blocks. Each part that differs runs once, forward and backward, under a recorder that sees every
+operation, every saved tensor and every release of memory. 175 billion parameters take seconds and no memory.
+
+    trace_workload(model, training)          the workload of a config.json, a folder, or a known name
+    trace_module(module, batch, training)    that of a model in memory, your own or one with frozen parameters
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
+from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.tracing.backend import backend_rules, result_on
+from tierplan.runtime.tracing.models import TORCH_DTYPES, build_model
+from tierplan.runtime.tracing.record import UnitRecorder
+from tierplan.sim.workloads.families.slices import saved_tensors, total
+from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
+
+__all__ = ["trace_config", "trace_module", "trace_workload"]
+
+logger = logging.getLogger(__name__)
+
+
+def trace_workload(model: str | Path, training: Training) -> Workload:
+    """What one training step of `model` computes, keeps and owns, exactly.
+
+    Raises `WorkloadError` for a model that has no blocks, or that cannot run without data.
+    """
+    name, raw = read_config(model, training)
+    return trace_config(name, raw, training)
+
+
+def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Workload:
+    """The same for a config that is at hand."""
+    with FakeTensorMode(allow_non_fake_inputs=True), backend_rules(training):
+        model = build_model(raw, training)
+        try:
+            blocks = [block for _, block in find_blocks(model)]
+            shape = (training.per_device_train_batch_size, training.sequence_length)
+            ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+            tracer = _Tracer(model, training, blocks)
+            units = tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
+        except ModelError as error:
+            raise WorkloadError(f"{name}: {error}") from error
+        except DataDependentOutputException as error:
+            raise WorkloadError(
+                f"{name}: {type(model).__name__} looks at values of its inputs ({error}); tracing has none to show"
+            ) from error
+    return Workload(
+        name=name,
+        model_type=str(raw["model_type"]),
+        training=training,
+        units=tuple(units),
+        shared_bytes=tracer.shared_bytes,
+        config=dict(raw),
+    )
+
+
+def trace_module(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    training: Training,
+    *,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+) -> Workload:
+    """The workload of a model as it is, on batches like this one; it is not run, and stays as it is.
+
+    Parameters with `requires_grad=False` are not trained. `loss` is that of `tierplan.runtime.trainer.train`. Raises
+    `WorkloadError` where the model has no blocks, is of another type than `training`, or looks at values of its inputs.
+    """
+    name = type(module).__name__
+    dtypes = {p.dtype for p in module.parameters()}
+    if dtypes - {TORCH_DTYPES[training.dtype]}:
+        raise WorkloadError(
+            f"{name} has parameters in {', '.join(sorted(map(str, dtypes)))}, but training is in {training.dtype!r}; "
+            "convert the model, or change `dtype`"
+        )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    restore = without_cache(module)
+    twin = fake_twin(module, mode)
+    restore()
+    try:
+        with mode, backend_rules(training):
+            fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
+            units = tracer.run(lambda: loss_of(twin, fakes, loss))
+    except (ModelError, DataDependentOutputException) as error:
+        raise WorkloadError(f"{name}: {error}") from error
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise WorkloadError(
+            f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
+            "blocks; let blocks do that"
+        ) from error
+    return Workload(
+        name=name, model_type="module", training=training, units=tuple(units), shared_bytes=tracer.shared_bytes
+    )
+
+
+@dataclass
+class _Part:
+    """What is known about a part once it has run: its unit, and how its outputs look."""
+
+    unit: Unit
+    outputs: list[_Look]
+    structure: Any
+
+
+@dataclass
+class _Tracer:
+    """Runs the model once; each block that is new is recorded, and equal ones are passed over."""
+
+    model: nn.Module
+    training: Training
+    blocks: list[nn.Module]
+    refuses_glue: bool = False
+    """What is computed between blocks without parameters is an error, as for the runtime."""
+    units: list[Unit] = field(default_factory=list)
+    known: dict[object, _Part] = field(default_factory=dict)
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By identity of a tensor that blocks get: the tensor, and the leaf that stands for it."""
+    candidates: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parameters_of_model = list(self.model.parameters())
+        self.parameters = {p.untyped_storage()._cdata: n for n, p in self.model.named_parameters()}
+        self.sizes = {n: p.numel() for n, p in self.model.named_parameters()}
+        self.names = {id(m): n for n, m in self.model.named_modules()}
+        self.scopes: list[str] = []
+        self.prefix = ""
+        self.owner: dict[str, str] = {}
+        self.recorder: UnitRecorder | None = None
+        self.hooks: saved_tensors_hooks | None = None
+        self.given: list[torch.Tensor] = []
+        self.ran = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(self.shared.values())
+
+    # ---- the walk ----
+
+    def run(self, forward: Callable[[], torch.Tensor]) -> list[Unit]:
+        """The units of a model whose loss `forward` computes."""
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        trained = [p for p in self.parameters_of_model if p.requires_grad]
+        handles += [p.register_post_accumulate_grad_hook(self._complete) for p in trained]
+        for i, block in enumerate(self.blocks):
+            block.forward = self._replacement(i, block, block.forward)  # type: ignore[method-assign]
+        try:
+            self._start(input_tensors=[])
+            loss = forward()
+            if self.ran < len(self.blocks):
+                raise WorkloadError(
+                    f"{self.ran} of {len(self.blocks)} blocks of {type(self.model).__name__} ran; "
+                    "models that skip blocks cannot be described"
+                )
+            self._finish("head", "head", [loss])
+        finally:
+            for handle in handles:
+                handle.remove()
+            if self.recorder is not None:
+                self._stop()
+        self._own_the_rest()
+        return self.units
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self.scopes.append(self.names.get(id(module), ""))
+
+    def _leave(self, module: nn.Module, args: object, out: object) -> None:
+        self.scopes.pop()
+
+    def _complete(self, p: torch.Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        if self.recorder is not None and self.parameters[p.untyped_storage()._cdata] not in self.owner:
+            assert p.grad is not None
+            self.recorder.memory.complete_bytes += p.grad.untyped_storage().nbytes()
+
+    def _scope(self) -> str:
+        """The module that runs now, by its name inside the block."""
+        return self.scopes[-1].removeprefix(self.prefix) if self.scopes else ""
+
+    def _replacement(self, i: int, block: nn.Module, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._block(i, block, forward, args, kwargs)
+
+        return run
+
+    def _block(self, i: int, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ends what ran before, records the block if there is none like it, and hands leaves to what comes next."""
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if not tensors:
+            raise WorkloadError(f"block {self.names[id(block)]!r} gets no tensor; it cannot be described on its own")
+        produced = [t for t in tensors if t.grad_fn is not None and id(t) not in self.cuts]
+        if i == 0 or produced:
+            if i and self.refuses_glue and self.recorder and not self.recorder.parameters_used:
+                raise WorkloadError(
+                    f"{type(self.model).__name__} computes something in front of block {i} that is no part of a block, "
+                    "such as a residual; let blocks do that"
+                )
+            name, kind = ("embed", "embed") if i == 0 else (f"between{i}", "block")
+            handed = [] if produced else [t for t in tensors if t.is_floating_point()][:1]  # by a frozen embedding
+            self._finish(name, kind, produced, passed_on=tensors, handed=handed)
+            for t in handed:
+                self.cuts[id(t)] = (t, t.detach().requires_grad_())
+        else:
+            self._stop()
+        for t in tensors:  # what the block gets becomes leaves: the cut between units
+            if id(t) not in self.cuts:
+                self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
+        mine = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
+        key = (_likeness(block), structure_key(mine))
+        part = self.known.get(key)
+        if part is None:
+            new_args, new_kwargs = tree_unflatten(mine, structure)
+            self.prefix = f"{self.names[id(block)]}."
+            first = next(x for x in mine if isinstance(x, torch.Tensor))
+            self._start(input_tensors=[first])
+            out = forward(*new_args, **new_kwargs)
+            out_leaves, out_structure = tree_flatten(out)
+            position = {id(x): j for j, x in enumerate(mine) if isinstance(x, torch.Tensor)}
+            outputs = [_look(x, position) for x in out_leaves]
+            results = [x for x in out_leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+            del out, out_leaves
+            unit = self._finish(f"L{i}", "block", results)
+            part = self.known[key] = _Part(unit, outputs, out_structure)
+        else:
+            self.units.append(replace(part.unit, name=f"L{i}"))
+        for name, _ in block.named_parameters():
+            self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
+        self.ran += 1
+        made = [look.fresh(leaves) for look in part.outputs]
+        for extra in made[1:]:  # position biases and the like: what later blocks read of them is shared
+            if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
+                self._offer(extra)
+        result = tree_unflatten(made, part.structure)
+        self._start(input_tensors=[t for t in made if isinstance(t, torch.Tensor)][:1])
+        return result
+
+    # ---- one part ----
+
+    def _start(self, *, input_tensors: list[torch.Tensor]) -> None:
+        self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope)
+        self.given = input_tensors
+        self.recorder.declare_input(input_tensors)
+        self.hooks = saved_tensors_hooks(self.recorder.pack, self.recorder.unpack)
+        self.recorder.__enter__()
+        self.hooks.__enter__()
+
+    def _stop(self) -> UnitRecorder:
+        recorder, hooks = self.recorder, self.hooks
+        assert recorder is not None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        recorder.__exit__(None, None, None)
+        self.recorder = self.hooks = None
+        return recorder
+
+    def _finish(
+        self,
+        name: str,
+        kind: str,
+        results: list[torch.Tensor],
+        passed_on: Sequence[torch.Tensor] = (),
+        handed: Sequence[torch.Tensor] = (),
+    ) -> Unit:
+        """Ends the part that is being recorded: runs its backward and adds its unit. Empties `results`.
+
+        The first result goes to the next unit, or what is `handed` over where there is none that can be differentiated.
+        Others, and what is `passed_on` beside, are shared by the units to come.
+        """
+        recorder = self.recorder
+        assert recorder is not None
+        assert self.hooks is not None
+        self.hooks.__exit__(None, None, None)
+        self.hooks = None
+        given = (*results, *handed)[:1]
+        out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
+        shared_bytes = self._share(recorder, given, results[1:], passed_on)
+        forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
+        recorder.in_backward = True
+        edges = [get_gradient_edge(t) for t in results]
+        grads = [torch.empty_like(t) for t in results]
+        shared_grad_bytes = sum(g.untyped_storage().nbytes() for g in grads[1:])
+        results.clear()
+        before = recorder.memory.live_bytes - sum(g.untyped_storage().nbytes() for g in grads)
+        recorder.memory.restart()
+        recorder.backward_work.clear()  # what it took to make up the output's gradient
+        if edges:
+            torch.autograd.backward(edges, grads)
+        del grads, edges
+        gradients = [p.grad for p in (*self.given, *self.parameters_of_model) if p.grad is not None]
+        grad_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
+        memory = recorder.memory
+        del gradients
+        recorder.__exit__(None, None, None)
+        self.recorder = self.hooks = None
+        for t in (*self.given, *self.parameters_of_model):
+            t.grad = None
+        self._note_shared_reads(recorder)
+        for parameter in recorder.parameters_used:
+            self.owner.setdefault(parameter, name)
+        borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
+        granted = before + out_bytes + shared_grad_bytes + grad_bytes
+        unit = Unit(
+            name=name,
+            kind=kind,  # type: ignore[arg-type]
+            num_parameters=sum(self.sizes[p] for p in recorder.parameters_used if self.owner[p] == name),
+            shares=self.owner[borrowed[0]] if borrowed else None,
+            forward=total([o.work for o in recorder.operations]),
+            backward=total(recorder.backward_work),
+            saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
+            input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
+            output_bytes=out_bytes,
+            saves_input=recorder.saves_input,
+            saves_parameters=recorder.saves_parameters,
+            forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes),
+            backward_work_bytes=max(0, memory.peak_bytes - granted),
+            accumulating_work_bytes=max(0, memory.accumulating_peak_bytes + memory.complete_bytes - granted),
+        )
+        self.units.append(unit)
+        return unit
+
+    def _share(self, recorder: UnitRecorder, given: Sequence[torch.Tensor], *more: Sequence[torch.Tensor]) -> int:
+        """Bytes that this part made for several units: masks, rotary tables, encoder states. They outlive it."""
+        seen = {t.untyped_storage()._cdata for t in given}
+        found = 0
+        for t in itertools.chain(*more):
+            storage = t.untyped_storage()
+            address, number = storage._cdata, recorder.number(t)
+            if address in seen or number in recorder.saves or not recorder.is_own(number):
+                continue
+            seen.add(address)
+            found += storage.nbytes()
+            self._offer(t)
+        return found
+
+    def _offer(self, t: torch.Tensor) -> None:
+        """Notes what counts as shared if later parts read it: its bytes, and those of its gradient."""
+        storage = t.untyped_storage()
+        self.candidates[storage._cdata] = (storage, storage.nbytes() * (2 if t.requires_grad else 1))
+
+    def _note_shared_reads(self, recorder: UnitRecorder) -> None:
+        """Of what was passed on, that counts which is read later; with its gradient, if it has one."""
+        for address in recorder.outside:
+            if address in self.candidates:
+                self.shared[address] = self.candidates[address][1]
+
+    def _own_the_rest(self) -> None:
+        """Parameters that no part used belong to the head, so that the count is the model's."""
+        rest = sum(size for name, size in self.sizes.items() if name not in self.owner)
+        if rest:
+            head = self.units[-1]
+            self.units[-1] = replace(head, num_parameters=head.num_parameters + rest)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How an output looks: an input that is passed on, a new tensor, or a plain value."""
+
+    input_position: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    value: object = None
+
+    def fresh(self, inputs: list[object]) -> object:
+        if self.input_position is not None:
+            return inputs[self.input_position]
+        if self.shape is None:
+            return self.value
+        return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+
+
+def _look(x: object, position: Mapping[int, int]) -> _Look:
+    if not isinstance(x, torch.Tensor):
+        return _Look(value=x)
+    if id(x) in position:
+        return _Look(input_position=position[id(x)])
+    return _Look(shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad)
+
+
+def _likeness(block: nn.Module) -> object:
+    """Equal for blocks that compute the same: same classes, shapes and settings, whatever their index."""
+    found: list[object] = []
+    for name, module in block.named_modules():
+        plain = sorted(
+            (k, v)
+            for k, v in vars(module).items()
+            if isinstance(v, (bool, int, float, str)) and not k.startswith("_") and k not in ("layer_idx", "layer_id")
+        )
+        found.append((name, type(module), tuple(plain)))
+    found.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+    return tuple(found)
+
+
+def structure_key(leaves: list[object]) -> object:
+    """Shapes and types of a block's arguments."""
+    return tuple(
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, str(x)[:60])
+        for x in leaves
+    )
