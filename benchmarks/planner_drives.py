@@ -24,7 +24,7 @@ from tierplan.planner.solve import plan
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.reproduce import published
+from tierplan.validation.published.reproduce import published
 
 PART = "drives"
 DRIVES: Mapping[str, tuple[int, ...]] = {"768 GB": (1, 2, 3, 4, 6, 8, 10, 12), "128 GB": (1, 3, 6, 12)}

@@ -25,8 +25,8 @@ from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.profiles import layered_workload
-from tierplan.validation.reproduce import published
+from tierplan.validation.published.reproduce import published
+from tierplan.validation.published.workloads import layered_workload
 
 PART = "packs"
 HARMONY = ("harmony-dp", "harmony-pp")

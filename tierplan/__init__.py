@@ -57,8 +57,8 @@ _EXPORTS: dict[str, str] = {
     "plot_timeline": "tierplan.sim.output.plots",
     # running and comparing
     "train": "tierplan.runtime.trainer",
-    "compare": "tierplan.validation.compare",
-    "write_report": "tierplan.validation.report",
+    "compare": "tierplan.validation.comparison.compare",
+    "write_report": "tierplan.validation.report.report",
 }
 """Public name -> module that defines it, or module:name where it is called otherwise there."""
 

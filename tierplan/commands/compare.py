@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.hwmodels import load_machine
-    from tierplan.validation.compare import compare
-    from tierplan.validation.report import verdict, write_report
-    from tierplan.validation.run_folder import load_run, read_schedule
+    from tierplan.validation.comparison.compare import compare
+    from tierplan.validation.comparison.run_folder import load_run, read_schedule
+    from tierplan.validation.report.report import verdict, write_report
 
     machine = load_machine(args.machine, args.overrides)
     schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)

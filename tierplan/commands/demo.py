@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
-    from tierplan.validation.demo import run_demo, summary
+    from tierplan.validation.demo.demo import run_demo, summary
 
     is_terminal = sys.stderr.isatty()
     bar = tqdm(

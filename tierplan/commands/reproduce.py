@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from tierplan.validation.reproduce import published, reproduce, systems
-    from tierplan.validation.reproduce_page import summary_text, table_text, write_page
+    from tierplan.validation.published.page import summary_text, table_text, write_page
+    from tierplan.validation.published.reproduce import published, reproduce, systems
 
     names = args.systems or systems()
     total = sum(len(result["rows"]) for name in names for result in published(name)["result"])

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.validation.campaign import load_artifacts, load_campaign
+    from tierplan.validation.campaign.spec import load_artifacts, load_campaign
 
     if args.table:
         if not Path(args.table).is_dir():
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from tierplan.runtime.data.synthetic import default_device
-    from tierplan.validation.campaign_run import run_campaign
+    from tierplan.validation.campaign.run import run_campaign
 
     device = default_device() if args.device == "auto" else args.device
     artifacts = run_campaign(
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]
     from tierplan.sim.trace import write_atomically
-    from tierplan.validation.campaign import summarise
-    from tierplan.validation.campaign_table import campaign_markdown, summary_lines
+    from tierplan.validation.campaign.spec import summarise
+    from tierplan.validation.campaign.table import campaign_markdown, summary_lines
 
     if args.output:
         write_atomically(args.output, campaign_markdown(artifacts))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Change
-from tierplan.validation.page import bars, cards, facts, paragraph, section, table, write_page
+from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 from tierplan.validation.sweep import Row
 from tierplan.validation.text import format_bytes, format_count, format_frac, format_s, in_short
 

@@ -12,7 +12,7 @@ from tierplan.planner.policies import decide
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.reproduce import published
+from tierplan.validation.published.reproduce import published
 
 MACHINE = "fuyou-4090"
 

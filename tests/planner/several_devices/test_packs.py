@@ -17,7 +17,7 @@ from tierplan.planner.search.candidates import Budget, Candidate, Evaluator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 from tierplan.planner.several_devices.pack_search import balanced, improve_packs, neighbours
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.profiles import layered_workload
+from tierplan.validation.published.workloads import layered_workload
 
 CLEANUP_S = 0.01
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation import pictures
-from tierplan.validation.compare import Comparison, Pair
-from tierplan.validation.page import bars, cards, facts, paragraph, section, table, write_page
-from tierplan.validation.steps import cut_predicted, cut_steps
+from tierplan.validation.comparison.compare import Comparison, Pair
+from tierplan.validation.comparison.steps import cut_predicted, cut_steps
+from tierplan.validation.report import pictures
+from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
 
 __all__ = ["verdict", "write_report"]

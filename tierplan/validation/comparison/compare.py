@@ -10,7 +10,7 @@ zero, the prediction was too slow or too large. A stream's step is made of five 
 
 The difference between predicted and measured is attributed in two ways. `StreamComparison.causes` splits it on one
 stream by kind of cause; `Comparison.attribution` asks the simulator what the step would have taken, had it known the
-measured durations of one group of ops after the other (`tierplan.validation.attribution`).
+measured durations of one group of ops after the other (`tierplan.validation.comparison.attribution`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
-from tierplan.validation.attribution import Contribution, attribute
-from tierplan.validation.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times
-from tierplan.validation.steps import Steps, cut_predicted, cut_steps
+from tierplan.validation.comparison.attribution import Contribution, attribute
+from tierplan.validation.comparison.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times
+from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
 __all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "StreamTime", "TierComparison", "compare"]
 

@@ -9,7 +9,7 @@ from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.validation.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration.budgets import capacity_for, with_capacity
 
 WORKLOAD = toy_workload(6)
 PLAN = uniform_plan(WORKLOAD, UnitPlan(params="host", grads="host", states="host"), prefetch_params_units=4)

@@ -18,7 +18,7 @@ from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.validation.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
+from tierplan.validation.demo.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
 
 
 def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:

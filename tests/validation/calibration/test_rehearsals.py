@@ -16,9 +16,9 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.budgets import AMPLE_BYTES, with_capacity
-from tierplan.validation.calibration import calibrated, hand_over, simulate_as_found
-from tierplan.validation.rehearsals import (
+from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_capacity
+from tierplan.validation.calibration.fit import calibrated, hand_over, simulate_as_found
+from tierplan.validation.calibration.runs import (
     Rehearsed,
     basis_of,
     interval_frac,
@@ -27,7 +27,7 @@ from tierplan.validation.rehearsals import (
     usual,
     with_times_of,
 )
-from tierplan.validation.steps import Steps, cut_predicted
+from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 
 def changed(machine: Machine, factors: dict[str, float], pressure: float = 1.0) -> Machine:

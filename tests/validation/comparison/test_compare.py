@@ -14,8 +14,8 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import unroll
 from tierplan.sim.trace import Span, Trace
-from tierplan.validation.compare import Comparison, Pair, compare
-from tierplan.validation.steps import cut_steps, split_key
+from tierplan.validation.comparison.compare import Comparison, Pair, compare
+from tierplan.validation.comparison.steps import cut_steps, split_key
 
 SCHEDULE = toy_schedule()
 PREDICTED = toy_trace(SCHEDULE)

@@ -1,7 +1,7 @@
 """Runs a campaign: measures the machine, predicts each configuration, runs it, and keeps one artifact per run.
 
 For each group, in this order: the machine is measured and a shallow model is rehearsed
-(`tierplan.validation.rehearsals`), then each run is predicted, executed and compared. A run is executed in pieces;
+(`tierplan.validation.calibration.runs`), then each run is predicted, executed and compared. A run is executed in pieces;
 right before each, the shallow model is trained for a little while, which says how slow the machine is now. Where the
 campaign says so, a group's runs take turns piece by piece, so that all meet the same machine. A run whose artifact is
 there is not repeated, so an interrupted campaign continues; a group is measured anew when it is taken up again, and
@@ -37,11 +37,26 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.budgets import AMPLE_BYTES, capacity_for, fitting, peak_bytes, with_capacity, with_room
-from tierplan.validation.campaign import Artifact, Campaign, CampaignError, Group, Run
-from tierplan.validation.compare import compare
+from tierplan.validation.calibration.budgets import (
+    AMPLE_BYTES,
+    capacity_for,
+    fitting,
+    peak_bytes,
+    with_capacity,
+    with_room,
+)
+from tierplan.validation.calibration.runs import (
+    Basis,
+    Pieces,
+    Stage,
+    interval_frac,
+    log_interval,
+    made_folder,
+    with_times_of,
+)
+from tierplan.validation.campaign.spec import Artifact, Campaign, CampaignError, Group, Run
+from tierplan.validation.comparison.compare import compare
 from tierplan.validation.evaluate import PLANNER
-from tierplan.validation.rehearsals import Basis, Pieces, Stage, interval_frac, log_interval, made_folder, with_times_of
 from tierplan.validation.text import format_count, format_error, format_s
 
 __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tierplan.sim.trace import Span, Trace
-from tierplan.validation.steps import Steps
+from tierplan.validation.comparison.steps import Steps
 from tierplan.validation.text import format_bytes, format_frac, format_s
 
 __all__ = ["Window", "legend", "losses_picture", "memory_picture", "timeline", "typical_window"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.validation.campaign import Artifact, CampaignError, load_artifacts, load_campaign, summarise
-from tierplan.validation.campaign_table import campaign_markdown
+from tierplan.validation.campaign.spec import Artifact, CampaignError, load_artifacts, load_campaign, summarise
+from tierplan.validation.campaign.table import campaign_markdown
 
 CAMPAIGN = """
 name = "small"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll
-from tierplan.validation.steps import cut_steps
+from tierplan.validation.comparison.steps import cut_steps
 
 __all__ = ["Contribution", "attribute"]
 

@@ -40,8 +40,8 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.budgets import AMPLE_BYTES, with_capacity, with_room
-from tierplan.validation.calibration import (
+from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_capacity, with_room
+from tierplan.validation.calibration.fit import (
     HandOver,
     calibrated,
     hand_over,
@@ -49,7 +49,7 @@ from tierplan.validation.calibration import (
     simulate_as_found,
     without_latency,
 )
-from tierplan.validation.steps import Steps, cut_steps
+from tierplan.validation.comparison.steps import Steps, cut_steps
 
 __all__ = [
     "Basis",

@@ -30,7 +30,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.profiles import layered_workload, tensor_parallel_workload
+from tierplan.validation.published.workloads import layered_workload, tensor_parallel_workload
 
 __all__ = ["Report", "Row", "published", "reproduce", "systems"]
 

@@ -10,9 +10,9 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
-from tierplan.validation import reproduce as reproduction
-from tierplan.validation.reproduce import Report, Row, is_step_time, published, reproduce, systems
-from tierplan.validation.reproduce_page import BEGIN, END, markdown, write_page
+from tierplan.validation.published import reproduce as reproduction
+from tierplan.validation.published.page import BEGIN, END, markdown, write_page
+from tierplan.validation.published.reproduce import Report, Row, is_step_time, published, reproduce, systems
 
 QUICK = ("fuyou", "ssdtrain", "zero")
 MEAN_LIMIT, ROW_LIMIT, TAU_LIMIT = 0.12, 0.20, 0.9

@@ -34,10 +34,10 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.budgets import capacity_for, with_capacity
-from tierplan.validation.calibration import without_latency
-from tierplan.validation.compare import Comparison, Pair, compare
-from tierplan.validation.report import write_report
+from tierplan.validation.calibration.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration.fit import without_latency
+from tierplan.validation.comparison.compare import Comparison, Pair, compare
+from tierplan.validation.report.report import write_report
 from tierplan.validation.text import format_bytes, format_count, format_error, format_frac, format_s
 
 __all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "run_demo", "summary"]

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from tierplan.sim.trace import Span
-from tierplan.validation.steps import Steps
+from tierplan.validation.comparison.steps import Steps
 
 __all__ = ["StreamTime", "mean_ns", "overlap_ns", "split_difference", "stream_times"]
 

@@ -16,7 +16,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll
 from tierplan.sim.schedule_file import save_schedule
-from tierplan.validation.run_folder import RunFolderError, load_run, read_schedule
+from tierplan.validation.comparison.run_folder import RunFolderError, load_run, read_schedule
 
 MACHINE = toy_machine()
 

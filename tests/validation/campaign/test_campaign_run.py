@@ -19,9 +19,9 @@ from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation import campaign_run
-from tierplan.validation.campaign import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
-from tierplan.validation.rehearsals import Basis
+from tierplan.validation.calibration.runs import Basis
+from tierplan.validation.campaign import run as campaign_run
+from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
 
 GROUP = Group(
     name="gpt2-32",

@@ -17,7 +17,7 @@ from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price, simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span, Trace
-from tierplan.validation.steps import Steps, cut_predicted
+from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 __all__ = ["COMPUTE", "TIMED", "HandOver", "calibrated", "hand_over", "pace_of", "simulate_as_found", "without_latency"]
 

@@ -1,4 +1,4 @@
-"""The published part of docs/validation.md, and its pictures, from reports of `tierplan.validation.reproduce`.
+"""The published part of docs/validation.md, and its pictures, from reports of `tierplan.validation.published.reproduce`.
 
 The part stands between two marker lines, so that the rest of the page is somebody's prose and stays as it is.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierplan.validation.reproduce import Report, Row, is_step_time
+from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
 __all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "write_page"]
 
