@@ -24,12 +24,12 @@ from pathlib import Path
 
 import simpy
 
+from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.engine import simulate, simulate_graph
-from tierplan.sim.evaluator import Evaluator
 from tierplan.sim.graph import graph_of
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, unroll

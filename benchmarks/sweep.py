@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tierplan.validation.evaluate import evaluate_point
-from tierplan.validation.study import Point
-from tierplan.validation.sweep import sweep
+from tierplan.studies.evaluate import evaluate_point
+from tierplan.studies.study import Point
+from tierplan.studies.sweep import sweep
 
 INTERRUPTED_POINTS = 120
 

@@ -21,8 +21,8 @@ from itertools import pairwise
 
 import matplotlib.pyplot as plt
 
-from tierplan.validation.study import Study
-from tierplan.validation.sweep import sweep
+from tierplan.studies.study import Study
+from tierplan.studies.sweep import sweep
 
 study = Study(
     name="drives",

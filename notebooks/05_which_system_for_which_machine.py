@@ -16,8 +16,8 @@
 # **Question: is there one offloading system that is best everywhere?** Six policies, three machines, three models.
 
 # %%
-from tierplan.validation.study import Study
-from tierplan.validation.sweep import sweep
+from tierplan.studies.study import Study
+from tierplan.studies.sweep import sweep
 
 study = Study(
     name="systems",

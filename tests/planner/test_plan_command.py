@@ -8,7 +8,7 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
-from tierplan.planner.export import load_plan
+from tierplan.planner.plan_file import load_plan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
 

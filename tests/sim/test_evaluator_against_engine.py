@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.sim.evaluator import Evaluator
 from tests.sim.random_schedules import costs, durations, schedules
 from tests.sim.test_rules import trace_or_none
 from tests.toys import toy_machine, toy_workload, uniform_plan
@@ -14,7 +15,6 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.engine import simulate
-from tierplan.sim.evaluator import Evaluator
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, unroll
 

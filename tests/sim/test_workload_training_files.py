@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.planner.policies import POLICIES
-from tierplan.sim.training_files import read_deepspeed, read_training_args
+from tierplan.planner.training_files import read_deepspeed, read_training_args
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 BASE = Training(sequence_length=512, per_device_train_batch_size=3)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tierplan.hwmodels import load_description
-from tierplan.validation.advice_text import advice_lines, write_advice
-from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Prices, _wishes, advise
-from tierplan.validation.evaluate import evaluate_point
-from tierplan.validation.study import Point
+from tierplan.studies.advice_text import advice_lines, write_advice
+from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, Prices, _wishes, advise
+from tierplan.studies.evaluate import evaluate_point
+from tierplan.studies.study import Point
 
 POLICIES = ("in-memory", "fuyou")
 
@@ -82,7 +82,7 @@ def test_nothing_is_simulated_whose_answer_is_known(monkeypatch: pytest.MonkeyPa
         asked.append(point)
         return evaluate_point(point)
 
-    monkeypatch.setattr("tierplan.validation.evaluate.evaluate_point", noted)
+    monkeypatch.setattr("tierplan.studies.evaluate.evaluate_point", noted)
     found = advise("gpt-6.7b", "desktop-4090", batches=(1, 16), policies=POLICIES, planner_s=0)
     mine = [p for p in asked if p.model == "gpt-6.7b"]
     assert [p.batch for p in mine if p.policy == "in-memory" and not p.overrides] == [1]
@@ -108,7 +108,7 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
 
 def test_the_planner_is_asked_at_the_best_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that fits anyway: quick to plan, and nothing beats keeping it in memory."""
-    monkeypatch.setattr("tierplan.validation.advise._wishes", lambda description, prices: [])
+    monkeypatch.setattr("tierplan.studies.advise._wishes", lambda description, prices: [])
     found = advise(
         "gpt-6.7b",
         "desktop-4090",

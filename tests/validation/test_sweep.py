@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.validation.study import Point, StudyError, load_study
-from tierplan.validation.sweep import sweep
+from tierplan.studies.study import Point, StudyError, load_study
+from tierplan.studies.sweep import sweep
 
 STUDY = """
 name = "drives"
@@ -170,8 +170,8 @@ def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path
         textwrap.dedent("""
         import os, sys, time
         from pathlib import Path
-        from tierplan.validation.study import Point
-        from tierplan.validation.sweep import sweep
+        from tierplan.studies.study import Point
+        from tierplan.studies.sweep import sweep
 
         def slow(point):
             time.sleep(0.05)

@@ -12,10 +12,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tierplan.commands.arguments import add_set, new_file, number, whole
+from tierplan.commands.options.arguments import add_set, new_file, number, whole
 
 if TYPE_CHECKING:
-    from tierplan.validation.advise import Advice
+    from tierplan.studies.advise import Advice
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.validation.advice_text import advice_lines, write_advice
-    from tierplan.validation.advise import BATCHES, Prices, advise
+    from tierplan.studies.advice_text import advice_lines, write_advice
+    from tierplan.studies.advise import BATCHES, Prices, advise
 
     overrides = dict(_pair(text) for text in args.overrides)
     advice = advise(

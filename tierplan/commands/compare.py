@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tierplan.commands.arguments import add_set, existing_file, new_file, whole
+from tierplan.commands.options.arguments import add_set, existing_file, new_file, whole
 
 __all__ = ["add_arguments", "run"]
 

@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierplan.commands import scenario
-from tierplan.commands.arguments import PICTURES, new_file
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import PICTURES, new_file
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         predict(name, found.workload, found.machine, {} if name.startswith(OWN_SEMANTICS) else options) for name in bar
     ]
     if args.plot:
-        from tierplan.validation.policy_plot import plot_policies
+        from tierplan.studies.policy_plot import plot_policies
 
         plot_policies(predictions, args.plot)
     if args.json:
@@ -93,7 +93,7 @@ def short_reason(prediction: Prediction) -> str:
     """Why it does not fit, in one line."""
     shortage = prediction.shortage
     if shortage is None:
-        from tierplan.validation.text import in_short
+        from tierplan.sim.output.text import in_short
 
         return "does not run: " + in_short(prediction.why_not, lambda size: f"{size / GB:.1f} GB")
     if shortage.short_bytes is None:

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from tierplan.commands.arguments import new_folder, whole
+from tierplan.commands.options.arguments import new_folder, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierplan.commands.arguments import add_set, existing_file, new_file, new_folder, number
+from tierplan.commands.options.arguments import add_set, existing_file, new_file, new_folder, number
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description

@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tierplan.commands import scenario
-from tierplan.commands.arguments import PICTURES, new_file, number, whole
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import PICTURES, new_file, number, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_INFEASIBLE
     worths = _worths(args, workload) if args.explain else None
     if args.output:
-        from tierplan.planner.export import save_plan
+        from tierplan.planner.plan_file import save_plan
 
         save_plan(result, workload, machine, args.output)
     if args.frontier:
@@ -203,7 +203,7 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
 
 def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> str:
     """The result for people."""
-    from tierplan.validation.text import in_short
+    from tierplan.sim.output.text import in_short
 
     training, plan = workload.training, result.plan
     lines = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierplan.commands.arguments import new_file
+from tierplan.commands.options.arguments import new_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tierplan.commands.arguments import existing_file, new_folder, number, whole
+from tierplan.commands.options.arguments import existing_file, new_folder, number, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

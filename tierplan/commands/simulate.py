@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tierplan.commands import scenario
-from tierplan.commands.arguments import new_file
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import new_file
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
-        from tierplan.planner.export import digest
+        from tierplan.planner.plan_file import digest
         from tierplan.sim.schedule_file import save_schedule
 
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
@@ -103,7 +103,7 @@ def read_options(args: argparse.Namespace) -> dict[str, object]:
 
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
-    from tierplan.validation.text import format_s
+    from tierplan.sim.output.text import format_s
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
     if prediction.step_s is None or prediction.steady is None or prediction.schedule is None:

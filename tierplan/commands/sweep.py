@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 
-from tierplan.commands.arguments import existing_file, new_folder, whole
+from tierplan.commands.options.arguments import existing_file, new_folder, whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from tierplan.validation.study import load_study
-    from tierplan.validation.sweep import sweep
+    from tierplan.studies.study import load_study
+    from tierplan.studies.sweep import sweep
 
     study = load_study(args.study)
     study.check_names()

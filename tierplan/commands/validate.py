@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from tierplan.commands.arguments import new_file, new_folder, number
+from tierplan.commands.options.arguments import new_file, new_folder, number
 
 __all__ = ["add_arguments", "run"]
 

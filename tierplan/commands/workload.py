@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tierplan.commands.arguments import existing_file, number, whole
+from tierplan.commands.options.arguments import existing_file, number, whole
 
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -129,7 +129,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _deepspeed(args: argparse.Namespace) -> int:
-    from tierplan.sim.training_files import read_deepspeed
+    from tierplan.planner.training_files import read_deepspeed
 
     found = read_deepspeed(args.file, _training(args))
     t = found.training

@@ -88,7 +88,7 @@ def test_a_plain_schedule_has_no_interval(folder: Path) -> None:
 def test_a_schedule_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tierplan.cli import main
     from tierplan.hwmodels import load_machine
-    from tierplan.planner.export import PlanFileError
+    from tierplan.planner.plan_file import PlanFileError
 
     monkeypatch.chdir(tmp_path)
     named = ["--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090"]
@@ -105,7 +105,7 @@ def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
 
 
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
-    from tierplan.planner.export import PlanFileError, save_plan
+    from tierplan.planner.plan_file import PlanFileError, save_plan
     from tierplan.planner.solve import plan
 
     workload = toy_workload(2)

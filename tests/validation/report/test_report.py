@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.validation.toy import RATES, toy_schedule, toy_trace
+from tierplan.sim.output.text import format_bytes, format_count, format_error, format_rate, format_s, in_short
 from tierplan.validation.comparison.compare import compare
 from tierplan.validation.report.page import bars, cards, page, paragraph, table
 from tierplan.validation.report.report import verdict, write_report
-from tierplan.validation.text import format_bytes, format_count, format_error, format_rate, format_s, in_short
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 VOID = {"meta", "link", "br", "wbr"}

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tierplan.planner.building import COMPUTE, CORES, DEVICE, HOST, NVME, Builder, Position
 from tierplan.planner.lowering.compute_order import Stage
 from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.builder import COMPUTE, CORES, DEVICE, HOST, NVME, Builder, Position
 from tierplan.sim.parts import part_content, part_ranges
 from tierplan.sim.workloads.workload import Unit, Workload
 

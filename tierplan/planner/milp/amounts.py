@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan import Order, Place, Semantics
+from tierplan.sim.builder import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
-from tierplan.planner.building import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Updates
 from tierplan.planner.plan import PLACES
+from tierplan.sim.builder import COMPUTE, CORES, DOWN, READ, UP, WRITE
 
 __all__ = ["ENDURANCE", "deadline_rows", "endurance_row", "memory_rows", "stream_rows"]
 

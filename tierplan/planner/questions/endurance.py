@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.building import WRITE
+from tierplan.sim.builder import WRITE
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["SECONDS_PER_YEAR", "allowed_bytes_per_s", "endurance_bytes", "lifetime_s", "written_bytes"]

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.building import CORES, READ, WRITE
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.plan import Plan, PlanError
@@ -19,6 +18,7 @@ from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.moves import FAMILIES
 from tierplan.sim.analysis.completion import OutOfMemory, completes, out_of_memory
 from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.builder import CORES, READ, WRITE
 from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload

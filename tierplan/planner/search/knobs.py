@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierplan.planner.building import CORES, READ, UP, WRITE
 from tierplan.planner.milp.amounts import PARTS, Problem
 from tierplan.planner.milp.model import Margins
 from tierplan.planner.search.candidates import Candidate
+from tierplan.sim.builder import CORES, READ, UP, WRITE
 
 __all__ = ["Knobs", "tune"]
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.building import CORES, HOST, Builder
 from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.builder import CORES, HOST, Builder
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload, total_work

@@ -12,10 +12,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.building import COMPUTE, DEVICE, HOST
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.planner.several_devices.packs import PackLowering, Task, check_packs
 from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.builder import COMPUTE, DEVICE, HOST
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload

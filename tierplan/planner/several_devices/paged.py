@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.building import HOST, Builder
 from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.plan import Plan
+from tierplan.sim.builder import HOST, Builder
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 

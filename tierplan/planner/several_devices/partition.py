@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tierplan.planner.building import DEVICE
+from tierplan.sim.builder import DEVICE
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
 __all__ = ["partition"]

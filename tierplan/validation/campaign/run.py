@@ -34,9 +34,11 @@ from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.evaluate import PLANNER
 from tierplan.validation.calibration.budgets import (
     AMPLE_BYTES,
     capacity_for,
@@ -56,8 +58,6 @@ from tierplan.validation.calibration.runs import (
 )
 from tierplan.validation.campaign.spec import Artifact, Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
-from tierplan.validation.evaluate import PLANNER
-from tierplan.validation.text import format_count, format_error, format_s
 
 __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 

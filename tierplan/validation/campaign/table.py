@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
 from tierplan.validation.campaign.spec import Artifact, summarise
-from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
 
 __all__ = ["campaign_markdown", "summary_lines"]
 

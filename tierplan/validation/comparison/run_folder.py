@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.export import KEY, PlanFileError, digest, load_plan
+from tierplan.planner.plan_file import KEY, PlanFileError, digest, load_plan
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import Trace

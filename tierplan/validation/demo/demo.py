@@ -30,6 +30,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.solve import PlanResult, plan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
+from tierplan.sim.output.text import format_bytes, format_count, format_error, format_frac, format_s
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
@@ -38,7 +39,6 @@ from tierplan.validation.calibration.budgets import capacity_for, with_capacity
 from tierplan.validation.calibration.fit import without_latency
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.report.report import write_report
-from tierplan.validation.text import format_bytes, format_count, format_error, format_frac, format_s
 
 __all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "run_demo", "summary"]
 
@@ -168,7 +168,7 @@ def run_demo(
     """
     from tierplan.runtime.measure.machine import measure
     from tierplan.runtime.optim.adam import OptimizerSettings
-    from tierplan.runtime.rehearsal import Rehearsal, same_weights
+    from tierplan.validation.demo.two_runs import Rehearsal, same_weights
 
     if steps < 4:
         raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tierplan.sim.output.text import format_bytes, format_frac, format_s
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.steps import Steps
-from tierplan.validation.text import format_bytes, format_frac, format_s
 
 __all__ = ["Window", "legend", "losses_picture", "memory_picture", "timeline", "typical_window"]
 

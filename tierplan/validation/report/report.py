@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.compare import Comparison, Pair
 from tierplan.validation.comparison.steps import cut_predicted, cut_steps
 from tierplan.validation.report import pictures
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
-from tierplan.validation.text import format_bytes, format_error, format_frac, format_s
 
 __all__ = ["verdict", "write_report"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from tierplan.validation.advise import SECONDS_PER_YEAR, Advice, Change
+from tierplan.sim.output.text import format_bytes, format_count, format_frac, format_s, in_short
+from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, Change
+from tierplan.studies.sweep import Row
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
-from tierplan.validation.sweep import Row
-from tierplan.validation.text import format_bytes, format_count, format_frac, format_s, in_short
 
 __all__ = ["advice_lines", "write_advice"]
 

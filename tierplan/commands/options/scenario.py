@@ -14,7 +14,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tierplan.commands.arguments import add_set, number, whole
+from tierplan.commands.options.arguments import add_set, number, whole
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine

@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, read_config
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.study import Point
+from tierplan.studies.study import Point
 
 __all__ = ["PLANNER", "evaluate", "evaluate_point", "training_for"]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from tierplan.hwmodels import Description, MachineError, load_description
 from tierplan.hwmodels.catalog import catalog_names, load_part
-from tierplan.validation.study import Point
-from tierplan.validation.sweep import Row, sweep
+from tierplan.studies.study import Point
+from tierplan.studies.sweep import Row, sweep
 
 __all__ = ["Advice", "Change", "Prices", "advise"]
 

@@ -23,7 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tierplan.sim.trace import write_atomically
-from tierplan.validation.study import Point
+from tierplan.studies.study import Point
 
 __all__ = ["Row", "sweep", "write_table"]
 
@@ -47,7 +47,7 @@ def sweep(
     Parameters
     ----------
     evaluate
-        From a point to named figures; a function that can be pickled. By default `tierplan.validation.evaluate`:
+        From a point to named figures; a function that can be pickled. By default `tierplan.studies.evaluate`:
         plan, lower, simulate. What it raises as `ValueError` or `RuntimeError` becomes the row's `error`.
     out_dir
         Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again.
@@ -57,7 +57,7 @@ def sweep(
     """
     points = list(points)
     if evaluate is None:
-        from tierplan.validation.evaluate import evaluate_point
+        from tierplan.studies.evaluate import evaluate_point
 
         evaluate = evaluate_point
     kept = _Kept(Path(out_dir)) if out_dir is not None else None

@@ -136,7 +136,7 @@ class Study:
         from tierplan.planner.policies import check_name
         from tierplan.sim.workloads.models import read_config
         from tierplan.sim.workloads.workload import Training
-        from tierplan.validation.evaluate import PLANNER
+        from tierplan.studies.evaluate import PLANNER
 
         for policy in self.scenario.get("policy", ()):
             if policy != PLANNER:
