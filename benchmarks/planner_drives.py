@@ -3,7 +3,7 @@
     python -m benchmarks.planner_drives benchmarks/results/drives.jsonl                        # runs what it lacks
     python -m benchmarks.planner_drives benchmarks/results/drives.jsonl --page docs/planner_grid.md
 
-Machine and batch are those of Fuyou's published runs (`tierplan/validation/published/fuyou.toml`).
+Machine and batch are those of Fuyou's published runs (`validation/published/fuyou.toml`).
 """
 
 from __future__ import annotations

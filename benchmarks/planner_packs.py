@@ -3,7 +3,7 @@
     python -m benchmarks.planner_packs                            # prints the table, about two minutes
     python -m benchmarks.planner_packs --page docs/planner.md     # writes it into the page
 
-Profiles and machine are those of `tierplan/validation/published/harmony.toml`. Harmony tries packs of about equal
+Profiles and machine are those of `validation/published/harmony.toml`. Harmony tries packs of about equal
 compute (`harmony-pp`, `harmony-dp`); the planner searches forms, numbers of packs and their borders. "Alone" is one
 step from an idle machine to the end of its last op, as Harmony's estimator counts; the others are steps in a row.
 """

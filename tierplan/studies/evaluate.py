@@ -13,14 +13,14 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.study import Point
 
-__all__ = ["PLANNER", "evaluate", "evaluate_point", "training_for"]
+__all__ = ["evaluate", "evaluate_point", "training_for"]
 
-PLANNER = "planner"
 COMPUTE = "gpu0.compute"
 PRECISIONS = ("bf16", "fp16", "fp32")
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage")

@@ -10,7 +10,7 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import predict_plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
 
 
 def test_the_example_is_a_policy() -> None:

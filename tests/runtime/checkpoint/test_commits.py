@@ -188,7 +188,7 @@ def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:
 
 
 def kill_and_resume(choice: str, num_kills: int, folder: Path) -> None:
-    script = f"from tests.runtime.checkpoint.test_commits import die_often; die_often({choice!r}, {num_kills}, {str(folder)!r})"
+    script = f"from {__name__} import die_often; die_often({choice!r}, {num_kills}, {str(folder)!r})"
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
     assert same(torch.load(folder / "weights.pt"), plain_weights())
 

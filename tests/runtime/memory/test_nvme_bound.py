@@ -15,7 +15,7 @@ from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.trace import Span, Trace
 
 S = 10**9
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def span(key: str, stream: str, start_s: float, end_s: float) -> Span:

@@ -124,7 +124,8 @@ def test_a_folder_and_a_file_give_the_same(tmp_path: Path) -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from tierplan.sim.workloads.models import load_workload; from tierplan.sim.workloads.workload import Training;"
+        "import sys; from tierplan.sim.workloads.models import load_workload; "
+        "from tierplan.sim.workloads.workload import Training; "
         "load_workload('gpt-13b', Training()); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

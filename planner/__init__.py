@@ -1,0 +1,14 @@
+"""From a workload and a machine to a plan, and from a plan to a schedule. In reading order:
+
+plan             the decisions: what lives where, what happens to every saved tensor, when updates run
+policies         published systems, one file each: functions to a plan
+lowering         from a plan for one device to a schedule
+several_devices  from packs and partitions to a schedule, and the search for packs
+prediction       what a plan gives, in the figures that people compare
+milp             the planning program and its bound (docs/planner.md has the mathematics)
+search           candidates by simulation: moves, knobs, restarts, batches
+solve            the planner: bound, solve, round, lower, simulate, refine
+questions        the largest model, what more hardware is worth, how long drives last
+plan_file        the plan as a file
+training_files   settings from a DeepSpeed JSON or Hugging Face training arguments
+"""

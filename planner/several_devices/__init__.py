@@ -1,0 +1,9 @@
+"""Plans for several devices:
+
+partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
+packs           runs of units that visit devices in turn (Harmony)
+packs_unitwise  the same on one device, unit by unit, as the runtime executes it
+paged           weights paged in and out for every use: the baseline that Harmony beats
+pack_estimate   how long packs take, without simulating
+pack_search     better packs than Harmony's own search finds
+"""

@@ -1,0 +1,8 @@
+"""An unmodified model, run unit by unit:
+
+units   a model's units, with their parameters in flat buffers
+hooks   where the model is caught: each block's `forward`
+lanes   one micro-batch on its way through the units, as a coroutine
+saved   what autograd saves in a unit, cut into slots
+replay  single saved tensors made again
+"""

@@ -1,0 +1,5 @@
+"""What is trained on:
+
+text       micro-batches from text files or arrays of tokens
+synthetic  versions, and models and batches that are the same for the same seed
+"""

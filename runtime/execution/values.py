@@ -1,0 +1,159 @@
+"""What a buffer of a schedule holds in reality.
+
+A buffer's value is a `Held`: memory (a block of a pool), a place on a drive (an extent), or nothing but a `Thing` that
+lives on the device by itself, such as a tensor that autograd saved. The thing travels with the content through the
+tiers and is told when its bytes arrive on the device or leave it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierplan.runtime.autograd.saved import Slot, memory_of
+from tierplan.runtime.autograd.units import placeholder
+from tierplan.runtime.execution.executor import Instance
+from tierplan.runtime.memory.arena import Block
+from tierplan.runtime.memory.store import Extent
+
+__all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "held_of"]
+
+
+class Thing(ABC):
+    """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
+
+    They may come back while the first copy is still in use; then they take its place when that one leaves.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_here = True
+        self._next: torch.Tensor | None = None
+
+    def arrive(self, memory: torch.Tensor) -> None:
+        """The bytes are in this device memory."""
+        with self._lock:
+            if self._is_here:
+                self._next = memory
+            else:
+                self._is_here = True
+                self._use(memory)
+
+    def leave(self) -> None:
+        """The device memory that was in use is given back."""
+        with self._lock:
+            self._use(self._next)
+            self._is_here, self._next = self._next is not None, None
+
+    @abstractmethod
+    def memory(self) -> torch.Tensor:
+        """The bytes, as a uint8 tensor."""
+
+    @abstractmethod
+    def _use(self, memory: torch.Tensor | None) -> None:
+        """From now on the bytes are in this memory, or not on the device."""
+
+
+class SavedThing(Thing):
+    """A saved tensor that goes its own way."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        self._slot = weakref.ref(slot)
+        """Autograd's graph holds the slot, and lets it go as soon as backward has used it."""
+
+    def memory(self) -> torch.Tensor:
+        slot = self._slot()
+        assert slot is not None
+        assert slot.storage is not None
+        return memory_of(slot.storage)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        slot = self._slot()
+        if slot is not None:
+            slot.storage = None if memory is None else memory.untyped_storage()
+
+
+class InputThing(Thing):
+    """A unit's input: the leaves that the unit before it made."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = leaves
+        self._strides = [None if leaf.is_contiguous() else leaf.stride() for leaf in leaves]
+
+    def memory(self) -> torch.Tensor:
+        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in self.leaves]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
+        for k, leaf in enumerate(self.leaves):
+            if parts is None:
+                leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device)
+            else:
+                flat = parts[k].view(leaf.dtype)
+                shape, stride = leaf.shape, self._strides[k]
+                leaf.data = (
+                    flat.view(shape)
+                    if stride is None
+                    else flat.new_empty_strided(shape, stride).copy_(flat.view(shape))
+                )
+
+
+class GradientThing(Thing):
+    """The gradient of a unit's input: that of its leaves."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = [leaf for leaf in leaves if leaf.grad is not None]
+        self._strides = [leaf.grad.stride() for leaf in self.leaves if leaf.grad is not None]
+
+    def memory(self) -> torch.Tensor:
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        assert len(gradients) == len(self.leaves), "a gradient that has been used is not moved"
+        parts = [gradient.contiguous().view(-1).view(torch.uint8) for gradient in gradients]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _use(self, memory: torch.Tensor | None) -> None:
+        at = 0
+        for leaf, stride in zip(self.leaves, self._strides, strict=True):
+            if memory is None:
+                leaf.grad = None
+                continue
+            flat = memory[at : at + leaf.nbytes].view(leaf.dtype)
+            at += leaf.nbytes
+            gradient = flat.new_empty_strided(leaf.shape, stride)
+            leaf.grad = flat.view(leaf.shape) if gradient.is_contiguous() else gradient.copy_(flat.view(leaf.shape))
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A buffer's value."""
+
+    place: Block | Extent | None = None
+    thing: Thing | None = None
+    parts: list[torch.Tensor | None] | None = None
+    """Of a gradient as autograd makes it on the device: by parameter of the unit (see `gradients.py`)."""
+    filled: set[int] | None = None
+    """Of a gradient in flat memory: the positions, in the unit, of the parameters that have one; None for all."""
+    is_absent: bool = False
+    """Of a gradient: there is none yet (the first delayed update)."""
+    norms: Sequence[tuple[int, torch.Tensor]] = ()
+    """Of `norm/U`: the position in the model and the norm of each parameter's gradient."""
+    clip: torch.Tensor | None = None
+
+    @property
+    def block(self) -> Block:
+        assert isinstance(self.place, Block)
+        return self.place
+
+
+def held_of(instance: Instance) -> Held:
+    assert isinstance(instance.value, Held), f"buffer {instance.buffer.name!r} has no value"
+    return instance.value

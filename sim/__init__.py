@@ -1,0 +1,21 @@
+"""The shared language and its simulator. The core, to read first and in this order, has under 1,000 lines:
+
+    schedule       the language: tiers, buffers, ops, and what makes a schedule valid
+    graph          a schedule in numbers: all that the four rules fix before time starts
+    sharing        how streams divide a limit that they share
+    engine         SimPy executes the schedule
+    trace          what happened: the same record from the simulator and from the runtime
+
+Around it:
+
+    schedule_file  the schedule as JSON
+    builder        how lowerings write a schedule: names, versions, list order
+    parts          how optimizer states are cut that travel piece by piece
+    pricing        what every op costs on a machine
+
+The rooms:
+
+    workloads      one training step of a model as amounts: operations, bytes, saved tensors
+    analysis       what a simulation says: steady step time, completion, order, causes, scatter
+    output         how results are drawn and written
+"""

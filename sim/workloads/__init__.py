@@ -1,0 +1,6 @@
+"""What is trained, as amounts, without torch:
+
+workload  the record: units, their operations, parameters and saved tensors
+models    from a config to a workload by closed forms, in milliseconds
+families  the closed forms, one file per family of models
+"""

@@ -1,0 +1,8 @@
+"""One run beside its prediction:
+
+run_folder   what `tierplan plan` and `tierplan run` leave behind
+steps        a trace of several steps, cut into steps
+compare      signed errors by step, stream and tier
+causes       why ops of one kind took longer: rate, overhead, contention
+attribution  which ops the difference comes from, by simulating again with measured durations
+"""

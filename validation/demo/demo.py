@@ -1,0 +1,361 @@
+"""The main job from end to end on this machine: measure, plan, simulate, train, compare.
+
+A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The device and
+host budgets are set so that plain in-memory training does not fit the device and optimizer states must go to NVMe. The
+planner makes a plan, the simulator predicts its steps, the runtime executes it, and the same training in memory says
+which numbers it should give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.solve import PlanResult, plan
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.output.perfetto import write_perfetto
+from tierplan.sim.output.text import format_bytes, format_count, format_error, format_frac, format_s
+from tierplan.sim.schedule_file import save_schedule
+from tierplan.sim.trace import Trace, write_atomically
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.calibration.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration.fit import without_latency
+from tierplan.validation.comparison.compare import Comparison, Pair, compare
+from tierplan.validation.report.report import write_report
+
+__all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "run_demo", "summary"]
+
+BATCH, SEQUENCE = 4, 256
+LEARNING_RATE = 5e-5
+NUM_STEPS = 12
+MEASURE_S = 30.0
+PROFILE_STEPS = 6
+PLAN_S = 15.0
+TEXT_BYTES = 8 << 20
+DEVICE_FRAC = 0.25
+"""Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
+STATES_FRAC = 0.1
+"""Of all optimizer states find room in host memory beside what must pass through it; others must go to NVMe."""
+HUGE_BYTES = 1 << 50
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the part of it that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo predicted and what it measured."""
+
+    machine: Machine
+    workload: Workload
+    planned: PlanResult
+    comparison: Comparison
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    weights_equal: bool
+    in_memory_device_bytes: int
+    """What plain in-memory training holds at its peak, by the simulator."""
+    in_memory_measured_bytes: int
+    """The same, tracked in the reference run."""
+    notes: tuple[str, ...]
+    seconds: Mapping[str, float]
+    """Wall time of each stage."""
+
+    def record(self) -> dict[str, object]:
+        """The result as one JSON object; see docs/file-formats.md."""
+        c = self.comparison
+        return {
+            "predicted_step_s": c.step_s.predicted,
+            "measured_step_s": c.step_s.measured,
+            "step_error": c.step_error_frac,
+            "predicted_busy_s": {s.stream: s.busy_s.predicted for s in c.streams},
+            "measured_busy_s": {s.stream: s.busy_s.measured for s in c.streams},
+            "predicted_peak_bytes": {t.tier: int(t.peak_bytes.predicted) for t in c.tiers},
+            "measured_peak_bytes": {t.tier: t.peak_bytes.measured for t in c.tiers},
+            "capacity_bytes": {t.tier: t.capacity_bytes for t in c.tiers},
+            "predicted_bytes": {stream: int(pair.predicted) for stream, pair in c.moved_bytes.items()},
+            "measured_bytes": {stream: pair.measured for stream, pair in c.moved_bytes.items()},
+            "bytes_agree": c.bytes_agree,
+            "losses": list(self.losses),
+            "reference_losses": list(self.reference_losses),
+            "losses_equal": self.losses == self.reference_losses,
+            "weights_equal": self.weights_equal,
+            "in_memory_device_bytes": self.in_memory_device_bytes,
+            "in_memory_measured_bytes": self.in_memory_measured_bytes,
+            "lower_bound_s": self.planned.lower_bound_s,
+            "gap": self.planned.gap,
+            "num_parameters": self.workload.num_parameters,
+            "notes": list(self.notes),
+            "seconds": dict(self.seconds),
+        }
+
+
+def demo_config() -> Path:
+    """The `config.json` of the demo's model."""
+    return Path(str(files("tierplan.validation.demo") / "demo_model" / "config.json"))
+
+
+def byte_tokens(limit_bytes: int = TEXT_BYTES) -> np.ndarray:
+    """The standard library's sources on this machine, as bytes (tokens 0 to 255), in order of their paths."""
+    parts, held = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_bytes()
+        parts.append(text)
+        held += len(text)
+        if held >= limit_bytes:
+            break
+    if held < 2 * BATCH * (SEQUENCE + 1):
+        raise ValueError(
+            f"found only {held:,} bytes of Python sources in {sysconfig.get_paths()['stdlib']}; the demo trains on the "
+            "standard library's sources, so install Python with them"
+        )
+    return np.frombuffer(b"".join(parts)[:limit_bytes], dtype=np.uint8).astype(np.int64)
+
+
+def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
+    """What plain in-memory training holds on the device, and the machine with budgets that it does not fit into.
+
+    The device gets `DEVICE_FRAC` of that. Host memory gets what a plan with parameters there and all optimizer states
+    on NVMe needs, and room for `STATES_FRAC` of the states.
+    """
+    roomy = with_capacity(machine, {t.name: HUGE_BYTES for t in machine.tiers})
+    choice = POLICIES["in-memory"](workload, roomy, {})
+    in_memory = steady_state(lower(choice, workload, roomy), roomy).trace.peak_bytes["gpu0"]
+    machine = with_capacity(machine, {"gpu0": _whole_mib(DEVICE_FRAC * in_memory)})
+    streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
+    others = replace(streamed, acts="keep")
+    units = tuple(streamed if u.kind == "block" else others for u in workload.units)
+    passing = capacity_for("tight", "host", Plan(policy="all states on NVMe", units=units), workload, machine)
+    states = workload.num_parameters * workload.training.state_bytes
+    return in_memory, with_capacity(machine, {"host": _whole_mib(passing + STATES_FRAC * states)})
+
+
+def _whole_mib(size_bytes: float) -> int:
+    return int(size_bytes) >> 20 << 20
+
+
+def run_demo(
+    out: Path,
+    *,
+    nvme_dir: Path | None = None,
+    steps: int = NUM_STEPS,
+    num_threads: int = 1,
+    seed: int = 0,
+    measure_s: float = MEASURE_S,
+    progress: Progress = lambda what, part: None,
+) -> DemoResult:
+    """Runs the whole job; leaves `report.html`, `timeline.json` (Perfetto), the schedule and both traces in `out`.
+
+    `nvme_dir` is the folder of the NVMe tier; one in `out` if not given. Kernels run on `num_threads` cores, so that
+    copies, the optimizer and file I/O have the others.
+    """
+    from tierplan.runtime.measure.machine import measure
+    from tierplan.runtime.optim.adam import OptimizerSettings
+    from tierplan.runtime.two_runs import Rehearsal, same_weights
+
+    if steps < 4:
+        raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
+    load = os.getloadavg()[0]
+    seconds: dict[str, float] = {}
+    nvme = nvme_dir or out / "nvme"
+    _check_folder(out)
+    _check_folder(nvme)
+    training = Training(per_device_train_batch_size=BATCH, sequence_length=SEQUENCE, dtype="fp32", backend="cpu")
+    rehearsal = Rehearsal(
+        workload=load_workload(demo_config(), training),
+        tokens=byte_tokens(),
+        optimizer=OptimizerSettings(lr=LEARNING_RATE),
+        seed=seed,
+        num_threads=num_threads,
+    )
+    with _stage("measure", seconds):
+        base = measure(
+            nvme,
+            budget_s=measure_s,
+            device="cpu",
+            dtypes=("fp32",),
+            save=False,
+            progress=lambda what, part: progress(f"measuring this machine: {what}", part),
+        )
+    with _stage("profile", seconds):
+        workload = rehearsal.profile(
+            num_steps=PROFILE_STEPS,
+            on_step=lambda k, _: progress("timing the model's blocks", (k + 1) / PROFILE_STEPS),
+        )
+    with _stage("plan", seconds):
+        progress("planning", 0.0)
+        in_memory_bytes, machine = demo_budgets(workload, without_latency(base))
+        # no tiles: they would sum gradients in another order than the training that the losses are compared with
+        planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
+        progress("planning", 1.0)
+    with _stage("train with the plan", seconds):
+        run, model = rehearsal.train(
+            planned.schedule,
+            steps=steps,
+            nvme_dir=nvme,
+            on_step=lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps),
+        )
+    with _stage("train in memory", seconds):
+        plain = rehearsal.train_plainly(
+            steps=steps,
+            track_memory=True,
+            on_step=lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps),
+        )
+    comparison = compare(
+        planned.schedule,
+        planned.steady.trace,
+        run.trace,
+        predicted_step_s=planned.step_s,
+        moved_bytes={stream: moved / steps for stream, moved in run.moved_bytes.items()},
+    )
+    result = DemoResult(
+        machine=machine,
+        workload=workload,
+        planned=planned,
+        comparison=comparison,
+        losses=run.losses,
+        reference_losses=plain.losses,
+        weights_equal=same_weights(model, plain.model),
+        in_memory_device_bytes=in_memory_bytes,
+        in_memory_measured_bytes=plain.peak_bytes,
+        notes=(*load_notes(load, os.cpu_count() or 1), *run.notes),
+        seconds=seconds,
+    )
+    _write(out, result, run.trace)
+    return result
+
+
+@contextlib.contextmanager
+def _stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began
+
+
+def _check_folder(folder: Path) -> None:
+    """Makes the folder and a file in it, so that what cannot work fails now and not after a minute."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot write to {folder}: {error.strerror}; give another folder with --out or --nvme"
+        ) from error
+
+
+def _write(out: Path, result: DemoResult, measured: Trace) -> None:
+    save_schedule(result.planned.schedule, out / "schedule.json")
+    predicted = result.planned.steady.trace
+    predicted.save(out / "predicted.trace.json")
+    measured.save(out / "measured.trace.json")
+    write_perfetto({"predicted": predicted, "measured": measured}, out / "timeline.json")
+    write_report(
+        out / "report.html",
+        result.comparison,
+        result.planned.schedule,
+        predicted,
+        measured,
+        title="tierplan demo: predicted and measured",
+        about=_about(result),
+        losses=result.losses,
+        reference_losses=result.reference_losses,
+        notes=result.notes,
+    )
+    write_atomically(out / "result.json", json.dumps(result.record(), indent=2))
+
+
+def _about(result: DemoResult) -> dict[str, str]:
+    training = result.workload.training
+    capacity = {t.name: t.capacity_bytes for t in result.machine.tiers}
+    return {
+        "Model": f"GPT-2 architecture, {format_count(result.workload.num_parameters)} parameters, "
+        f"{len(result.workload.blocks)} blocks, fp32",
+        "Batch": f"{training.per_device_train_batch_size} sequences of {training.sequence_length} bytes",
+        "Text": "the sources of Python's standard library on this machine",
+        "Device budget": f"{format_bytes(capacity['gpu0'])}; plain training in memory holds "
+        f"{format_bytes(result.in_memory_device_bytes)}",
+        "Host budget": format_bytes(capacity["host"]),
+        "Plan": f"{result.planned.plan.policy}, gap to the lower bound {format_frac(result.planned.gap)}",
+        "Date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def load_notes(load: float, cores: int) -> list[str]:
+    """That other programs were at work when the demo began, if they were, by the load average of the minute before.
+
+    Installing the demo leaves a load of about 1 behind, which is no reason: it is over when the demo measures.
+    """
+    if load <= max(1.25, cores / 2):
+        return []
+    return [f"other programs ran when this began (load {load:.1f} on {cores} cores): times vary with what they do"]
+
+
+def summary(result: DemoResult, out: Path) -> str:
+    """The result on one screen."""
+    c = result.comparison
+    about = _about(result)
+    lines = [
+        f"{about['Model']}; {about['Batch']}",
+        f"plain training in memory holds {format_bytes(result.in_memory_measured_bytes)} (tracked), "
+        f"{format_bytes(result.in_memory_device_bytes)} (predicted); "
+        f"the device budget is {format_bytes(_capacity(result, 'gpu0'))}: it does not fit",
+        f"plan: {_where(result)}",
+        "",
+        f"{'':24}{'predicted':>14}{'measured':>14}{'error':>10}",
+        _row("step", c.step_s, format_s),
+    ]
+    lines += [_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
+    lines += [_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
+    lines += [_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
+    equal = "equal bit for bit" if result.losses == result.reference_losses else "DIFFERENT"
+    weights = "equal bit for bit" if result.weights_equal else "DIFFERENT"
+    moved = "exact" if c.bytes_agree else "DIFFERENT"
+    lines += [
+        "",
+        f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
+        f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {equal}",
+        f"weights after {len(result.losses)} steps: {weights}; bytes moved: {moved}",
+        *result.notes,
+        f"{sum(result.seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in result.seconds.items()),
+        f"report: {out / 'report.html'}; timeline for ui.perfetto.dev: {out / 'timeline.json'}",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
+    measured = "-" if pair.measured is None else show(pair.measured)
+    return f"{name:24}{show(pair.predicted):>14}{measured:>14}{format_error(pair.error_frac):>10}"
+
+
+def _capacity(result: DemoResult, tier: str) -> int:
+    return next(t.capacity_bytes for t in result.machine.tiers if t.name == tier)
+
+
+def _where(result: DemoResult) -> str:
+    """What the plan decided, in one line: units by place of states, saved tensors by action."""
+    states = Counter(choice.states for choice in result.planned.plan.units)
+    actions: Counter[str] = Counter()
+    for unit, choice in zip(result.workload.units, result.planned.plan.units, strict=True):
+        for tensor in unit.saved:
+            actions[choice.action(tensor.index)] += tensor.size_bytes
+    places = ", ".join(f"{count} on {place}" for place, count in sorted(states.items()))
+    acts = ", ".join(f"{action} {format_bytes(size)}" for action, size in sorted(actions.items()))
+    return f"optimizer states of {len(result.planned.plan.units)} units: {places}; saved tensors: {acts}"

@@ -1,0 +1,149 @@
+"""The published part of docs/validation.md, and its pictures, from the reports of `reproduce`.
+
+The part stands between two marker lines, so that the rest of the page is somebody's prose and stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierplan.validation.published.reproduce import Report, Row, is_step_time
+
+__all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "write_page"]
+
+BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
+END = "<!-- end of published figures -->"
+FIGURES = "figures"
+MARKS = {"calibrate": ("s", "#999999"), "check": ("o", "#0072B2")}
+
+
+def summary_text(report: Report) -> str:
+    """One line: coverage, errors of step times, order."""
+    answered, asked = report.coverage
+    parts = [f"{report.system}: {answered} of {asked} check rows answered"]
+    if report.mean_abs_error is not None and report.max_abs_error is not None:
+        parts.append(f"step times: mean error {report.mean_abs_error:.1%}, largest {report.max_abs_error:.1%}")
+    if report.kendall_tau is not None:
+        parts.append(f"Kendall tau of their order {report.kendall_tau:.2f}")
+    return "; ".join(parts)
+
+
+def table_text(report: Report) -> str:
+    """The rows for a terminal."""
+    lines = [f"{'role':10} {'quantity':27} {'published':>17} {'predicted':>10} {'error':>8}  row"]
+    for row in report.rows:
+        figures = f"{_published(row):>17} {_number(row.predicted):>10} {_error(row):>8}"
+        lines.append(f"{row.role:10} {row.quantity:27} {figures}  {row.label}")
+        if row.why_not:
+            lines.append(f"{'':10} no answer: {row.why_not}")
+    return "\n".join(lines)
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """All reports as one part of a page."""
+    lines = [
+        "| system | check rows answered | step times: mean error | largest error | order (Kendall tau) |",
+        "|---|---|---|---|---|",
+    ]
+    for report in reports:
+        answered, asked = report.coverage
+        mean, largest, tau = report.mean_abs_error, report.max_abs_error, report.kendall_tau
+        errors = " | ".join("-" if error is None else f"{error:.1%}" for error in (mean, largest))
+        order = "-" if tau is None else f"{tau:.2f}"
+        lines.append(f"| {report.system} | {answered} of {asked} | {errors} | {order} |")
+    for report in reports:
+        lines += ["", f"### {report.system}", "", f"Source: {report.source}.", ""]
+        if report.constants:
+            lines += ["Calibrated constants, the same for all rows of the machine:", ""]
+            lines += [f"- `{constant}`" for constant in report.constants] + [""]
+        if any(is_step_time(row) and row.value for row in report.rows):
+            lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
+        lines += [
+            "| role | quantity | row | published | predicted | error | critical path by stream (s) |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in report.rows:
+            why = f"no answer: {row.why_not}" if row.why_not else row.path
+            cells = (row.role, row.quantity, row.label, _published(row), _number(row.predicted), _error(row), why)
+            lines.append("| " + " | ".join(cells) + " |")
+        notes = dict.fromkeys(f"{row.quantity}: {row.note}" for row in report.rows if row.note)
+        lines += ["", *(f"- {note}" for note in notes)]
+    return "\n".join(lines)
+
+
+def _published(row: Row) -> str:
+    if row.low is None or row.high is None:
+        return "-"
+    return _number(row.low) if row.low == row.high else f"{_number(row.low)} to {_number(row.high)}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _error(row: Row) -> str:
+    if row.error is None:
+        return "-"
+    return f"{row.error:+.1%}" if row.error else "0.0%"
+
+
+def plot(report: Report, path: str | os.PathLike[str]) -> bool:
+    """Writes predicted over published step times, with lines at 20 %; False where the system has none."""
+    rows = [row for row in report.rows if is_step_time(row) and row.value and row.predicted]
+    if not rows:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    values = [row.value or 0.0 for row in rows]
+    low, high = 0.7 * min(values), 1.4 * max(values)
+    axes.plot([low, high], [low, high], color="black", linewidth=1, label="equal")
+    for factor in (0.8, 1.2):
+        axes.plot([low, high], [factor * low, factor * high], color="black", linewidth=0.6, linestyle=":")
+    for role, (mark, colour) in MARKS.items():
+        chosen = [row for row in rows if row.role == role]
+        if chosen:
+            axes.scatter(
+                [r.value or 0.0 for r in chosen],
+                [r.predicted or 0.0 for r in chosen],
+                marker=mark,
+                color=colour,
+                label=role,
+                zorder=3,
+            )
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("published step time (s)")
+    axes.set_ylabel("predicted step time (s)")
+    axes.set_title(f"{report.system}: step times, dotted lines at 20 %")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def write_page(reports: Sequence[Report], page: str | os.PathLike[str]) -> None:
+    """Replaces the published part of a page, and writes its pictures beside it.
+
+    Raises `ValueError` where the page lacks the marker lines.
+    """
+    target = Path(page)
+    text = target.read_text(encoding="utf-8") if target.exists() else f"# Validation\n\n{BEGIN}\n{END}\n"
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{target} has no lines {BEGIN!r} and {END!r}; add both where the published figures belong")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    figures = target.parent / FIGURES
+    figures.mkdir(parents=True, exist_ok=True)
+    for report in reports:
+        plot(report, figures / f"reproduce-{report.system}.png")
+    target.write_text(f"{before}{BEGIN}\n\n{markdown(reports)}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,435 @@
+"""Published figures beside predictions: every row that was asked, with its signed error, answered or not.
+
+    reports = reproduce()                 all systems
+    reports = reproduce(["fuyou"])        some
+
+The rows are in `published/*.toml`, each with its source and role: `calibrate` rows fixed named constants of a machine
+of the catalog, `check` rows were never fitted, `prediction` rows have no published figure, `variant` rows repeat a row
+under another reading of the system. A quantity's function below says how a row is put to the simulator; nothing there
+depends on the value that was published.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.policies import decide
+from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
+from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Trace
+from tierplan.sim.workloads.models import load_workload, workload_of
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.published.workloads import layered_workload, tensor_parallel_workload
+
+__all__ = ["Report", "Row", "published", "reproduce", "systems"]
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published figure and what the simulator says."""
+
+    system: str
+    role: str
+    quantity: str
+    label: str
+    low: float | None
+    """Published, or the lower end of what was published; None for a pure prediction."""
+    high: float | None
+    predicted: float | None
+    """None where there is no answer; `why_not` says why."""
+    why_not: str = ""
+    path: str = ""
+    """Seconds of the critical path by stream, where the row is a step time: what a difference may come from."""
+    note: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """The published value, or the middle of the published range."""
+        return None if self.low is None or self.high is None else (self.low + self.high) / 2
+
+    @property
+    def error(self) -> float | None:
+        """Signed and relative: predicted over the nearest published value, less 1; 0 inside a published range.
+
+        For shares and overheads, whose published value may be 0, the difference itself.
+        """
+        if self.predicted is None or self.low is None or self.high is None:
+            return None
+        nearest = min(max(self.predicted, self.low), self.high)
+        return self.predicted - nearest if self.quantity in DIFFERENCES else self.predicted / nearest - 1
+
+
+DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute", "fits")
+"""Quantities that are shares of something, or yes (1) or no (0): their error is the difference."""
+TIMES = ("step_s", "phases_s", "iteration_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All rows of one system."""
+
+    system: str
+    source: str
+    rows: tuple[Row, ...]
+    constants: tuple[str, ...]
+    """What was calibrated, with its value and source; the same for all rows of a machine."""
+
+    @property
+    def checked(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.role == "check")
+
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """Check rows answered, and asked."""
+        return sum(row.predicted is not None for row in self.checked), len(self.checked)
+
+    @property
+    def step_rows(self) -> tuple[Row, ...]:
+        """Check rows that are step times, with an answer."""
+        return tuple(r for r in self.checked if is_step_time(r) and r.error is not None)
+
+    @property
+    def mean_abs_error(self) -> float | None:
+        errors = [abs(row.error) for row in self.step_rows if row.error is not None]
+        return sum(errors) / len(errors) if errors else None
+
+    @property
+    def max_abs_error(self) -> float | None:
+        return max((abs(row.error) for row in self.step_rows if row.error is not None), default=None)
+
+    @property
+    def kendall_tau(self) -> float | None:
+        """Of the order of step times; None with fewer than two."""
+        rows = self.step_rows
+        if len(rows) < 2:
+            return None
+        from scipy.stats import kendalltau
+
+        return float(kendalltau([row.value for row in rows], [row.predicted for row in rows]).statistic)
+
+
+def is_step_time(row: Row) -> bool:
+    return row.quantity in ("step_s", "iteration_s") or (row.quantity == "phases_s" and ", step" in row.label)
+
+
+def systems() -> list[str]:
+    """Names of the files of published figures."""
+    folder = resources.files("tierplan.validation.published")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def published(system: str) -> dict[str, Any]:
+    """One file of published figures. Raises `ValueError` for a system that has none."""
+    if system not in systems():
+        raise ValueError(f"there are no published figures of {system!r}; choose among {', '.join(systems())}")
+    text = resources.files("tierplan.validation.published").joinpath(f"{system}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def reproduce(names: Sequence[str] = (), *, progress: Callable[[str], None] = lambda text: None) -> list[Report]:
+    """The report of each system, all rows included."""
+    reports = []
+    for name in names or systems():
+        table = published(name)
+        rows = []
+        for result in table["result"]:
+            for settings in _rows(table, result):
+                progress(f"{name}: {result['quantity']} {label_of(settings)}")
+                rows.append(_answer(name, table, settings))
+        reports.append(Report(name, table["system"]["source"], tuple(rows), tuple(_constants(table))))
+    return reports
+
+
+def _rows(table: Settings, result: Settings) -> Iterator[dict[str, Any]]:
+    """A result's rows, each with what the result and the system say for all of them."""
+    common = {k: v for k, v in result.items() if k != "rows"}
+    for row in result["rows"]:
+        yield {**table["system"], **common, **row}
+
+
+def label_of(settings: Settings) -> str:
+    """A row's distinguishing settings, for people."""
+    names = ("policy", "head", "model", "parameters", "hidden", "layers", "decoder_layers", "drives", "devices",
+             "batch", "accumulation", "contention", "phase")  # fmt: skip
+    parts = []
+    for name in names:
+        if name in settings:
+            value, words = settings[name], name.replace("_", " ")
+            parts.append(str(value) if name in ("policy", "head", "model", "phase") else f"{words} {value:g}"
+                         if isinstance(value, (int, float)) else f"{words}: {value}")  # fmt: skip
+    parts += [f"{name}={value}" for name, value in settings.get("options", {}).items()]
+    parts += settings.get("set", [])
+    return ", ".join(parts)
+
+
+def _answer(system: str, table: Settings, settings: Settings) -> Row:
+    low = settings.get("low", settings.get("value"))
+    high = settings.get("high", settings.get("value"))
+    base = (system, settings["role"], settings["quantity"], label_of(settings), low, high)
+    note = settings.get("note", "")
+    found = QUANTITIES[settings["quantity"]](table, settings)
+    if isinstance(found, Prediction):
+        return Row(*base, found.step_s, found.why_not, _path(found), note)
+    return Row(*base, found, note=note)
+
+
+def _path(prediction: Prediction) -> str:
+    parts = prediction.critical_path_s
+    shortest = 0.01 * sum(parts.values())
+    return ", ".join(f"{stream} {seconds:.1f}" for stream, seconds in parts.items() if seconds >= shortest)
+
+
+def _constants(table: Settings) -> Iterator[str]:
+    """Calibrated constants of the system's machine, named, with where they come from."""
+    name = table["system"].get("machine")
+    if name is None:
+        return
+    for key, quantity in load_machine(name).description.items():
+        if isinstance(quantity, Mapping) and quantity.get("basis") == "calibrated":
+            yield f"{name} {key} = {quantity['value']:g} ({quantity['source']})"
+
+
+# ---- what a row asks ----
+
+
+def _machine(settings: Settings) -> Machine:
+    changes = [f"nvme.drives={settings['drives']}"] if "drives" in settings else []
+    return load_machine(settings["machine"], [*changes, *settings.get("set", [])])
+
+
+def _workload(settings: Settings) -> Workload:
+    training = Training(
+        per_device_train_batch_size=settings["batch"],
+        gradient_accumulation_steps=settings.get("accumulation", 1),
+        sequence_length=settings["seq"],
+        dtype=settings.get("dtype", "fp16"),
+    )
+    if "parameters" not in settings:
+        return load_workload(settings["model"], training)
+    return sized_decoder(settings["parameters"], settings["layers"], settings["hidden"], training)
+
+
+def sized_decoder(parameters: float, layers: int, hidden: int, training: Training) -> Workload:
+    """A GPT-style decoder of given depth and width whose MLP is as wide as its published size asks for."""
+    vocabulary = 50257
+    block = (parameters - vocabulary * hidden) / layers
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": vocabulary,
+        "n_positions": training.sequence_length,
+        "tie_word_embeddings": True,
+        "activation_function": "gelu_pytorch_tanh",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "n_layer": layers,
+        "n_head": hidden // 128,
+        "n_embd": hidden,
+        "n_inner": round((block - 4 * hidden**2) / (2 * hidden)),
+    }
+    return workload_of(f"decoder-{parameters / 1e9:.0f}b", config, training)
+
+
+def _step(table: Settings, settings: Settings) -> Prediction:
+    return predict(settings["policy"], _workload(settings), _machine(settings), settings.get("options"))
+
+
+def _fits(table: Settings, settings: Settings) -> float:
+    """1 where it fits, 0 where it does not."""
+    return float(_step(table, settings).fits)
+
+
+def _tflops(table: Settings, settings: Settings) -> float | None:
+    return _step(table, settings).tflops_8nd
+
+
+def _best_tflops(table: Settings, settings: Settings) -> float | None:
+    """The best throughput over batches, as the papers count it."""
+    found = []
+    for batch in settings["batches"]:
+        prediction = _step(table, {**settings, "batch": batch})
+        if prediction.tflops_8nd is not None:
+            found.append(prediction.tflops_8nd)
+    return max(found, default=None)
+
+
+def _phase(table: Settings, settings: Settings) -> float | Prediction:
+    """One phase of a step that does its updates after backward. Gradients' way to their place ends backward.
+
+    What still waits in buffers for its way to NVMe does not: DeepSpeed's writes go on while the update begins.
+    """
+    scenario = {name: value for name, value in settings.items() if name not in ("phase", "value", "low", "high")}
+    prediction, seconds = _phases(json.dumps(scenario, sort_keys=True))
+    return prediction if settings["phase"] == "step" or not prediction.fits else seconds[settings["phase"]]
+
+
+@lru_cache(maxsize=4)
+def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
+    """The prediction for a scenario (as JSON), and the seconds of the phases of one step."""
+    settings = json.loads(scenario)
+    machine = _machine(settings)
+    prediction = predict(settings["policy"], _workload(settings), machine, settings.get("options"))
+    if prediction.schedule is None or not prediction.fits:
+        return prediction, {}
+    trace = simulate_on(prediction.schedule, machine)
+    forward_end_s = min(s.start_ns for s in trace.spans if s.key.startswith(("recompute/", "bwd/"))) / 1e9
+    backward = ("bwd/", "offload_grads/", "widen/")
+    ends_ns = [s.end_ns for s in trace.spans if s.key.startswith(backward)]
+    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if op.key.startswith("write_grads/")}
+    devices = prediction.plan.devices if prediction.plan else 1
+    own = min(prediction.num_parameters // devices, SUB_GROUP_PARAMETERS)
+    buffered = 4.0 * OPTIMIZER_BUFFERS * own * devices  # fp32 in pinned buffers
+    for span in sorted((s for s in trace.spans if s.key in size), key=lambda s: -s.end_ns):
+        buffered -= size[span.key]
+        if buffered < 0:
+            ends_ns.append(span.end_ns)
+            break
+    backward_end_s = max(ends_ns) / 1e9
+    return prediction, {
+        "forward": forward_end_s,
+        "backward": backward_end_s - forward_end_s,
+        "update": trace.duration_s - backward_end_s,
+    }
+
+
+def _efficiency(table: Settings, settings: Settings) -> float:
+    """A machine on which compute and one link never overlap, as ZeRO-Infinity's closed form has it."""
+    flops_per_parameter = 2.0 * settings["seq"] * settings["batch"]
+    compute_s = flops_per_parameter / settings["peak_flops_per_s"]
+    bytes_per_parameter = 2.0  # fp16: arithmetic intensity is seq * batch FLOPs per byte
+    link_s = bytes_per_parameter / settings["bandwidth_bytes_per_s"]
+    return compute_s / (compute_s + link_s)
+
+
+def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, dict[str, object]]:
+    profile = next(p for p in table["profile"] if p["model"] == settings["model"])
+    workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
+    devices = settings["devices"]
+    changes: list[str] = []
+    if settings.get("contention") == "fixed shares":
+        per_device = table["system"]["host_link_bytes_per_s"] / devices
+        changes = [f"link.h2d={per_device} B/s", f"link.d2h={per_device} B/s"]
+    options: dict[str, object] = {"devices": devices}
+    if not settings.get("search"):
+        options["pack"] = profile["layer_pack"]
+    if "gpu_memory_bytes" in settings:
+        options["memory_bytes"] = settings["gpu_memory_bytes"]
+    return workload, load_machine(settings["machine"], changes), options
+
+
+def _one_iteration(table: Settings, settings: Settings) -> tuple[Schedule, Trace]:
+    workload, machine, options = _profile(table, settings)
+    if settings["policy"] == "virtual-memory":
+        options = {"devices": settings["devices"]}
+    schedule = lower(decide(settings["policy"], workload, machine, options), workload, machine)
+    return schedule, simulate_on(schedule, machine)
+
+
+def _iteration(table: Settings, settings: Settings) -> float:
+    """From the first op to the end of the last: iterations do not overlap in Harmony."""
+    return _one_iteration(table, settings)[1].duration_s
+
+
+def _weight_swap(table: Settings, settings: Settings) -> float:
+    schedule, _ = _one_iteration(table, settings)
+    kinds = {b.name: b.kind for b in schedule.buffers}
+    links = (".h2d", ".d2h")
+    moved = sum(
+        op.work.get("bytes", 0.0)
+        for op in schedule.ops
+        if op.stream.endswith(links) and kinds[op.reads[0]] in ("params", "grads")
+    )
+    return moved / 2**30
+
+
+def _compute_only(table: Settings, settings: Settings) -> float:
+    trace = _one_iteration(table, settings)[1]
+    return sum(s.duration_ns for s in trace.spans if s.key.startswith(("fwd/", "recompute/", "bwd/"))) / 1e9
+
+
+def _speedup(table: Settings, settings: Settings) -> float:
+    """Throughput over that of per-GPU memory virtualisation."""
+    baseline = {**settings, "policy": "virtual-memory"}
+    return _iteration(table, baseline) / _iteration(table, settings)
+
+
+def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
+    return tensor_parallel_workload(
+        f"transformer-{settings['hidden']}",
+        hidden=settings["hidden"],
+        layers=settings["layers"],
+        vocabulary=settings["vocabulary"],
+        batch=settings["batch"],
+        seq=settings["seq"],
+        tensor_parallel=settings["tensor_parallel"],
+        chunks=table["chunk"],
+        head_saves=table["head"][settings["head"]]["saves"],
+        decoder_layers=settings.get("decoder_layers", 0),
+    )
+
+
+def _activation_peak(prediction: Prediction) -> int:
+    """Highest holding of activations and their gradients on the device, in steady state."""
+    assert prediction.steady is not None
+    held = peak = 0
+    for event in prediction.steady.trace.memory:
+        if event.tier == "gpu0" and event.kind in ("acts", "work"):
+            held += event.delta_bytes
+            peak = max(peak, held)
+    return peak
+
+
+def _against(table: Settings, settings: Settings, other: str, **options: object) -> tuple[Prediction, Prediction]:
+    workload, machine = _tensor_parallel(table, settings), _machine(settings)
+    options = {"semantics": "in-backward", **options}
+    return predict(settings["policy"], workload, machine), predict(other, workload, machine, options)
+
+
+def _peak_reduction(table: Settings, settings: Settings) -> float:
+    offloaded, kept = _against(table, settings, "in-memory")
+    return 1 - _activation_peak(offloaded) / _activation_peak(kept)
+
+
+def _overhead(table: Settings, settings: Settings) -> float:
+    offloaded, kept = _against(table, settings, "in-memory")
+    assert offloaded.step_s is not None
+    assert kept.step_s is not None
+    return offloaded.step_s / kept.step_s - 1
+
+
+def _below_recompute(table: Settings, settings: Settings) -> float:
+    """Share by which the activation peak is below that of full recompute, layer by layer."""
+    chunks = sum(not chunk.get("decoder") for chunk in table["chunk"])
+    offloaded, recomputed = _against(table, settings, "full-recompute", every=chunks)
+    return 1 - _activation_peak(offloaded) / _activation_peak(recomputed)
+
+
+QUANTITIES: Mapping[str, Callable[[Settings, Settings], float | Prediction | None]] = {
+    "step_s": _step,
+    "fits": _fits,
+    "tflops_8nd": _tflops,
+    "best_tflops_8nd": _best_tflops,
+    "phases_s": _phase,
+    "efficiency": _efficiency,
+    "iteration_s": _iteration,
+    "weight_swap_gib": _weight_swap,
+    "compute_only_s": _compute_only,
+    "speedup_over_virtual_memory": _speedup,
+    "activation_peak_reduction": _peak_reduction,
+    "step_overhead": _overhead,
+    "peak_below_recompute": _below_recompute,
+}
+"""How a row of each quantity is put to the simulator."""
