@@ -12,7 +12,7 @@ from unittest import mock
 import tierplan as tp
 
 # All that is not at the front door is imported here, so that a move is followed in one place.
-from tierplan.planner import search
+from tierplan.planner.search import candidates as search
 
 SMALL_VOCABULARY = 8192
 LLAMA = {

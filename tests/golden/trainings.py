@@ -16,7 +16,7 @@ from tests.golden.scenarios import MIXED, PER_SLOT, Decide, by_hand, policy
 from tests.runtime.models import make_batches, make_model
 
 # All that is not at the front door is imported here, so that a move is followed in one place.
-from tierplan.runtime.adam import OptimizerSettings
+from tierplan.runtime.optim.adam import OptimizerSettings
 
 MACHINE = "laptop"
 """Its speeds order the schedule's ops; whatever they are, the numbers of training are the same."""
