@@ -6,6 +6,7 @@ units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
 keys         what a machine file may say, as one table
 description  the parts of a machine, every number with its source; read and written as TOML
 build        from a description to the machine
+    scaling      machines like a given one, with more memory or other rates
 catalog      where descriptions are found
 importers    other tools' results as values of a description
 """

@@ -22,9 +22,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
+
+import tomli_w
 
 from tierplan.hwmodels.keys import KEYS, Key, find_key
 from tierplan.hwmodels.machine import MachineError
@@ -299,65 +301,26 @@ def _points_or_text(name: str, text: str) -> object:
 
 def write_description(description: Description) -> str:
     """TOML that `parse_description` reads back to an equal description."""
-    lines = [f"name = {_toml(description.name)}"]
+    table: dict[str, object] = {"name": description.name}
     if description.summary:
-        lines.append(f"summary = {_toml(description.summary)}")
-    for section in _SECTIONS:
-        rows = [(k, q) for k, q in description.values.items() if KEYS[k].section == section]
-        if rows:
-            lines += ["", f"[{section}]", *(f"{k.partition('.')[2]} = {_quantity_toml(q)}" for k, q in rows)]
-    for switch in description.switches:
-        lines += [
-            "",
-            "[[switch]]",
-            f"name = {_toml(switch.name)}",
-            f"limit = {_toml(switch.limit_bytes_per_s)}",
-            f"members = {_toml(list(switch.members))}",
-            *_origin_toml(switch.basis, switch.source),
-        ]
-    for limit in description.limits:
-        lines += [
-            "",
-            "[[limit]]",
-            f"name = {_toml(limit.name)}",
-            f"limit = {_toml(limit.limit)}",
-            f"takes = {_toml(dict(limit.takes))}",
-            *_origin_toml(limit.basis, limit.source),
-        ]
-        if limit.spread is not None:
-            lines.append(f"spread = {_toml(limit.spread)}")
-    if description.shares:
-        lines += ["", "[shares]", *(f"{_toml(k)} = {_toml(v)}" for k, v in description.shares.items())]
-    if description.notes:
-        lines += ["", "[notes]", *(f"{_toml(k)} = {_toml(v)}" for k, v in description.notes.items())]
-    return "\n".join(lines) + "\n"
+        table["summary"] = description.summary
+    for name, quantity in description.values.items():
+        section = table.setdefault(KEYS[name].section, {})
+        assert isinstance(section, dict)
+        section[name.partition(".")[2]] = _record(quantity)
+    table |= {
+        "switch": [
+            {**_record(s, "limit_bytes_per_s"), "limit": s.limit_bytes_per_s, "members": list(s.members)}
+            for s in description.switches
+        ],
+        "limit": [_record(x) for x in description.limits],
+        "shares": dict(description.shares),
+        "notes": dict(description.notes),
+    }
+    return tomli_w.dumps({name: value for name, value in table.items() if value})
 
 
-def _origin_toml(basis: Basis, source: str) -> list[str]:
-    return [f"basis = {_toml(basis)}", f"source = {_toml(source)}"]
-
-
-def _quantity_toml(quantity: Quantity) -> str:
-    table: dict[str, object] = {"value": quantity.value, "basis": quantity.basis, "source": quantity.source}
-    if quantity.spread is not None:
-        table["spread"] = quantity.spread
-    return _toml(table)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        # TOML's basic strings escape as JSON does, and DEL too
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
-    raise TypeError(f"{value!r} has no TOML form")
-
-
-def _key_toml(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+def _record(entry: Quantity | Switch | Limit, *left_out: str) -> dict[str, object]:
+    """The fields that have a value."""
+    record = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in left_out}
+    return {name: value for name, value in record.items() if value is not None}

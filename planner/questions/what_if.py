@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.scaling import private_limits, with_capacity, with_faster
 from tierplan.planner.plan import PlanError, Semantics
 from tierplan.planner.solve import plan
 from tierplan.sim.workloads.workload import Workload
@@ -48,38 +49,13 @@ def changes(machine: Machine) -> list[tuple[str, Callable[[Machine], Machine]]]:
 
     def more(kind: str, gb: float) -> Callable[[Machine], Machine]:
         def change(m: Machine) -> Machine:
-            tiers = [
-                replace(t, capacity_bytes=t.capacity_bytes + int(gb * GB)) if t.kind == kind else t for t in m.tiers
-            ]
-            return replace(m, tiers=tuple(tiers))
+            more_bytes = {t.name: t.capacity_bytes + int(gb * GB) for t in m.tiers if t.kind == kind}
+            return with_capacity(m, more_bytes)
 
         return change
 
     def faster(names: Sequence[str], factor: float) -> Callable[[Machine], Machine]:
-        def change(m: Machine) -> Machine:
-            streams = []
-            for s in m.streams:
-                if s.name in names:
-                    rates = {
-                        kind: replace(r, points=tuple((x, y * factor) for x, y in r.points))
-                        for kind, r in s.rates.items()
-                    }
-                    own = {
-                        limit: {k: w / factor for k, w in weights.items()} if limit in private else weights
-                        for limit, weights in s.takes.items()
-                    }
-                    streams.append(replace(s, rates=rates, takes=own))
-                else:
-                    streams.append(s)
-            return replace(m, streams=tuple(streams))
-
-        # limits that nobody else loads belong to the part, and grow with it
-        private = {
-            limit.name
-            for limit in machine.shared_limits
-            if all(s.name in names for s in machine.streams if limit.name in s.takes)
-        }
-        return change
+        return partial(with_faster, names={*names, *private_limits(machine, names)}, factor=factor)
 
     kinds = {t.kind for t in machine.tiers}
     devices = [t.name for t in machine.tiers if t.kind == "device"]

@@ -6,14 +6,15 @@ moments are whole nanoseconds; in a measured trace causes are matched to the nea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 import networkx as nx
 
-from tierplan.hwmodels.machine import Machine, Rate
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_faster
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
@@ -259,18 +260,3 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) 
         gain_frac = 1.0 - step_s / now_s if now_s else 0.0
         found.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
     return tuple(sorted(found, key=lambda s: -s.gain_frac))
-
-
-def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:
-    """The machine with the streams and shared limits of these names `factor` times as fast."""
-    streams = tuple(
-        replace(s, rates={kind: faster(rate, factor) for kind, rate in s.rates.items()}) if s.name in names else s
-        for s in machine.streams
-    )
-    limits = tuple(replace(x, limit=x.limit * factor) if x.name in names else x for x in machine.shared_limits)
-    return replace(machine, streams=streams, shared_limits=limits)
-
-
-def faster(rate: Rate, factor: float) -> Rate:
-    """The rate with every point `factor` times as high."""
-    return Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))

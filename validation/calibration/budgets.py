@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan
 from tierplan.sim.analysis.steady import SteadyState, steady_state
@@ -14,7 +15,7 @@ from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_capacity", "with_room"]
+__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_room"]
 
 ROOM = 1.02
 """What a budget holds beyond what was found to do, as a factor."""
@@ -22,12 +23,6 @@ PRECISION = 0.01
 MAX_RAISES = 40
 AMPLE_BYTES = 1 << 50
 """A capacity that is never in the way."""
-
-
-def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
-    """The machine with other capacities, by tier."""
-    tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
-    return replace(machine, tiers=tiers)
 
 
 def with_room(schedule: Schedule, peak_bytes: Mapping[str, int], room: float = ROOM) -> Schedule:

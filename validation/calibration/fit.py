@@ -12,7 +12,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.hwmodels.machine import Machine, Stream
+from tierplan.hwmodels.scaling import with_demand, with_rate_factors
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price, simulate_on
 from tierplan.sim.schedule import Schedule, unroll
@@ -131,21 +132,15 @@ def calibrated(machine: Machine, rehearsed: Sequence[tuple[Schedule, Mapping[str
         if lost_p > LEAST_LOSS * alone_s:
             wanted = pressure * (max(lost_m, 0.0) / lost_p) ** 0.5
             wanted = min(MOST_PRESSURE, max(1 / MOST_PRESSURE, wanted))
-            machine = replace(machine, streams=tuple(_pressing(s, machine, wanted / pressure) for s in machine.streams))
+            shared = machine.stream(COMPUTE).takes
+            machine = replace(
+                machine,
+                streams=tuple(
+                    s if s.name == COMPUTE else with_demand(s, shared, wanted / pressure) for s in machine.streams
+                ),
+            )
             pressure = wanted
     return machine
-
-
-def _pressing(stream: Stream, machine: Machine, factor: float) -> Stream:
-    """The stream with what it takes of the limits of computation multiplied; computation itself stays as it is."""
-    if stream.name == COMPUTE:
-        return stream
-    shared = machine.stream(COMPUTE).takes
-    takes = {
-        limit: {k: w * factor for k, w in weights.items()} if limit in shared else weights
-        for limit, weights in stream.takes.items()
-    }
-    return replace(stream, takes=takes)
 
 
 class _Seen(NamedTuple):
@@ -171,20 +166,10 @@ def _fitted(stream: Stream, seen: Sequence[_Seen]) -> Stream:
     latency = np.full((len(seen), 1), 0.0 if stream.name == COMPUTE else 1.0)
     wanted = np.array([op.measured_s for op in seen])
     (latency_s, *slower), _ = nnls(np.hstack([latency, by_kind]) * weights[:, None], wanted * weights)
+    factors = {
+        kind: min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, 1 / f)) for kind, f in zip(kinds, slower, strict=True) if f > 0
+    }
     return replace(
-        _scaled(stream, {kind: 1 / f for kind, f in zip(kinds, slower, strict=True) if f > 0}),
+        with_rate_factors(stream, factors),
         latency_s=stream.latency_s if stream.name == COMPUTE else float(latency_s),
     )
-
-
-def _scaled(stream: Stream, factors: Mapping[str, float]) -> Stream:
-    """The stream with the rates of some kinds of work multiplied."""
-    rates = {}
-    takes = {limit: dict(weights) for limit, weights in stream.takes.items()}
-    for kind, rate in stream.rates.items():
-        factor = min(FACTOR_LIMIT, max(1 / FACTOR_LIMIT, factors.get(kind, 1.0)))
-        rates[kind] = Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
-        for weights in takes.values():
-            if kind in weights:
-                weights[kind] /= factor
-    return replace(stream, rates=rates, takes=takes)

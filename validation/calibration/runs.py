@@ -30,6 +30,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Action, Plan, UnitPlan
 from tierplan.planner.policies import decide
@@ -41,7 +42,7 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_capacity, with_room
+from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_room
 from tierplan.validation.calibration.fit import (
     HandOver,
     calibrated,

@@ -27,6 +27,7 @@ from tierplan import __version__
 from tierplan.hwmodels.build import build
 from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan as solve
@@ -44,7 +45,6 @@ from tierplan.validation.calibration.budgets import (
     capacity_for,
     fitting,
     peak_bytes,
-    with_capacity,
     with_room,
 )
 from tierplan.validation.calibration.runs import (

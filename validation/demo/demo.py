@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import POLICIES
@@ -35,7 +36,7 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.calibration.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration.budgets import capacity_for
 from tierplan.validation.calibration.fit import without_latency
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.report.report import write_report

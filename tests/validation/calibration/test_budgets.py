@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.validation.calibration.budgets import capacity_for, with_capacity
+from tierplan.validation.calibration.budgets import capacity_for
 
 WORKLOAD = toy_workload(6)
 PLAN = uniform_plan(WORKLOAD, UnitPlan(params="host", grads="host", states="host"), prefetch_params_units=4)

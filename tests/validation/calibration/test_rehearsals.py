@@ -10,13 +10,14 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_capacity
+from tierplan.validation.calibration.budgets import AMPLE_BYTES
 from tierplan.validation.calibration.fit import calibrated, hand_over, simulate_as_found
 from tierplan.validation.calibration.runs import (
     Rehearsed,

@@ -1,0 +1,58 @@
+"""Machines like a given one, with more memory or other rates: for what-if questions, budgets and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from tierplan.hwmodels.machine import Machine, Rate, Stream
+
+__all__ = ["private_limits", "with_capacity", "with_demand", "with_faster", "with_rate_factors"]
+
+
+def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
+    """The machine with other capacities, by tier."""
+    tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
+    return replace(machine, tiers=tiers)
+
+
+def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:
+    """The machine with the streams and shared limits of these names `factor` times as fast. Latencies stay."""
+    streams = tuple(
+        replace(s, rates={kind: _times(rate, factor) for kind, rate in s.rates.items()}) if s.name in names else s
+        for s in machine.streams
+    )
+    limits = tuple(replace(x, limit=x.limit * factor) if x.name in names else x for x in machine.shared_limits)
+    return replace(machine, streams=streams, shared_limits=limits)
+
+
+def private_limits(machine: Machine, streams: Collection[str]) -> set[str]:
+    """Names of the shared limits that only these streams load: they belong to the same part, and grow with it."""
+    return {
+        limit.name
+        for limit in machine.shared_limits
+        if {s.name for s in machine.streams if limit.name in s.takes} <= set(streams)
+    }
+
+
+def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:
+    """The stream with some kinds of work so many times as fast, and the same fractions taken of shared limits."""
+    rates = {kind: _times(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}
+    takes = {
+        limit: {kind: weight / factors.get(kind, 1.0) for kind, weight in weights.items()}
+        for limit, weights in stream.takes.items()
+    }
+    return replace(stream, rates=rates, takes=takes)
+
+
+def with_demand(stream: Stream, limits: Collection[str], factor: float) -> Stream:
+    """The stream taking `factor` times as much of these shared limits."""
+    takes = {
+        limit: {kind: weight * factor for kind, weight in weights.items()} if limit in limits else weights
+        for limit, weights in stream.takes.items()
+    }
+    return replace(stream, takes=takes)
+
+
+def _times(rate: Rate, factor: float) -> Rate:
+    return Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))
