@@ -1,0 +1,239 @@
+"""A schedule as columns: one array per field, for whoever makes or executes thousands of schedules.
+
+Ops and buffers are numbered by their place in the list. All that decides how a schedule runs is in arrays; what only
+people and the runtime read (keys, names, contents, kinds) is behind `labels`, and is not made until it is asked for.
+`columns_of` and `ScheduleColumns.schedule` go from objects to columns and back, and lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
+
+__all__ = ["BufferLabel", "Labels", "Lists", "OpLabel", "ScheduleColumns", "Work", "columns_of", "lists_of"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+class Work(NamedTuple):
+    """What an op does, as far as its price depends on it. Ops of the same work cost the same."""
+
+    stream: str
+    amounts: Mapping[str, float]
+    """By work kind, as `Op.work`."""
+
+
+class Lists(NamedTuple):
+    """A list of numbers per op, all in one array: those of op i are `items[begins[i] : begins[i + 1]]`."""
+
+    begins: Int32
+    """One more than there are ops."""
+    items: Int32
+
+
+class OpLabel(NamedTuple):
+    """What people and the runtime read of an op."""
+
+    key: str
+    kind: str
+    unit: str
+    micro_batch: int
+
+
+class BufferLabel(NamedTuple):
+    """What people and the runtime read of a buffer."""
+
+    name: str
+    content: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a schedule is called and what is in it, in words."""
+
+    name: str
+    ops: Sequence[OpLabel]
+    buffers: Sequence[BufferLabel]
+    meta: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScheduleColumns:
+    """As `Schedule`, with arrays for its ops and buffers. Arrays are shared between columns and never written to."""
+
+    tiers: tuple[Tier, ...]
+    works: tuple[Work, ...]
+    """All that ops do, each once."""
+    op_work: Int32
+    """Per op: its place in `works`."""
+    reads: Lists
+    """Buffers that each op reads, as listed in `Op.reads`."""
+    writes: Lists
+    """Buffers that each op writes."""
+    after: Lists
+    """Ops that must have ended, beside those implied by `reads`."""
+    buffer_tier: Int32
+    """Per buffer: its place in `tiers`."""
+    buffer_bytes: Int64
+    """Per buffer: its own size, before its tier's allocator rounds it up."""
+    buffer_initial: Bool
+    """Per buffer: whether it exists before the step."""
+    buffer_reuses: Int32
+    """Per buffer: the buffer whose bytes it takes over; -1 for none."""
+    buffer_becomes: Int32
+    """Per buffer: the initial buffer that it is in the next step; -1 for one that does not outlive the step."""
+    labels: Callable[[], Labels]
+    """Makes the names. They may be asked for several times, or never."""
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.op_work)
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self.buffer_tier)
+
+    def reordered(self, order: Int32) -> ScheduleColumns:
+        """The same ops listed in another order: op `order[k]` at place k."""
+        place = np.empty(self.num_ops, np.int32)
+        place[order] = np.arange(self.num_ops, dtype=np.int32)
+        after = _gathered(self.after, order)
+
+        def labels() -> Labels:
+            made = self.labels()
+            return replace(made, ops=[made.ops[i] for i in order.tolist()])
+
+        return replace(
+            self,
+            op_work=self.op_work[order],
+            reads=_gathered(self.reads, order),
+            writes=_gathered(self.writes, order),
+            after=after._replace(items=place[after.items]),
+            labels=labels,
+        )
+
+    def schedule(self) -> Schedule:
+        """The schedule as objects."""
+        labels = self.labels()
+        names = [b.name for b in labels.buffers]
+        keys = [op.key for op in labels.ops]
+        tier_names = [t.name for t in self.tiers]
+        ops = [
+            Op(
+                key=label.key,
+                stream=self.works[w].stream,
+                kind=label.kind,
+                unit=label.unit,
+                micro_batch=label.micro_batch,
+                work=self.works[w].amounts,
+                reads=reads,
+                writes=writes,
+                after=after,
+            )
+            for label, w, reads, writes, after in zip(
+                labels.ops,
+                self.op_work.tolist(),
+                _named(self.reads, names),
+                _named(self.writes, names),
+                _named(self.after, keys),
+                strict=True,
+            )
+        ]
+        buffers = [
+            Buffer(
+                name=label.name,
+                tier=tier_names[tier],
+                size_bytes=size_bytes,
+                content=label.content,
+                kind=label.kind,
+                initial=initial,
+                reuses=names[reuses] if reuses >= 0 else None,
+                becomes=names[becomes] if becomes >= 0 else None,
+            )
+            for label, tier, size_bytes, initial, reuses, becomes in zip(
+                labels.buffers,
+                self.buffer_tier.tolist(),
+                self.buffer_bytes.tolist(),
+                self.buffer_initial.tolist(),
+                self.buffer_reuses.tolist(),
+                self.buffer_becomes.tolist(),
+                strict=True,
+            )
+        ]
+        return Schedule(name=labels.name, tiers=self.tiers, buffers=tuple(buffers), ops=tuple(ops), meta=labels.meta)
+
+
+def columns_of(schedule: Schedule) -> ScheduleColumns:
+    """The columns of a schedule, which is taken to be valid (`schedule.validate`)."""
+    ops, buffers = schedule.ops, schedule.buffers
+    buffer_index = {b.name: i for i, b in enumerate(buffers)}
+    op_index = {op.key: i for i, op in enumerate(ops)}
+    tier_index = {t.name: i for i, t in enumerate(schedule.tiers)}
+    works: dict[tuple[object, ...], int] = {}
+    op_work = []
+    listed: list[Work] = []
+    for op in ops:
+        # With types: 1 and 1.0 cost the same, but are not the same in a file.
+        signature = (op.stream, *op.work.items(), *map(type, op.work.values()))
+        if signature not in works:
+            works[signature] = len(listed)
+            listed.append(Work(op.stream, op.work))
+        op_work.append(works[signature])
+
+    def labels() -> Labels:
+        return Labels(
+            name=schedule.name,
+            ops=[OpLabel(op.key, op.kind, op.unit, op.micro_batch) for op in ops],
+            buffers=[BufferLabel(b.name, b.content, b.kind) for b in buffers],
+            meta=schedule.meta,
+        )
+
+    def numbers(names: Iterable[str | None]) -> Int32:
+        return np.array([-1 if name is None else buffer_index[name] for name in names], np.int32)
+
+    return ScheduleColumns(
+        tiers=schedule.tiers,
+        works=tuple(listed),
+        op_work=np.array(op_work, np.int32),
+        reads=lists_of([[buffer_index[name] for name in op.reads] for op in ops]),
+        writes=lists_of([[buffer_index[name] for name in op.writes] for op in ops]),
+        after=lists_of([[op_index[key] for key in op.after] for op in ops]),
+        buffer_tier=np.array([tier_index[b.tier] for b in buffers], np.int32),
+        buffer_bytes=np.array([b.size_bytes for b in buffers], np.int64),
+        buffer_initial=np.array([b.initial for b in buffers], np.bool_),
+        buffer_reuses=numbers(b.reuses for b in buffers),
+        buffer_becomes=numbers(b.becomes for b in buffers),
+        labels=labels,
+    )
+
+
+def lists_of(rows: Sequence[Sequence[int]]) -> Lists:
+    """One list of numbers per op as two arrays."""
+    begins = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=begins[1:])
+    return Lists(begins, np.fromiter((x for row in rows for x in row), np.int32, count=int(begins[-1])))
+
+
+def _gathered(lists: Lists, order: Int32) -> Lists:
+    """The lists of the ops `order`, one behind the other."""
+    lengths = np.diff(lists.begins)[order]
+    begins = np.zeros(len(order) + 1, np.int32)
+    np.cumsum(lengths, out=begins[1:])
+    at = np.repeat(lists.begins[:-1][order] - begins[:-1], lengths) + np.arange(begins[-1], dtype=np.int32)
+    return Lists(begins, lists.items[at])
+
+
+def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each op's list in names."""
+    begins, items = lists.begins.tolist(), [names[i] for i in lists.items.tolist()]
+    return [tuple(items[begin:end]) for begin, end in pairwise(begins)]
