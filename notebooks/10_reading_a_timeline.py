@@ -16,6 +16,8 @@
 # simulated step: who waited for what, the critical path, and the sensitivities.
 
 # %%
+import networkx as nx
+
 import tierplan as tp
 from tierplan.planner.prediction import predict
 from tierplan.sim.analysis.explain import critical_path, sensitivities, stream_times, time_on_path
@@ -45,6 +47,17 @@ repeated = tp.unroll(p.schedule, p.steady.num_steps)
 path = critical_path(repeated, p.steady.trace)
 on_path = time_on_path(path)
 print({name: f"{seconds:.1f} s" for name, seconds in on_path.items()})
+
+# %% [markdown]
+# The path is one way through a graph: `tp.cause_graph` has every op with all that it waited for, as a networkx graph.
+# So any question about causes is a line of networkx, for example how much of the run stands behind one op, over edges
+# of no slack:
+
+# %%
+causes = tp.cause_graph(repeated, p.steady.trace)
+tight = nx.subgraph_view(causes, filter_edge=lambda a, b: causes.edges[a, b]["slack_ns"] == 0)
+middle = path[len(path) // 2].key
+print(f"{len(nx.descendants(tight, middle))} of {len(causes)} ops would have started later, had {middle} ended later")
 
 # %% [markdown]
 # **Look three: sensitivities.** The step simulated anew with one part 10 % faster:

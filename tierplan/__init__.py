@@ -49,6 +49,7 @@ _EXPORTS: dict[str, str] = {
     "write_perfetto": "tierplan.sim.output.perfetto",
     "vary": "tierplan.sim.analysis.variation",
     # understanding
+    "cause_graph": "tierplan.sim.analysis.explain",
     "critical_path": "tierplan.sim.analysis.explain",
     "sensitivities": "tierplan.sim.analysis.explain",
     "stream_times": "tierplan.sim.analysis.explain",

@@ -113,10 +113,11 @@ class Stretch:
 
 
 def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
-    """Ops as nodes (`span`), and an edge for all that an op waited for, with its `reason` and `slack_ns`.
+    """What every op waited for, as a graph for networkx.
 
-    An edge of slack 0 is what the op's start waited for. Edges of reason `memory` are there only where an op did wait
-    for memory: from the ends that let it have it.
+    Ops are nodes with their `span`. An edge leads from what was waited for, with the `reason` and `slack_ns`; an edge
+    of slack 0 is what the op's start waited for. Edges of reason `memory` are there only where an op did wait for
+    memory: from the ends that let it have it.
     """
     graph, spans = graph_of(schedule), trace.by_key()
     keys = [op.key for op in schedule.ops]
