@@ -1,5 +1,6 @@
 """Machines: what hardware can do, from a catalog, from other tools' output, or measured here. In reading order:
 
+names        of tiers and streams: made and parsed in one place
 machine      tiers, streams with rates, and shared limits: all that simulator and planner see
 costs        what one op costs alone, and what it takes of shared limits
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"

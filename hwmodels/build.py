@@ -8,6 +8,23 @@ from dataclasses import dataclass, field
 from tierplan.hwmodels.description import Description, Quantity
 from tierplan.hwmodels.keys import KEYS
 from tierplan.hwmodels.machine import SECONDS, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.names import (
+    DRAM_LIMIT,
+    HOST,
+    HOST_ADAM,
+    NVME,
+    NVME_LIMIT,
+    NVME_READ,
+    NVME_WRITE,
+    compute,
+    d2h,
+    device,
+    device_index,
+    h2d,
+    link_limit,
+    p2p,
+    parse_stream,
+)
 
 __all__ = ["build"]
 
@@ -50,20 +67,20 @@ def build(description: Description) -> Machine:
     latency_s: dict[str, float] = {}
     tiers = _tiers(description, num_gpus, num_drives)
     for i in range(num_gpus):
-        _gpu(description, f"gpu{i}", rates, latency_s, draft)
+        _gpu(description, i, rates, latency_s, draft)
     _peer_links(description, num_gpus, rates, latency_s, draft)
     if num_drives:
         _drives(description, num_drives, rates, latency_s, draft)
-    rates["host.adam"] = {"parameters": _rate(description, "host.adam")}
+    rates[HOST_ADAM] = {"parameters": _rate(description, "host.adam")}
     # memory-bound work on the host (adding gradients, norms, widening) at the DRAM traffic that Adam reaches
-    traffic = _fastest(rates, "host.adam", "parameters") * _need(description, "host.adam_traffic")
-    rates["host.adam"]["elementwise_bytes"] = Rate.constant(traffic)
-    latency_s["host.adam"] = _need(description, "host.latency")
+    traffic = _fastest(rates, HOST_ADAM, "parameters") * _need(description, "host.adam_traffic")
+    rates[HOST_ADAM]["elementwise_bytes"] = Rate.constant(traffic)
+    latency_s[HOST_ADAM] = _need(description, "host.latency")
     _dram(description, rates, draft)
     _host_link(description, num_gpus, draft)
     _switches(description, num_gpus, rates, draft)
     _listed_limits(description, rates, draft)
-    shares = {"nvme.read": _need(description, "nvme.read_share"), "nvme.write": _need(description, "nvme.write_share")}
+    shares = {NVME_READ: _need(description, "nvme.read_share"), NVME_WRITE: _need(description, "nvme.write_share")}
     shares |= dict(description.shares)
     for stream, share in shares.items():
         if share <= 0:
@@ -132,31 +149,31 @@ def _tiers(description: Description, num_gpus: int, num_drives: int) -> tuple[Ti
             )
         return int(total - reserve) * count
 
-    tiers = [TierSpec(name=f"gpu{i}", kind="device", capacity_bytes=usable("gpu")) for i in range(num_gpus)]
+    tiers = [TierSpec(name=device(i), kind="device", capacity_bytes=usable("gpu")) for i in range(num_gpus)]
     rounding = str(description.quantity("host.rounding").value)  # type: ignore[union-attr]  # it has a default
-    tiers.append(TierSpec(name="host", kind="host", capacity_bytes=usable("host"), rounding=rounding))  # type: ignore[arg-type]
+    tiers.append(TierSpec(name=HOST, kind="host", capacity_bytes=usable("host"), rounding=rounding))  # type: ignore[arg-type]
     if num_drives:
         capacity = int(_need(description, "nvme.capacity")) * num_drives
-        tiers.append(TierSpec(name="nvme", kind="nvme", capacity_bytes=capacity))
+        tiers.append(TierSpec(name=NVME, kind="nvme", capacity_bytes=capacity))
     return tuple(tiers)
 
 
 def _gpu(
-    description: Description, gpu: str, rates: dict[str, dict[str, Rate]], latency_s: dict[str, float], draft: _Draft
+    description: Description, index: int, rates: dict[str, dict[str, Rate]], latency_s: dict[str, float], draft: _Draft
 ) -> None:
-    compute: dict[str, Rate] = {}
+    by_kind: dict[str, Rate] = {}
     for dtype in DTYPES:
         matmul, attention = (description.quantity(f"gpu.{work}_{dtype}") for work in ("matmul", "attention"))
         peak = description.number(f"gpu.peak_{dtype}")
         if matmul is not None:
-            compute[f"matmul_{dtype}_flops"] = _rate(description, f"gpu.matmul_{dtype}")
+            by_kind[f"matmul_{dtype}_flops"] = _rate(description, f"gpu.matmul_{dtype}")
         elif peak:
-            compute[f"matmul_{dtype}_flops"] = Rate.constant(peak * _need(description, "gpu.matmul_frac"))
+            by_kind[f"matmul_{dtype}_flops"] = Rate.constant(peak * _need(description, "gpu.matmul_frac"))
         if attention is not None:
-            compute[f"attention_{dtype}_flops"] = _rate(description, f"gpu.attention_{dtype}")
-        elif f"matmul_{dtype}_flops" in compute:
-            fastest = max(rate for _, rate in compute[f"matmul_{dtype}_flops"].points)
-            compute[f"attention_{dtype}_flops"] = Rate.constant(fastest * _need(description, "gpu.attention_frac"))
+            by_kind[f"attention_{dtype}_flops"] = _rate(description, f"gpu.attention_{dtype}")
+        elif f"matmul_{dtype}_flops" in by_kind:
+            fastest = max(rate for _, rate in by_kind[f"matmul_{dtype}_flops"].points)
+            by_kind[f"attention_{dtype}_flops"] = Rate.constant(fastest * _need(description, "gpu.attention_frac"))
     bandwidth = description.number("gpu.memory_bandwidth")
     achieved = None if bandwidth is None else bandwidth * _need(description, "gpu.memory_frac")
     for kind, name, traffic in (
@@ -164,18 +181,18 @@ def _gpu(
         ("parameters", "gpu.adam", _need(description, "gpu.adam_traffic")),
     ):
         if description.quantity(name) is not None:
-            compute[kind] = _rate(description, name)
+            by_kind[kind] = _rate(description, name)
         elif achieved:
-            compute[kind] = Rate.constant(achieved / traffic)
+            by_kind[kind] = Rate.constant(achieved / traffic)
         else:
             raise MachineError(f"machine {description.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
-    rates[f"{gpu}.compute"] = compute
-    latency_s[f"{gpu}.compute"] = _need(description, "gpu.latency")
-    for direction in ("h2d", "d2h"):
-        rates[f"{gpu}.{direction}"] = {"bytes": _rate(description, f"link.{direction}")}
-        latency_s[f"{gpu}.{direction}"] = _need(description, "link.latency")
+    rates[compute(index)] = by_kind
+    latency_s[compute(index)] = _need(description, "gpu.latency")
+    for stream, key in ((h2d(index), "link.h2d"), (d2h(index), "link.d2h")):
+        rates[stream] = {"bytes": _rate(description, key)}
+        latency_s[stream] = _need(description, "link.latency")
     if both := description.number("link.both"):
-        draft.share(f"{gpu}.link", both, (f"{gpu}.h2d", "bytes", 1.0), (f"{gpu}.d2h", "bytes", 1.0))
+        draft.share(link_limit(index), both, (h2d(index), "bytes", 1.0), (d2h(index), "bytes", 1.0))
 
 
 def _fastest(rates: Mapping[str, Mapping[str, Rate]], stream: str, kind: str = "bytes") -> float:
@@ -194,16 +211,16 @@ def _peer_links(
         return
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
     for i, j in pairs:
-        rates[f"gpu{i}.p2p.gpu{j}"] = {"bytes": _rate(description, "link.p2p")}
-        latency_s[f"gpu{i}.p2p.gpu{j}"] = _need(description, "link.latency")
+        rates[p2p(i, j)] = {"bytes": _rate(description, "link.p2p")}
+        latency_s[p2p(i, j)] = _need(description, "link.latency")
     path = description.quantity("link.p2p_path")
     if path is None or path.value != "pcie" or num_gpus == 1:
         return
     for g in range(num_gpus):
-        into = [(f"gpu{i}.p2p.gpu{j}", "bytes", 1.0) for i, j in pairs if j == g]
-        out_of = [(f"gpu{i}.p2p.gpu{j}", "bytes", 1.0) for i, j in pairs if i == g]
-        draft.share(f"gpu{g}.link.in", _fastest(rates, f"gpu{g}.h2d"), (f"gpu{g}.h2d", "bytes", 1.0), *into)
-        draft.share(f"gpu{g}.link.out", _fastest(rates, f"gpu{g}.d2h"), (f"gpu{g}.d2h", "bytes", 1.0), *out_of)
+        into = [(p2p(i, j), "bytes", 1.0) for i, j in pairs if j == g]
+        out_of = [(p2p(i, j), "bytes", 1.0) for i, j in pairs if i == g]
+        draft.share(f"{link_limit(g)}.in", _fastest(rates, h2d(g)), (h2d(g), "bytes", 1.0), *into)
+        draft.share(f"{link_limit(g)}.out", _fastest(rates, d2h(g)), (d2h(g), "bytes", 1.0), *out_of)
 
 
 def _drives(
@@ -214,19 +231,17 @@ def _drives(
     draft: _Draft,
 ) -> None:
     """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed."""
-    for direction in ("read", "write"):
+    for stream, direction in ((NVME_READ, "read"), (NVME_WRITE, "write")):
         rate = _rate(description, f"nvme.{direction}", num_drives)
         if most := description.number(f"nvme.array_{direction}"):
             rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
-        rates[f"nvme.{direction}"] = {"bytes": rate}
-        latency_s[f"nvme.{direction}"] = _need(description, "nvme.latency")
+        rates[stream] = {"bytes": rate}
+        latency_s[stream] = _need(description, "nvme.latency")
     mixed = _need(description, "nvme.mixed")
     if mixed <= 0:
         raise MachineError(f"nvme.mixed of machine {description.name!r} is {mixed}; it must be above 0")
     if mixed < 2:
-        draft.share(
-            "nvme", mixed, *((f"nvme.{d}", "bytes", 1 / _fastest(rates, f"nvme.{d}")) for d in ("read", "write"))
-        )
+        draft.share(NVME_LIMIT, mixed, *((s, "bytes", 1 / _fastest(rates, s)) for s in (NVME_READ, NVME_WRITE)))
 
 
 def _dram(description: Description, rates: Mapping[str, object], draft: _Draft) -> None:
@@ -234,18 +249,16 @@ def _dram(description: Description, rates: Mapping[str, object], draft: _Draft) 
     if not bandwidth:
         return
     copy, io, adam = (_need(description, f"host.{what}_traffic") for what in ("copy", "io", "adam"))
-    takers = [(s, "bytes", copy) for s in rates if s.endswith((".h2d", ".d2h"))]
-    takers += [(s, "bytes", io) for s in rates if s.startswith("nvme.")]
-    takers += [("host.adam", "parameters", adam), ("host.adam", "elementwise_bytes", 1.0)]
-    draft.share("dram", bandwidth, *((s, k, w) for s, k, w in takers if w > 0))
+    takers = [(s, "bytes", copy) for s in rates if parse_stream(s).is_host_link]
+    takers += [(s, "bytes", io) for s in rates if parse_stream(s).is_drive]
+    takers += [(HOST_ADAM, "parameters", adam), (HOST_ADAM, "elementwise_bytes", 1.0)]
+    draft.share(DRAM_LIMIT, bandwidth, *((s, k, w) for s, k, w in takers if w > 0))
 
 
 def _host_link(description: Description, num_gpus: int, draft: _Draft) -> None:
-    for direction in ("h2d", "d2h"):
+    for direction, stream in (("h2d", h2d), ("d2h", d2h)):
         if total := description.number(f"link.host_{direction}"):
-            draft.share(
-                f"host_link.{direction}", total, *((f"gpu{i}.{direction}", "bytes", 1.0) for i in range(num_gpus))
-            )
+            draft.share(f"host_link.{direction}", total, *((stream(i), "bytes", 1.0) for i in range(num_gpus)))
 
 
 def _switches(description: Description, num_gpus: int, rates: Mapping[str, object], draft: _Draft) -> None:
@@ -255,7 +268,7 @@ def _switches(description: Description, num_gpus: int, rates: Mapping[str, objec
         for member in switch.members:
             if member in home:
                 raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
-            if member != "nvme" and not (member.startswith("gpu") and member[3:].isdecimal()):
+            if member != NVME and device_index(member) is None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme")
             home[member] = switch.name
     path = description.quantity("link.p2p_path")
@@ -263,13 +276,14 @@ def _switches(description: Description, num_gpus: int, rates: Mapping[str, objec
     for switch in description.switches:
         down, up = [], []  # from the host, to the host
         for member in switch.members:
-            streams = ("nvme.write", "nvme.read") if member == "nvme" else (f"{member}.h2d", f"{member}.d2h")
+            index = device_index(member)
+            streams = (NVME_WRITE, NVME_READ) if index is None else (h2d(index), d2h(index))
             if streams[0] in rates:
                 down.append((streams[0], "bytes", 1.0))
                 up.append((streams[1], "bytes", 1.0))
         for i in range(num_gpus if over_pcie else 0):
             for j in range(num_gpus):
-                stream, here, there = f"gpu{i}.p2p.gpu{j}", home.get(f"gpu{i}"), home.get(f"gpu{j}")
+                stream, here, there = p2p(i, j), home.get(device(i)), home.get(device(j))
                 if stream in rates and here != there:
                     up += [(stream, "bytes", 1.0)] if here == switch.name else []
                     down += [(stream, "bytes", 1.0)] if there == switch.name else []

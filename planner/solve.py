@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import GB, Problem, problem, runs_of
 from tierplan.planner.milp.bounds import Bound, Shortage, compute_s, lower_bound, shortages
 from tierplan.planner.milp.integral import solve_whole
@@ -31,7 +32,6 @@ from tierplan.planner.search.moves import with_parts, with_windows
 from tierplan.planner.search.restarts import improve_from_elsewhere
 from tierplan.planner.several_devices.pack_search import improve_packs
 from tierplan.sim.analysis.steady import SteadyState
-from tierplan.sim.builder import COMPUTE
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
 from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.executable import check_executable
 from tierplan.runtime.execution.executor import Executor
-from tierplan.runtime.execution.ops import DEVICE, HOST, NVME, Bodies
+from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.memory.arena import PAGE_BYTES
@@ -440,7 +441,7 @@ class Trainer:
         )
 
     def _on_thread_start(self, stream: str) -> None:
-        if not stream.endswith(".compute"):
+        if not parse_stream(stream).is_compute:
             limit_this_thread(1)  # measured: more only get into the way of compute
 
     def _on_loss(self, step: int, m: int, loss: float) -> None:

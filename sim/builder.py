@@ -12,18 +12,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.workloads.workload import Unit
 
-__all__ = ["COMPUTE", "CORES", "DEVICE", "DOWN", "HOST", "NVME", "READ", "UP", "WRITE", "Builder", "Position"]
+__all__ = ["Builder", "Position"]
 
-DEVICE, HOST, NVME = "gpu0", "host", "nvme"
-COMPUTE, UP, DOWN, READ, WRITE, CORES = "gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam"
 LINKS = {
-    (HOST, DEVICE): (UP, "fetch"),
-    (DEVICE, HOST): (DOWN, "offload"),
-    (NVME, HOST): (READ, "read"),
-    (HOST, NVME): (WRITE, "write"),
+    (HOST, DEVICE): (H2D, "fetch"),
+    (DEVICE, HOST): (D2H, "offload"),
+    (NVME, HOST): (NVME_READ, "read"),
+    (HOST, NVME): (NVME_WRITE, "write"),
 }
 """Stream and verb of a copy on one device, by the tiers it goes between."""
 

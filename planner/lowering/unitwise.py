@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, NVME
 from tierplan.planner.lowering.compute_order import Stage, walk
 from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
@@ -22,7 +23,7 @@ from tierplan.planner.several_devices.packs_unitwise import lower_packs_alone
 from tierplan.planner.several_devices.paged import lower_paged
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.builder import COMPUTE, DEVICE, HOST, NVME, Builder
+from tierplan.sim.builder import Builder
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work

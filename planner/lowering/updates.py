@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
 from tierplan.planner.lowering.compute_order import Stage
 from tierplan.planner.plan import Plan, UnitPlan
-from tierplan.sim.builder import COMPUTE, CORES, DEVICE, HOST, NVME, Builder, Position
+from tierplan.sim.builder import Builder, Position
 from tierplan.sim.parts import part_content, part_ranges
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -119,7 +120,7 @@ class Updates:
         total = self.made.over(accumulated)
         self.made.op(
             f"accumulate/{unit.name}/mb{m}",
-            CORES,
+            HOST_ADAM,
             "accumulate",
             at=(stage.step, 3),
             unit=unit.name,
@@ -153,7 +154,7 @@ class Updates:
         wide = self.made.buffer(f"grads/{unit.name}/wide", HOST, unit.num_parameters * WIDE_BYTES, "grads")
         self.made.op(
             f"widen/{unit.name}",
-            CORES,
+            HOST_ADAM,
             "widen",
             at=(stage.step, 2),
             unit=unit.name,
@@ -168,7 +169,7 @@ class Updates:
         on_device = self.made.buffers[grads].tier == DEVICE
         self.made.op(
             f"norm/{unit.name}",
-            COMPUTE if on_device else CORES,
+            COMPUTE if on_device else HOST_ADAM,
             "norm",
             at=(stage.step, 3),
             unit=unit.name,
@@ -198,7 +199,7 @@ class Updates:
         if self.training.max_grad_norm is not None:
             self.clip = self.made.buffer("clip", HOST, NORM_BYTES, "work")
             norms = [f"norm/{u.name}@{HOST}#0" for u in owners]
-            self.made.op("clip", CORES, "clip", work={}, reads=norms, writes=(self.clip,), at=(end, 0))
+            self.made.op("clip", HOST_ADAM, "clip", work={}, reads=norms, writes=(self.clip,), at=(end, 0))
         if self.plan.semantics == "exact-clip":
             for i, unit in enumerate(owners):
                 self._update(unit, end + i, self.grads[unit.name], apart=1.0)
@@ -250,7 +251,7 @@ class Updates:
             after = (*self._held(), *(self.home_keys[-1:] if self.plan.write_back == "awaited" else ()))
             made.op(
                 key,
-                CORES,
+                HOST_ADAM,
                 "update",
                 work={"parameters": len(part)},
                 reads=reads,

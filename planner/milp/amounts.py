@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan import Order, Place, Semantics
-from tierplan.sim.builder import COMPUTE, CORES, DOWN, READ, UP, WRITE
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = [
@@ -239,7 +239,7 @@ def problem(
     tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
     streams = {s.name for s in machine.streams}
     names = {u.name: i for i, u in enumerate(workload.units)}
-    has_nvme = "nvme" in tiers and {READ, WRITE} <= streams and {"host"} <= tiers.keys()
+    has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
     return Problem(
         workload=workload,
         machine=machine,
@@ -305,8 +305,8 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         fwd_s=_seconds(machine, COMPUTE, unit.forward),
         bwd_s=_seconds(machine, COMPUTE, unit.backward),
         update_s=_seconds(machine, COMPUTE, {"elementwise_bytes": moved}),
-        accumulate_s=_seconds(machine, CORES, {"elementwise_bytes": 3 * n * t.grad_bytes}),
-        norm_s=_seconds(machine, CORES, {"elementwise_bytes": n * t.grad_bytes})
+        accumulate_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
+        norm_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
         if t.max_grad_norm is not None
         else 0.0,
         fwd_load=_load(machine, COMPUTE, unit.forward),
@@ -374,11 +374,11 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     def by_class(stream: str) -> dict[str, float]:
         return {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
 
-    up, down = by_class(UP), by_class(DOWN)
-    read, write = by_class(READ), by_class(WRITE)
+    up, down = by_class(H2D), by_class(D2H)
+    read, write = by_class(NVME_READ), by_class(NVME_WRITE)
     adam_s = [
-        min(parts * _seconds(machine, CORES, {"parameters": u.num_parameters / parts}) for parts in PARTS)
-        if CORES in streams
+        min(parts * _seconds(machine, HOST_ADAM, {"parameters": u.num_parameters / parts}) for parts in PARTS)
+        if HOST_ADAM in streams
         else 0.0
         for u in workload.units
     ]
@@ -386,10 +386,10 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     chain: dict[str, list[float]] = {"host": [], "nvme": []}
     for u, seconds in zip(workload.units, adam_s, strict=True):
         n = u.num_parameters
-        arrive = _seconds(machine, DOWN, {"bytes": n * t.grad_bytes})
-        home = _seconds(machine, UP, {"bytes": n * t.param_bytes})
+        arrive = _seconds(machine, D2H, {"bytes": n * t.grad_bytes})
+        home = _seconds(machine, H2D, {"bytes": n * t.param_bytes})
         moved = {"bytes": n * t.param_bytes}
-        through = _seconds(machine, WRITE, moved) + _seconds(machine, READ, moved) if has_nvme else 0.0
+        through = _seconds(machine, NVME_WRITE, moved) + _seconds(machine, NVME_READ, moved) if has_nvme else 0.0
         chain["host"].append(arrive + seconds + home)
         chain["nvme"].append(arrive + seconds + through + home)
     return Amounts(up, down, read, write, adam, {k: tuple(v) for k, v in chain.items()})
@@ -399,7 +399,7 @@ def _loads(machine: Machine) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for stream in machine.streams:
         for limit, weights in stream.takes.items():
-            kind = "parameters" if stream.name == CORES else "bytes"
+            kind = "parameters" if stream.name == HOST_ADAM else "bytes"
             if weight := weights.get(kind, 0.0):
                 found.setdefault(limit, {})[stream.name] = weight * GB / machine.limits[limit]
     return found

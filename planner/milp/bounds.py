@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solution, solve
-from tierplan.sim.builder import COMPUTE
 
 __all__ = ["Bound", "Shortage", "lower_bound", "shares_of_step", "shortages"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Updates
 from tierplan.planner.plan import PLACES
-from tierplan.sim.builder import COMPUTE, CORES, DOWN, READ, UP, WRITE
 
 __all__ = ["ENDURANCE", "deadline_rows", "endurance_row", "memory_rows", "stream_rows"]
 
@@ -180,7 +180,7 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
         _limit_rows(cols, s, streams)
     if p.host_gb and rates.adam and any(u.norm_s for u in cols.units):
         busy = [(c / rates.adam, column) for s in range(len(cols.windows)) for c, column in cols.updates(s)]
-        lp.row([*cols.step(), *minus(busy)], low=0.0, family=CORES)
+        lp.row([*cols.step(), *minus(busy)], low=0.0, family=HOST_ADAM)
 
 
 def endurance_row(cols: Columns) -> None:
@@ -198,24 +198,24 @@ def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
     """Flow name -> its stream, and GB (1e9 parameters, seconds) per second there."""
     up, down, read, write = p.rates.up, p.rates.down, p.rates.read, p.rates.write
     return {
-        "uA": (UP, up["acts"]),
-        "uW": (UP, up["params"]),
-        "uP": (UP, up["params"]),
-        "dA": (DOWN, down["acts"]),
-        "dG": (DOWN, down["grads"]),
-        "dP": (DOWN, down["params"]),
-        "rA": (READ, read["acts"]),
-        "rW": (READ, read["params"]),
-        "rP": (READ, read["params"]),
-        "rO": (READ, read["states"]),
-        "gR": (READ, read["grads"]),
-        "wA": (WRITE, write["acts"]),
-        "wP": (WRITE, write["params"]),
-        "wO": (WRITE, write["states"]),
-        "gW": (WRITE, write["grads"]),
-        "aH": (CORES, p.rates.adam),
-        "aN": (CORES, p.rates.adam),
-        "acc": (CORES, 1.0),
+        "uA": (H2D, up["acts"]),
+        "uW": (H2D, up["params"]),
+        "uP": (H2D, up["params"]),
+        "dA": (D2H, down["acts"]),
+        "dG": (D2H, down["grads"]),
+        "dP": (D2H, down["params"]),
+        "rA": (NVME_READ, read["acts"]),
+        "rW": (NVME_READ, read["params"]),
+        "rP": (NVME_READ, read["params"]),
+        "rO": (NVME_READ, read["states"]),
+        "gR": (NVME_READ, read["grads"]),
+        "wA": (NVME_WRITE, write["acts"]),
+        "wP": (NVME_WRITE, write["params"]),
+        "wO": (NVME_WRITE, write["states"]),
+        "gW": (NVME_WRITE, write["grads"]),
+        "aH": (HOST_ADAM, p.rates.adam),
+        "aN": (HOST_ADAM, p.rates.adam),
+        "acc": (HOST_ADAM, 1.0),
     }
 
 

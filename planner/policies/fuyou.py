@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
 from tierplan.sim.workloads.workload import Unit, Workload
@@ -95,7 +96,7 @@ def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -
     def saving(slot: Slot) -> float:
         kind, index = slot
         tensor = workload.blocks[kind].saved[index]
-        return machine.cost("gpu0.compute", tensor.recompute).work_s / tensor.size_bytes
+        return machine.cost(COMPUTE, tensor.recompute).work_s / tensor.size_bytes
 
     slots = [(kind, index) for kind in sorted(set(kinds.values())) for index in _large(workload.blocks[kind])]
     return sorted(slots, key=lambda slot: (-saving(slot), slot))
@@ -119,17 +120,17 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -
     for unit in workload.blocks:
         kind = kinds[unit.name]
         acts += unit.input_bytes + sum(t.size_bytes for t in unit.saved if (kind, t.index) in leaving)
-    forward = batches * sum(seconds("gpu0.compute", u.forward) for u in workload.units)
-    backward = batches * sum(seconds("gpu0.compute", u.backward) for u in workload.units)
+    forward = batches * sum(seconds(COMPUTE, u.forward) for u in workload.units)
+    backward = batches * sum(seconds(COMPUTE, u.backward) for u in workload.units)
     for unit in workload.blocks:
         again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
-        backward += batches * sum(seconds("gpu0.compute", work) for work in again)
+        backward += batches * sum(seconds(COMPUTE, work) for work in again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
     states = {"bytes": float(n * t.state_bytes)}
-    drive = seconds("nvme.read", {"bytes": params["bytes"] + states["bytes"]})
-    drive += seconds("nvme.write", {"bytes": params["bytes"] + states["bytes"]})
-    in_forward = max(forward, seconds("gpu0.d2h", down), seconds("nvme.read", params), seconds("gpu0.h2d", params))
-    return in_forward + max(backward, seconds("gpu0.h2d", up), drive + seconds("host.adam", {"parameters": float(n)}))
+    drive = seconds(NVME_READ, {"bytes": params["bytes"] + states["bytes"]})
+    drive += seconds(NVME_WRITE, {"bytes": params["bytes"] + states["bytes"]})
+    in_forward = max(forward, seconds(D2H, down), seconds(NVME_READ, params), seconds(H2D, params))
+    return in_forward + max(backward, seconds(H2D, up), drive + seconds(HOST_ADAM, {"parameters": float(n)}))
 
 
 def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
@@ -137,7 +138,7 @@ def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
 
     Raises `PlanError` when not even single sequences do.
     """
-    capacity = machine.tier("gpu0").capacity_bytes
+    capacity = machine.tier(DEVICE).capacity_bytes
     t, batch = workload.training, workload.training.per_device_train_batch_size
     block = max((u.num_parameters for u in workload.blocks), default=0)
     other = max((u.num_parameters for u in workload.units if u.kind != "block"), default=0)

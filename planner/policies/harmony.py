@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
 from tierplan.planner.several_devices.packs import lower_packs
@@ -68,7 +69,7 @@ def _policy(
         )
     devices = asked or (min(have, batches) if form == "data" else have)
     need_peer_links(name, machine, devices)
-    capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier("gpu0").capacity_bytes
+    capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier(DEVICE).capacity_bytes
     wanted = int(number(name, options, "pack", low=0))
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted
     plain = Plan(policy=name, units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),

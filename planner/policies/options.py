@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import p2p
 from tierplan.planner.plan import Plan, PlanError, Semantics
 from tierplan.sim.workloads.workload import Workload
 
@@ -90,7 +91,7 @@ def need_nvme(policy: str, machine: Machine) -> None:
 
 def need_peer_links(policy: str, machine: Machine, devices: int) -> None:
     """Raises `PlanError` where several devices are to exchange data and the machine has no links between them."""
-    if devices > 1 and not any(stream.name.startswith("gpu0.p2p.") for stream in machine.streams):
+    if devices > 1 and p2p(0, 1) not in {stream.name for stream in machine.streams}:
         raise PlanError(
             f"policy {policy!r} moves data between {devices} devices, but machine {machine.name!r} does not say how "
             "quickly they exchange it; add link.p2p, for example --set 'link.p2p=20 GB/s', or use one device"

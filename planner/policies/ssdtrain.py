@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import Action, Plan, UnitPlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
 from tierplan.sim.workloads.workload import Workload
@@ -71,8 +72,8 @@ class _Module:
 
 def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float]:
     """All modules in order of forward, and the seconds of the whole forward pass."""
-    forward = [machine.cost("gpu0.compute", u.forward).work_s for u in workload.units]
-    backward = [machine.cost("gpu0.compute", u.backward).work_s for u in workload.units]
+    forward = [machine.cost(COMPUTE, u.forward).work_s for u in workload.units]
+    backward = [machine.cost(COMPUTE, u.backward).work_s for u in workload.units]
     total_s = sum(forward)
     found = []
     for u, unit in enumerate(workload.units):
@@ -93,7 +94,7 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
         return min(machine.stream(name).rates["bytes"].at(1e9) for name in streams)
 
     modules, total_s = _modules(workload, machine)
-    store, load = rate("gpu0.d2h", "nvme.write"), rate("gpu0.h2d", "nvme.read")
+    store, load = rate(D2H, NVME_WRITE), rate(H2D, NVME_READ)
     before_bytes = before_s = stored_s = 0.0
     kept: set[tuple[int, int]] = set()
     is_tail = False
@@ -102,7 +103,7 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
         load_s[module.unit] += module.size_bytes / load
     for module in modules:
         left_s = 3 * total_s - 2 * before_s
-        is_tail = is_tail or left_s <= 0 or (before_bytes + 2 * module.size_bytes) / left_s > rate("nvme.write")
+        is_tail = is_tail or left_s <= 0 or (before_bytes + 2 * module.size_bytes) / left_s > rate(NVME_WRITE)
         before_bytes += module.size_bytes
         before_s += module.forward_s
         done_s = max(stored_s, module.made_s) + module.size_bytes / store
@@ -110,7 +111,7 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
             kept.add((module.unit, module.slot))
         else:
             stored_s = done_s
-    either = machine.stream("gpu0.h2d").rates["bytes"].at(1e9), machine.stream("nvme.read").rates["bytes"].at(1e9)
+    either = machine.stream(H2D).rates["bytes"].at(1e9), machine.stream(NVME_READ).rates["bytes"].at(1e9)
     late = _late(modules, kept, either, stored_s, ahead)
     room_bytes = _room_bytes(workload, machine, modules, kept)
     for module in modules:
@@ -129,7 +130,7 @@ def _room_bytes(workload: Workload, machine: Machine, modules: list[_Module], ke
     need += sum(u.saved_bytes for u in workload.units if u.kind != "block")
     need += 2 * max(u.saved_bytes + u.input_bytes for u in workload.blocks)
     need += max(u.output_bytes + max(u.forward_work_bytes, u.backward_work_bytes) for u in workload.units)
-    return machine.tier("gpu0").capacity_bytes - need
+    return machine.tier(DEVICE).capacity_bytes - need
 
 
 def _late(

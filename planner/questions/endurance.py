@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.sim.builder import WRITE
+from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["SECONDS_PER_YEAR", "allowed_bytes_per_s", "endurance_bytes", "lifetime_s", "written_bytes"]
@@ -47,7 +47,7 @@ def allowed_bytes_per_s(machine: Machine, lifetime_years: float) -> float:
 
 def written_bytes(schedule: Schedule) -> int:
     """Bytes that one step writes to NVMe."""
-    return schedule.bytes_moved().get(WRITE, 0)
+    return schedule.bytes_moved().get(NVME_WRITE, 0)
 
 
 def lifetime_s(machine: Machine, written: int, step_s: float) -> float | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
 from tierplan.hwmodels.scaling import private_limits, with_capacity, with_faster
 from tierplan.planner.plan import PlanError, Semantics
 from tierplan.planner.solve import plan
@@ -58,16 +59,15 @@ def changes(machine: Machine) -> list[tuple[str, Callable[[Machine], Machine]]]:
         return partial(with_faster, names={*names, *private_limits(machine, names)}, factor=factor)
 
     kinds = {t.kind for t in machine.tiers}
-    devices = [t.name for t in machine.tiers if t.kind == "device"]
-    links = [f"{d}.{way}" for d in devices for way in ("h2d", "d2h")]
+    devices = range(machine.num_devices)
     found = [("device memory +8 GB", more("device", 8.0))]
     if "host" in kinds:
         found.append(("host memory +64 GB", more("host", 64.0)))
-        found.append(("link to the device x 1.25", faster(links, 1.25)))
-        found.append(("host Adam x 1.25", faster(["host.adam"], 1.25)))
+        found.append(("link to the device x 1.25", faster([link(d) for d in devices for link in (h2d, d2h)], 1.25)))
+        found.append(("host Adam x 1.25", faster([HOST_ADAM], 1.25)))
     if "nvme" in kinds:
-        found.append(("drives x 1.25", faster(["nvme.read", "nvme.write"], 1.25)))
-    found.append(("device compute x 1.25", faster([f"{d}.compute" for d in devices], 1.25)))
+        found.append(("drives x 1.25", faster([NVME_READ, NVME_WRITE], 1.25)))
+    found.append(("device compute x 1.25", faster([compute(d) for d in devices], 1.25)))
     return found
 
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, fields, replace
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.plan import Plan, PlanError
@@ -18,7 +19,6 @@ from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.moves import FAMILIES
 from tierplan.sim.analysis.completion import OutOfMemory, completes, out_of_memory
 from tierplan.sim.analysis.steady import SteadyState, steady_state
-from tierplan.sim.builder import CORES, READ, WRITE
 from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
@@ -211,7 +211,7 @@ def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
             read, write = unit.states_gb / rates.read["states"], unit.states_gb / rates.write["states"]
             loads += [read, write]
             for per in problem.loads.values():
-                streams = ((READ, unit.states_gb), (WRITE, unit.states_gb), (CORES, unit.gparams))
+                streams = ((NVME_READ, unit.states_gb), (NVME_WRITE, unit.states_gb), (HOST_ADAM, unit.gparams))
                 loads.append(sum(per.get(stream, 0.0) * amount for stream, amount in streams))
         seconds.append(max(loads))
     late = {u for u, s in enumerate(seconds) if s > 0}

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierplan.hwmodels.names import H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import PARTS, Problem
 from tierplan.planner.milp.model import Margins
 from tierplan.planner.search.candidates import Candidate
-from tierplan.sim.builder import CORES, READ, UP, WRITE
 
 __all__ = ["Knobs", "tune"]
 
@@ -51,8 +51,8 @@ class Knobs:
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
-        slow = {READ, WRITE, CORES}
-        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and UP not in loads}
+        slow = {NVME_READ, NVME_WRITE, HOST_ADAM}
+        slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and H2D not in loads}
         return Margins(
             device_gb=min(self.device * device_gb, 0.5 * problem.device_gb),
             host_gb=min(self.host * host_gb, 0.5 * problem.host_gb),

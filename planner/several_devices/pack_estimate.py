@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, p2p
 from tierplan.planner.plan import Packs
 from tierplan.sim.workloads.workload import Workload, total_work
 
@@ -48,9 +49,9 @@ class PackEstimate:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.machine, self.training, self.units = machine, workload.training, workload.units
-        self.capacity_bytes = machine.tier("gpu0").capacity_bytes
+        self.capacity_bytes = machine.tier(DEVICE).capacity_bytes
         self.update_s = [
-            machine.cost("host.adam", {"parameters": u.num_parameters}).alone_s if u.num_parameters else 0.0
+            machine.cost(HOST_ADAM, {"parameters": u.num_parameters}).alone_s if u.num_parameters else 0.0
             for u in self.units
         ]
         self._packs: dict[tuple[str, int, int, int], _Pack] = {}
@@ -91,7 +92,7 @@ class PackEstimate:
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
         works = (u.forward if phase == "fwd" else u.backward for u in self.units[first:end])
-        return self.machine.cost("gpu0.compute", total_work(works)).alone_s
+        return self.machine.cost(COMPUTE, total_work(works)).alone_s
 
     def _pack(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
         key = (phase, first, end, at_once)
@@ -110,21 +111,21 @@ class PackEstimate:
         gradients_s = 0.0
         if is_backward:
             size = num_parameters * self.training.grad_bytes
-            gradients_s = self._copy_s("gpu0.d2h", size, at_once)
+            gradients_s = self._copy_s(D2H, size, at_once)
             if at_once > 1:
-                gradients_s += self._copy_s("gpu0.p2p.gpu1", 2 * (at_once - 1) / at_once * size, 1)
-        several = at_once == 1 and any(s.name == "gpu0.p2p.gpu1" for s in self.machine.streams)
-        down_and_up = ("gpu0.p2p.gpu1",) if several else ("gpu0.d2h", "gpu0.h2d")
+                gradients_s += self._copy_s(p2p(0, 1), 2 * (at_once - 1) / at_once * size, 1)
+        several = at_once == 1 and any(s.name == p2p(0, 1) for s in self.machine.streams)
+        down_and_up = (p2p(0, 1),) if several else (D2H, H2D)
         return _Pack(
             first=first,
             end=end,
             is_backward=is_backward,
             is_last=is_last,
-            params_s=self._copy_s("gpu0.h2d", (num_parameters + num_tied) * self.training.param_bytes, at_once),
+            params_s=self._copy_s(H2D, (num_parameters + num_tied) * self.training.param_bytes, at_once),
             first_s=self.work_s("fwd", first, end),
             second_s=self.work_s("bwd", first, end) if is_backward else 0.0,
             send_s=sum(self._copy_s(stream, border, at_once) for stream in down_and_up),
-            stash_s=self._copy_s("gpu0.h2d", units[0].input_bytes, at_once) if is_backward and not is_last else 0.0,
+            stash_s=self._copy_s(H2D, units[0].input_bytes, at_once) if is_backward and not is_last else 0.0,
             gradients_s=gradients_s,
         )
 

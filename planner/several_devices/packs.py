@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
 from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.builder import CORES, HOST, Builder
+from tierplan.sim.builder import Builder
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
@@ -163,7 +164,7 @@ class PackLowering:
 
     def _turn(self, task: Task, before: list[Task]) -> str | None:
         """The ops of one task but for its end; the buffer with its gradients, in backward."""
-        gpu, name = f"gpu{task.device}", self.name(task)
+        gpu, name = device(task.device), self.name(task)
         left = before[-1] if before else None
         left2 = before[-2] if len(before) > 1 else None
         params: list[str] = []
@@ -172,7 +173,7 @@ class PackLowering:
             after = left.computes[-1:] if left else []
             for unit in self.shared_params(task):
                 key = f"fetch_params/{unit}/{task.phase}/{name}"
-                params.append(self.made.copy(key, f"{gpu}.h2d", self.params_home[unit], gpu, after=after))
+                params.append(self.made.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
 
         between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
         params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
@@ -222,9 +223,9 @@ class PackLowering:
 
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
-        gpu, label = f"gpu{task.device}", f"{self.units[task.first].name}/mb{m}"
+        gpu, label = device(task.device), f"{self.units[task.first].name}/mb{m}"
         stashed = self.stash.pop((task.first, m))
-        return self.made.copy(f"fetch_stash/{label}", f"{gpu}.h2d", stashed, gpu, after=after, m=m)
+        return self.made.copy(f"fetch_stash/{label}", h2d(task.device), stashed, gpu, after=after, m=m)
 
     def _arrives(
         self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
@@ -232,22 +233,24 @@ class PackLowering:
         """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
         if first:
             return None
-        gpu, source = f"gpu{task.device}", self.handed.pop((what, unit, m))
+        gpu, source = device(task.device), self.handed.pop((what, unit, m))
         tier = self.made.buffers[source].tier
         label = f"{what}/{self.units[unit].name}/mb{m}"
         if tier == HOST:
-            return self.made.copy(f"fetch_{label}", f"{gpu}.h2d", source, gpu, after=after, m=m)
-        return self.made.copy(f"send_{label}", f"{tier}.p2p.{gpu}", source, gpu, after=after, m=m)
+            return self.made.copy(f"fetch_{label}", h2d(task.device), source, gpu, after=after, m=m)
+        peer = device_index(tier)
+        assert peer is not None
+        return self.made.copy(f"send_{label}", p2p(peer, task.device), source, gpu, after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
         if to_device == task.device:
             label = f"offload_{what}/{self.units[unit].name}/mb{m}"
-            buffer = self.made.copy(label, f"gpu{task.device}.d2h", buffer, HOST, m=m)
+            buffer = self.made.copy(label, d2h(task.device), buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
-        gpu = f"gpu{task.device}"
+        gpu = device(task.device)
         cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
         key = ""
         for start, end in pairwise(cuts):
@@ -268,7 +271,7 @@ class PackLowering:
             flops = total_work(u.forward for u in units)
             writes = (y, work)
             self.made.op(
-                key, f"{gpu}.compute", "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
+                key, compute(task.device), "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
             )
             x = y
         task.computes.append(key)
@@ -281,14 +284,14 @@ class PackLowering:
 
     def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
         label = f"{self.units[unit].name}/mb{m}"
-        stashed = self.made.copy(f"offload_stash/{label}", f"gpu{task.device}.d2h", x, HOST, after=after, m=m)
+        stashed = self.made.copy(f"offload_stash/{label}", d2h(task.device), x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
         if rate and self.takes_backward.get(unit, task.device) != task.device:
             size = self.made.buffers[stashed].size_bytes
             again = self.made.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
             self.made.op(
-                f"pass_stash/{label}", CORES, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
+                f"pass_stash/{label}", HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
             )
             stashed = again
         self.stash[unit, m] = stashed
@@ -299,7 +302,7 @@ class PackLowering:
     def _backward(
         self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
     ) -> str | None:
-        gpu, units = f"gpu{task.device}", self.between(task.first, task.end)
+        gpu, units = device(task.device), self.between(task.first, task.end)
         label = f"{units[0].name}-{units[-1].name}/mb{m}"
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         acts = self.made.buffer(f"acts/{label}", gpu, size, "acts")
@@ -307,7 +310,7 @@ class PackLowering:
         forward = total_work(u.forward for u in units)
         again = self.made.op(
             f"recompute/{label}",
-            f"{gpu}.compute",
+            compute(task.device),
             "recompute",
             work=forward,
             reads=reads,
@@ -330,7 +333,7 @@ class PackLowering:
             writes.append(dx)
         key = self.made.op(
             f"bwd/{label}",
-            f"{gpu}.compute",
+            compute(task.device),
             "backward",
             work=total_work(u.backward for u in units),
             reads=reads,
@@ -351,13 +354,12 @@ class PackLowering:
         if len(tasks) > 1:
             reduced = []
             for task in tasks:
-                to = (task.device + 1) % self.packs.devices
                 own = grads[task.device]
-                total = self.made.like(own, f"gpu{task.device}")
+                total = self.made.like(own, device(task.device))
                 work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
                 self.made.op(
                     f"all_reduce/{self.name(task)}",
-                    f"gpu{task.device}.p2p.gpu{to}",
+                    next_peer(task.device, self.packs.devices),
                     "all_reduce",
                     work=work,
                     reads=grads,
@@ -365,7 +367,7 @@ class PackLowering:
                 )
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
-            self.made.copy(f"offload_grads/{self.name(task)}", f"gpu{task.device}.d2h", buffer, HOST)
+            self.made.copy(f"offload_grads/{self.name(task)}", d2h(task.device), buffer, HOST)
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
 
@@ -374,7 +376,7 @@ class PackLowering:
         after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
         self.made.op(
             task.gone,
-            f"gpu{task.device}.compute",
+            compute(task.device),
             "leave",
             work={"s": self.packs.cleanup_s},
             reads=task.params,
@@ -399,7 +401,7 @@ class PackLowering:
                     writes.append(homes[unit.name])
             work = {"parameters": unit.num_parameters}
             key = f"update/{unit.name}"
-            self.made.op(key, CORES, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+            self.made.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST
 from tierplan.planner.plan import Packs, Plan, PlanError
 from tierplan.planner.several_devices.packs import PackLowering, Task, check_packs
 from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.builder import COMPUTE, DEVICE, HOST
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload
@@ -120,7 +120,7 @@ class _AloneLowering(PackLowering):
         for owner, batch in [k for k in self.tied if k[1] == m]:
             if self.made.buffers[self.tied[owner, batch]].tier == DEVICE:
                 label = f"offload_tied/{owner}/mb{m}"
-                self.tied[owner, batch] = self.made.copy(label, "gpu0.d2h", self.tied[owner, batch], HOST, m=m)
+                self.tied[owner, batch] = self.made.copy(label, D2H, self.tied[owner, batch], HOST, m=m)
         return None
 
     def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
@@ -139,7 +139,7 @@ class _AloneLowering(PackLowering):
         if unit.num_parameters:
             tied = self.tied.pop((unit.name, m), "")
             if tied and self.made.buffers[tied].tier == HOST:
-                tied = self.made.copy(f"fetch_tied/{unit.name}/mb{m}", "gpu0.h2d", tied, DEVICE, m=m)
+                tied = self.made.copy(f"fetch_tied/{unit.name}/mb{m}", H2D, tied, DEVICE, m=m)
             old = self.grads.get(unit.name)
             reads += [name for name in (tied, old) if name]
             if old or tied:
@@ -160,7 +160,7 @@ class _AloneLowering(PackLowering):
         for unit in self.between(task.first, task.end):
             if unit.num_parameters:
                 label, made = f"offload_grads/{unit.name}", self.grads[unit.name]
-                self.grads[unit.name] = self.made.copy(label, "gpu0.d2h", made, HOST, after=task.computes[-1:])
+                self.grads[unit.name] = self.made.copy(label, D2H, made, HOST, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
         units = self.between(task.first, task.end)

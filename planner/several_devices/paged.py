@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
 from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.plan import Plan
-from tierplan.sim.builder import HOST, Builder
+from tierplan.sim.builder import Builder
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
@@ -65,18 +66,18 @@ class _Paged:
         if home is None:
             return []
         key = f"fetch_{kind}/{unit.name}/{what}/gpu{r}"
-        return [self.made.copy(key, f"gpu{r}.h2d", home, f"gpu{r}", after=(self.last[r],), unit=unit.name)]
+        return [self.made.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
 
     def _page_out(self, kind: str, unit: Unit, r: int, what: str, pages: list[str]) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
         for here in pages:
             key, over = f"offload_{kind}/{unit.name}/{what}/gpu{r}", self.home.get((kind, unit.name, r))
             self.home[kind, unit.name, r] = self.made.copy(
-                key, f"gpu{r}.d2h", here, HOST, over=over, after=(self.last[r],), unit=unit.name
+                key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
 
     def _micro_batch(self, r: int, m: int) -> None:
-        units, gpu = self.workload.units, f"gpu{r}"
+        units, gpu = self.workload.units, device(r)
         x: list[str] = []  # inputs of units 1, 2, ...
         for u, unit in enumerate(units):
             pages = self._page_in("params", unit, r, f"fwd/mb{m}")
@@ -85,7 +86,7 @@ class _Paged:
             work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
             self.last[r] = self.made.op(
                 key,
-                f"{gpu}.compute",
+                compute(r),
                 "forward",
                 work=unit.forward,
                 reads=(*pages, *x[-1:]),
@@ -101,7 +102,7 @@ class _Paged:
 
     def _backward(self, unit: Unit, r: int, m: int, x: list[str], dy: list[str]) -> list[str]:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
-        gpu, key, what = f"gpu{r}", f"bwd/{unit.name}/mb{m}", f"bwd/mb{m}"
+        gpu, key, what = device(r), f"bwd/{unit.name}/mb{m}", f"bwd/mb{m}"
         pages, old = self._page_in("params", unit, r, what), self._page_in("grads", unit, r, what)
         dx = [self.made.buffer(f"dx/{unit.name}/mb{m}", gpu, unit.input_bytes, "acts")] if x else []
         size = unit.num_parameters * self.workload.training.grad_bytes
@@ -111,7 +112,7 @@ class _Paged:
         work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         self.last[r] = self.made.op(
             key,
-            f"{gpu}.compute",
+            compute(r),
             "backward",
             work=total_work((unit.forward, unit.backward)),
             reads=(*pages, *x, *dy, *old),
@@ -133,16 +134,16 @@ class _Paged:
         for r in ranks:
             reads = [own[r]]
             if len(ranks) > 1:
-                reads = [self.made.like(own[r], f"gpu{r}")]
+                reads = [self.made.like(own[r], device(r))]
                 work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.made.buffers[own[r]].size_bytes}
-                key, stream = f"all_reduce/{unit.name}/gpu{r}", f"gpu{r}.p2p.gpu{(r + 1) % self.n}"
+                key, stream = f"all_reduce/{unit.name}/gpu{r}", next_peer(r, self.n)
                 self.made.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.made.over(x) for x in found] for kind, found in pages.items()}
             self.last[r] = self.made.op(
                 f"update/{unit.name}/gpu{r}",
-                f"gpu{r}.compute",
+                compute(r),
                 "update",
                 work={"elementwise_bytes": moved},
                 reads=(*reads, *old),

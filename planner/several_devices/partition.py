@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tierplan.sim.builder import DEVICE
+from tierplan.hwmodels.names import DEVICE, device, next_peer, parse_stream
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
 __all__ = ["partition"]
@@ -70,7 +70,7 @@ class _Partition:
         self.buffers[self._name(name, r)] = replace(
             b,
             name=self._name(name, r),
-            tier=f"gpu{r}" if b.tier == DEVICE else b.tier,
+            tier=device(r) if b.tier == DEVICE else b.tier,
             size_bytes=-(-b.size_bytes // self.n) if self._is_parted(b) else b.size_bytes,
             reuses=self._name(b.reuses, r) if b.reuses else None,
             becomes=self._name(b.becomes, r) if b.becomes else None,
@@ -83,7 +83,7 @@ class _Partition:
 
     def _place(self, op: Op) -> None:
         touched = [self.old[name] for name in (*op.reads, *op.writes)]
-        on_device = op.stream.startswith(f"{DEVICE}.")
+        on_device = parse_stream(op.stream).device is not None
         if not on_device and not any(b.kind == "acts" for b in touched):
             self._emit(op, op.key, op.stream, op.work, self._all(op.reads), self._all(op.writes), None)
             return
@@ -93,7 +93,7 @@ class _Partition:
             work = op.work
             if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in PARTED):
                 work = {kind: amount / self.n for kind, amount in op.work.items()}
-            stream = op.stream.replace(DEVICE, f"gpu{r}", 1) if on_device else op.stream
+            stream = parse_stream(op.stream).on(r) if on_device else op.stream
             key = self._emit(op, f"{op.key}/gpu{r}", stream, work, reads, writes, r)
             if op.kind in COMPUTE_KINDS:
                 self.computes[r].append(key)
@@ -161,14 +161,14 @@ class _Partition:
         self, key: str, kind: str, b: Buffer, r: int, reads: list[str], size_bytes: int, after: list[str]
     ) -> str:
         made = replace(
-            b, name=f"{key}@gpu{r}", tier=f"gpu{r}", size_bytes=size_bytes, initial=False, reuses=None, becomes=None
+            b, name=f"{key}@gpu{r}", tier=device(r), size_bytes=size_bytes, initial=False, reuses=None, becomes=None
         )
         self.buffers[made.name] = made
         moved = b.size_bytes * (self.n - 1) / self.n
         self.ops.append(
             Op(
                 key=key,
-                stream=f"gpu{r}.p2p.gpu{(r + 1) % self.n}",
+                stream=next_peer(r, self.n),
                 kind=kind,
                 unit=b.content.partition("/")[2],
                 work={"bytes": moved},

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.replay import Recipe, Source, Tape
 from tierplan.runtime.autograd.saved import AbsentError, AllMade, Recorder, Recreator, Slot
@@ -319,7 +320,7 @@ class Lane:
         try:
             if self._is_cancelled:
                 return
-            with self.hooks.of(self), self.device.on("gpu0.compute"), torch.enable_grad():
+            with self.hooks.of(self), self.device.on(COMPUTE), torch.enable_grad():
                 self._open(0)
                 loss = self.forward()
                 self._close()

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from tierplan.hwmodels.names import NVME
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_settings
 from tierplan.runtime.execution.executor import Instance
-from tierplan.runtime.execution.ops import NVME, Bodies
+from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import contents_of, cut, join, parameters_of
 from tierplan.runtime.execution.values import Held, held_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host

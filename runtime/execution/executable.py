@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.sim.schedule import Schedule
 
@@ -17,7 +18,7 @@ __all__ = ["check_executable"]
 def check_executable(schedule: Schedule) -> None:
     """Raises `TrainingError` for a schedule that only the simulator executes, and for one that says too little."""
     meta = schedule.meta
-    devices = sorted(t.name for t in schedule.tiers if t.name.startswith("gpu") and _uses(schedule, t.name))
+    devices = {parse_stream(stream).device for stream in schedule.streams} - {None}
     if len(devices) > 1:
         raise TrainingError(
             f"schedule {schedule.name!r} is for {len(devices)} devices, which only the simulator executes; the runtime "
@@ -42,7 +43,3 @@ def check_executable(schedule: Schedule) -> None:
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
-
-
-def _uses(schedule: Schedule, tier: str) -> bool:
-    return any(op.stream.startswith(f"{tier}.") for op in schedule.ops)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
 from tierplan.runtime.autograd.lanes import Lane
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
@@ -24,9 +25,6 @@ from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSetting
 from tierplan.runtime.optim.groups import segments
 
 __all__ = ["Bodies", "SizeError"]
-
-DEVICE, HOST, NVME = "gpu0", "host", "nvme"
-COMPUTE = "gpu0.compute"
 
 
 class SizeError(ValueError):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
@@ -25,7 +26,6 @@ from tierplan.sim.workloads.workload import Training
 
 __all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
 
-COMPUTE = "gpu0.compute"
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""
 
@@ -219,11 +219,11 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
 
 def _adam(sizes: Sizes, dtype: str) -> list[Load]:
     cpu = Device(torch.device("cpu"))
-    return [_update("host.adam", n, sizes, dtype, cpu) for n in sizes.adam_parameters]
+    return [_update(HOST_ADAM, n, sizes, dtype, cpu) for n in sizes.adam_parameters]
 
 
 def _update_on_device(sizes: Sizes, dtype: str, device: Device) -> Load:
-    return _update("gpu0.compute", max(sizes.adam_parameters), sizes, dtype, device)
+    return _update(COMPUTE, max(sizes.adam_parameters), sizes, dtype, device)
 
 
 def _turns(sizes: Sizes, size_bytes: int) -> int:
@@ -268,8 +268,8 @@ def _copies(sizes: Sizes, host: torch.Tensor, device: Device) -> list[Load]:
     there.fill_(1)
     found = []
     for size in sizes.copy_bytes:
-        for direction, source, target in (("h2d", host, there), ("d2h", there, host)):
-            found.append(_copy(f"gpu0.{direction}", size, source, target, device))
+        for stream, source, target in ((H2D, host, there), (D2H, there, host)):
+            found.append(_copy(stream, size, source, target, device))
     return found
 
 
@@ -299,17 +299,17 @@ def _files(store: Store, sizes: Sizes) -> list[Load]:
     for size in sizes.file_bytes:
         # Small ops have extents of their own: an extent is read and written as a whole.
         own = extents if size == largest else [store.allocate(size) for _ in range(min(256, max(2, 64 * MIB // size)))]
-        for verb in ("read", "write"):
-            found.append(_file(store, verb, size, own))
+        for stream in (NVME_READ, NVME_WRITE):
+            found.append(_file(store, stream, size, own))
         if own is not extents:
             for extent in own:
                 store.write(extent, memory[:size])
     return found
 
 
-def _file(store: Store, verb: str, size: int, extents: list[Extent]) -> Load:
+def _file(store: Store, stream: str, size: int, extents: list[Extent]) -> Load:
     memory = map_host(size)
     memory.random_(0, 256)
-    turn = itertools.cycle(extents if verb == "read" else extents[::-1])
-    move = store.read if verb == "read" else store.write
-    return Load(f"nvme.{verb}", "bytes", float(size), lambda: move(next(turn), memory))
+    turn = itertools.cycle(extents if stream == NVME_READ else extents[::-1])
+    move = store.read if stream == NVME_READ else store.write
+    return Load(stream, "bytes", float(size), lambda: move(next(turn), memory))

@@ -26,9 +26,10 @@ from tierplan.hwmodels.build import build
 from tierplan.hwmodels.catalog import HERE, here_path
 from tierplan.hwmodels.description import Description, write_description
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Company, LimitPrior, fit_limits
-from tierplan.runtime.measure.loads import COMPUTE, MIB, Load, Sizes, loads
+from tierplan.runtime.measure.loads import MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, existing
 from tierplan.runtime.measure.timing import Crew
 from tierplan.sim.trace import write_atomically
@@ -44,11 +45,11 @@ LEAST_WINDOW_S = 0.03
 FIT_S = 2.5
 LEAST_ROUNDS = 2
 CHECKS = (
-    (COMPUTE, "host.adam", "nvme.read"),
-    (COMPUTE, "nvme.read", "nvme.write"),
-    (COMPUTE, "gpu0.h2d", "nvme.write"),
-    ("host.adam", "nvme.read", "nvme.write"),
-    (COMPUTE, "gpu0.d2h", "gpu0.h2d", "host.adam", "nvme.read", "nvme.write"),
+    (COMPUTE, HOST_ADAM, NVME_READ),
+    (COMPUTE, NVME_READ, NVME_WRITE),
+    (COMPUTE, H2D, NVME_WRITE),
+    (HOST_ADAM, NVME_READ, NVME_WRITE),
+    (COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE),
 )
 """Mixes of more than two streams: measured where there is time, never fitted, compared with what the limits predict."""
 TYPICAL_OP_S = 0.03
@@ -246,7 +247,7 @@ def _typical(found: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load
     """The load of each stream that stands for it in company: the largest that a window holds several of."""
     typical: dict[str, Load] = {}
     for load in found:
-        if load.stream.endswith(".compute") and not load.kind.startswith("matmul"):
+        if load.stream == COMPUTE and not load.kind.startswith("matmul"):
             continue
         known = typical.get(load.stream)
         if known is None or (
@@ -264,23 +265,23 @@ def _priors(streams: Sequence[str], alone: Alone, device: Device) -> list[LimitP
     cores = os.cpu_count() or 1
     one = 1.0 / cores
     priors = []
-    if {"nvme.read", "nvme.write"} <= have:
-        priors.append(LimitPrior("nvme", {"nvme.read": 1.0, "nvme.write": 1.0}, 0.0, 1.2, 0.4))
+    if {NVME_READ, NVME_WRITE} <= have:
+        priors.append(LimitPrior(NVME_LIMIT, {NVME_READ: 1.0, NVME_WRITE: 1.0}, 0.0, 1.2, 0.4))
     if device.is_cuda:
-        priors.append(LimitPrior("link", {"gpu0.h2d": 1.0, "gpu0.d2h": 1.0}, 0.0, 1.8, 0.3))
+        priors.append(LimitPrior("link", {H2D: 1.0, D2H: 1.0}, 0.0, 1.8, 0.3))
     else:
-        takes = {"gpu0.compute": 1.0, "gpu0.h2d": one, "gpu0.d2h": one, "host.adam": one}
-        takes |= {s: 0.3 * one for s in ("nvme.read", "nvme.write") if s in have}
-        priors.append(LimitPrior("cores", takes, 0.5))
+        takes = {COMPUTE: 1.0, H2D: one, D2H: one, HOST_ADAM: one}
+        takes |= {s: 0.3 * one for s in (NVME_READ, NVME_WRITE) if s in have}
+        priors.append(LimitPrior(CORES_LIMIT, takes, 0.5))
     # DRAM traffic at full speed: copies read and write, I/O moves each byte once, Adam about 30 bytes per parameter
     top = {s: max(statistics.median(v) for x, v in alone.items() if x.stream == s) for s in have if s != COMPUTE}
-    weight = {"gpu0.h2d": 2.0, "gpu0.d2h": 2.0, "nvme.read": 1.0, "nvme.write": 1.0, "host.adam": 30.0}
+    weight = {H2D: 2.0, D2H: 2.0, NVME_READ: 1.0, NVME_WRITE: 1.0, HOST_ADAM: 30.0}
     if device.is_cuda:
-        weight |= {"gpu0.h2d": 1.0, "gpu0.d2h": 1.0}
+        weight |= {H2D: 1.0, D2H: 1.0}
     traffic = {s: top[s] * weight[s] for s in top}
     busiest = max(traffic.values(), default=1.0)
     takes = {s: t / busiest for s, t in traffic.items()}
     if not device.is_cuda:
-        takes["gpu0.compute"] = 0.3
+        takes[COMPUTE] = 0.3
     priors.append(LimitPrior("memory", takes, 0.3, 1.5, 0.4))
     return priors

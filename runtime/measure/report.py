@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from tierplan.hwmodels.description import Description, Limit, Quantity
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Company, Fit
-from tierplan.runtime.measure.loads import BLOCK, COMPUTE, MIB, Load, Sizes, block_work
+from tierplan.runtime.measure.loads import BLOCK, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
 
 __all__ = ["Alone", "describe", "existing"]
@@ -26,11 +27,11 @@ Alone = dict[Load, list[float]]
 GIB = 1 << 30
 THOROUGH_BYTES = 16 * GIB
 KEYS = {
-    "gpu0.h2d": "link.h2d",
-    "gpu0.d2h": "link.d2h",
-    "nvme.read": "nvme.read",
-    "nvme.write": "nvme.write",
-    "host.adam": "host.adam",
+    H2D: "link.h2d",
+    D2H: "link.d2h",
+    NVME_READ: "nvme.read",
+    NVME_WRITE: "nvme.write",
+    HOST_ADAM: "host.adam",
 }
 
 
@@ -57,14 +58,14 @@ def describe(
             known = values.get(f"{section}.latency")
             if known is None or float(known.value) < float(latency.value):  # type: ignore[arg-type]  # numbers
                 values[f"{section}.latency"] = latency
-    if "nvme" in fit.limits:
-        values["nvme.mixed"] = Quantity(fit.limits["nvme"], "measured", source, fit.limit_spread["nvme"])
-        values["nvme.read_share"] = Quantity(fit.shares["nvme.read"], "measured", source)
-        values["nvme.write_share"] = Quantity(fit.shares["nvme.write"], "measured", source)
+    if NVME_LIMIT in fit.limits:
+        values["nvme.mixed"] = Quantity(fit.limits[NVME_LIMIT], "measured", source, fit.limit_spread[NVME_LIMIT])
+        values["nvme.read_share"] = Quantity(fit.shares[NVME_READ], "measured", source)
+        values["nvme.write_share"] = Quantity(fit.shares[NVME_WRITE], "measured", source)
     limits = tuple(
         Limit(limit, fit.limits[limit], takes, source, "measured", fit.limit_spread[limit])
         for limit, takes in fit.takes.items()
-        if limit != "nvme"
+        if limit != NVME_LIMIT
     )
     mixes = {
         " + ".join(c.streams): [
@@ -78,7 +79,7 @@ def describe(
         summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         values=values,
         limits=limits,
-        shares={s: v for s, v in fit.shares.items() if not s.startswith("nvme.")},
+        shares={s: v for s, v in fit.shares.items() if not parse_stream(s).is_drive},
         notes={
             "mixes_predicted_and_measured_speed": mixes,
             "worst_error_of_a_pair": round(fit.worst_error, 3),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import log, sqrt
 
+from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.measure.loads import Load
 
@@ -31,7 +32,7 @@ class Crew:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         for stream in streams:
             pool = ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}")
-            if not stream.endswith(".compute"):
+            if not parse_stream(stream).is_compute:
                 pool.submit(limit_this_thread, 1).result()
             self._threads[stream] = pool
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.trace import Trace
@@ -25,7 +26,6 @@ from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 __all__ = ["profile_workload", "profiling_schedule", "with_times"]
 
 HUGE_BYTES = 1 << 50
-DEVICE, COMPUTE = "gpu0", "gpu0.compute"
 Drops = Literal["nothing", "all", "replayable"]
 
 

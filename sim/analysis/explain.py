@@ -14,6 +14,7 @@ from typing import Literal
 import networkx as nx
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.graph import Graph, graph_of
@@ -249,11 +250,11 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) 
     cases += [("limit", limit.name, {limit.name}) for limit in machine.shared_limits]
     inside: dict[str, set[str]] = {}
     for limit in machine.shared_limits:
-        parts = {s.name.partition(".")[0] for s in machine.streams if limit.name in s.takes}
+        parts = {parse_stream(s.name).tier for s in machine.streams if limit.name in s.takes}
         if len(parts) == 1:
             inside.setdefault(parts.pop(), set()).add(limit.name)
     for part, limits in inside.items():
-        cases.append(("part", part, limits | {s.name for s in machine.streams if s.name.partition(".")[0] == part}))
+        cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
     now_s = steady_state(schedule, machine).period_s
     found = []
     for kind, name, changed in cases:

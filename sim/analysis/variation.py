@@ -16,6 +16,7 @@ import numpy as np
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
 from tierplan.sim.engine import simulate_graph
 from tierplan.sim.graph import graph_of
 from tierplan.sim.pricing import price
@@ -140,10 +141,10 @@ def _named_by(key: str, machine: Machine) -> list[str]:
     """Streams and limits whose rate an entry of the description gives: `link.h2d` is that of `gpu0.h2d`, `gpu1.h2d`."""
     part, _, what = key.partition(".")
     if part == "gpu":
-        return [s.name for s in machine.streams if s.name.endswith(".compute")]
+        return [s.name for s in machine.streams if parse_stream(s.name).is_compute]
     if part == "link":
-        return [s.name for s in machine.streams if f".{what}" in s.name]
-    limits = {"host.memory_bandwidth": "dram", "nvme.mixed": "nvme"}
+        return [s.name for s in machine.streams if parse_stream(s.name).task == what]
+    limits = {"host.memory_bandwidth": DRAM_LIMIT, "nvme.mixed": NVME_LIMIT}
     known = {s.name for s in machine.streams} | machine.limits.keys()
     return [name for name in (limits.get(key, key),) if name in known]
 

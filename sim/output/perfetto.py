@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from tierplan.hwmodels.names import display_order, parse_stream
 from tierplan.sim.trace import Span, Trace, write_atomically
 
 __all__ = ["trace_events", "write_perfetto"]
@@ -55,7 +56,7 @@ def trace_events(
         yield _named("process_name", process, 0, name=name)
         yield {**_named("process_sort_index", process, 0), "args": {"sort_index": process}}
         threads: dict[str, int] = {}
-        for stream in sorted({s.stream for s in trace.spans}, key=_place):
+        for stream in sorted({s.stream for s in trace.spans}, key=display_order):
             thread += 1
             threads[stream] = thread
             yield _named("thread_name", process, thread, name=stream)
@@ -74,12 +75,6 @@ def _named(what: str, process: int, thread: int, **args: object) -> dict[str, ob
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
-def _place(stream: str) -> tuple[int, str]:
-    """Compute first, then links, drives, and the host."""
-    kinds = (".compute", ".h2d", ".d2h", ".p2p", "nvme.read", "nvme.write", "host.")
-    return next((i for i, kind in enumerate(kinds) if kind in stream), len(kinds)), stream
-
-
 def _us(time_ns: int) -> float:
     return time_ns / 1000
 
@@ -89,7 +84,8 @@ def _op(span: Span, process: int, thread: int, number: int, *, is_critical: bool
         "waited for input (ms)": span.waited_input_ns / 1e6,
         "waited for memory (ms)": span.waited_memory_ns / 1e6,
     }
-    if (device := _device(span.stream)) >= 0:  # Holistic Trace Analysis takes what has a stream for work of a GPU
+    device = parse_stream(span.stream).device
+    if device is not None:  # Holistic Trace Analysis takes what has a stream for work of a GPU
         args |= {"stream": thread, "device": device, "correlation": process * 10**7 + number}
     if span.alone_ns >= 0:
         args["slowed by shared limits (ms)"] = max(0, span.duration_ns - span.alone_ns) / 1e6
@@ -109,15 +105,10 @@ def _op(span: Span, process: int, thread: int, number: int, *, is_critical: bool
 
 def _category(stream: str) -> str:
     """PyTorch's names: `kernel` for computation on a GPU, `gpu_memcpy` for its links, `cpu_op` for everything else."""
-    if stream.endswith(".compute"):
+    name = parse_stream(stream)
+    if name.is_compute:
         return "kernel"
-    return "gpu_memcpy" if stream.startswith("gpu") else "cpu_op"
-
-
-def _device(stream: str) -> int:
-    """Number of the GPU; -1 for streams that are none of a GPU's."""
-    name = stream.split(".")[0]
-    return int(name[3:]) if name.startswith("gpu") and name[3:].isdigit() else -1
+    return "gpu_memcpy" if name.device is not None else "cpu_op"
 
 
 def _counters(trace: Trace, process: int) -> Iterator[dict[str, object]]:

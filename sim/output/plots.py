@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.trace import Span, Trace
 
@@ -242,11 +243,10 @@ def _finish(ax: Axes, handles: list[Patch]) -> None:
 
 def _streams(trace: Trace) -> list[str]:
     """Computing first, then links, drives and the host; by name among equals."""
-    kinds = (".compute", ".h2d", ".d2h", ".p2p", "nvme.read", "nvme.write", "host.")
     found = {s.stream for s in trace.spans}
     if not found:
         raise ValueError(f"trace {trace.name!r} has no ops; there is nothing to draw")
-    return sorted(found, key=lambda name: (next((i for i, k in enumerate(kinds) if k in name), len(kinds)), name))
+    return sorted(found, key=display_order)
 
 
 def _what(span: Span) -> str:

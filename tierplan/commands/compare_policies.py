@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def table(predictions: Sequence[Prediction]) -> str:
     """One line per policy, the most tokens per second first, those that do not fit at the end."""
+    from tierplan.hwmodels.names import HOST, NVME, device_index
+
     columns = ("step s", "tokens/s", "TFLOP/s", "device GB", "host GB", "NVMe GB")
     lines = [f"{'policy':16}" + "".join(f"{name:>11}" for name in columns) + "  bound by"]
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
@@ -82,8 +84,8 @@ def table(predictions: Sequence[Prediction]) -> str:
             lines.append(f"{p.policy:16}{'-':>11}  {short_reason(p)}")
             continue
         peak = p.steady.trace.peak_bytes
-        device = max(size for tier, size in peak.items() if tier.startswith("gpu"))
-        held = [device / GB, *(peak.get(tier, 0) / GB for tier in ("host", "nvme"))]
+        device = max(size for tier, size in peak.items() if device_index(tier) is not None)
+        held = [device / GB, *(peak.get(tier, 0) / GB for tier in (HOST, NVME))]
         cells = "".join(f"{value:11.1f}" for value in (p.tokens_per_s or 0.0, p.flops / p.step_s / 1e12, *held))
         lines.append(f"{p.policy:16}{p.step_s:11.3f}{cells}  {p.bound_by}")
     return "\n".join(lines)

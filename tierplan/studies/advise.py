@@ -18,6 +18,7 @@ from typing import Any
 
 from tierplan.hwmodels import Description, MachineError, load_description
 from tierplan.hwmodels.catalog import catalog_names, load_part
+from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, sweep
 
@@ -335,7 +336,7 @@ def _with_costs(advice: Advice, best: Row, description: Description, prices: Pri
         + drives * (description.number("nvme.power") or 0.0)
     )
     energy_usd = power_w / 1000 * seconds / 3600 * prices.electricity_usd_per_kwh
-    written = sum(float(v) for k, v in best.items() if k.startswith("bytes.") and k.endswith("nvme.write"))
+    written = float(best.get(f"bytes.{NVME_WRITE}") or 0.0)
     endurance = (description.number("nvme.endurance") or 0.0) * drives
     life_s = endurance / written * float(best["step_s"]) if written and endurance else None
     drives_usd = drives * (description.number("nvme.price") or prices.drive_usd)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, read_config
@@ -21,7 +22,6 @@ from tierplan.studies.study import Point
 
 __all__ = ["evaluate", "evaluate_point", "training_for"]
 
-COMPUTE = "gpu0.compute"
 PRECISIONS = ("bf16", "fp16", "fp32")
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage")
 """Of a prediction's record: columns of the point, and what is no figure."""
@@ -97,5 +97,5 @@ def training_for(point: Point, machine: Machine) -> Training:
         dtype=dtype,  # type: ignore[arg-type]
         attention=point.attention,  # type: ignore[arg-type]
         max_grad_norm=point.max_grad_norm,
-        backend="cpu" if "cores" in machine.stream(COMPUTE).takes else "cuda",
+        backend="cpu" if CORES_LIMIT in machine.stream(COMPUTE).takes else "cuda",
     )

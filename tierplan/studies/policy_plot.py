@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.planner.prediction import Prediction
 
 __all__ = ["plot_policies"]
 
 COLOURS = {
-    "gpu0.compute": "#0072B2",
-    "gpu0.h2d": "#56B4E9",
-    "gpu0.d2h": "#009E73",
-    "nvme.read": "#F0E442",
-    "nvme.write": "#E69F00",
-    "host.adam": "#D55E00",
+    COMPUTE: "#0072B2",
+    H2D: "#56B4E9",
+    D2H: "#009E73",
+    NVME_READ: "#F0E442",
+    NVME_WRITE: "#E69F00",
+    HOST_ADAM: "#D55E00",
 }
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
@@ -61,8 +61,5 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
 
 def _busiest(prediction: Prediction, stream: str) -> float:
     """The part of the step that the stream of this kind works, on the device where that is most."""
-    kind = stream.removeprefix("gpu0")
-    if kind == stream:
-        return prediction.utilization.get(stream, 0.0)
-    of_devices = re.compile(rf"gpu\d+{re.escape(kind)}")
-    return max((part for name, part in prediction.utilization.items() if of_devices.fullmatch(name)), default=0.0)
+    alike = {stream} | {name for name in prediction.utilization if parse_stream(name).on(0) == stream}
+    return max(prediction.utilization.get(name, 0.0) for name in alike)

@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine, Stream
+from tierplan.hwmodels.names import COMPUTE, parse_stream
 from tierplan.hwmodels.scaling import with_demand, with_rate_factors
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price, simulate_on
@@ -22,7 +23,6 @@ from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 __all__ = ["COMPUTE", "TIMED", "HandOver", "calibrated", "hand_over", "pace_of", "simulate_as_found", "without_latency"]
 
-COMPUTE = "gpu0.compute"
 TIMED = ("forward", "backward", "recompute")
 ROUNDS = 6
 """Of calibration: contention changes when rates do."""
@@ -63,7 +63,7 @@ def hand_over(steps: Steps) -> dict[str, tuple[float, float]]:
 
 def pace_of(stream: str, pace: float) -> float:
     """The pace of the cores is that of all streams but drives."""
-    return 1.0 if stream.startswith("nvme") else pace
+    return 1.0 if parse_stream(stream).is_drive else pace
 
 
 def simulate_as_found(schedule: Schedule, machine: Machine, *, found: HandOver, pace: float = 1.0) -> Trace:

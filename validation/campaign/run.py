@@ -27,6 +27,7 @@ from tierplan import __version__
 from tierplan.hwmodels.build import build
 from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.policies import decide
@@ -61,7 +62,6 @@ from tierplan.validation.comparison.compare import compare
 
 __all__ = ["Prediction", "artifact_path", "predict", "run_campaign"]
 
-DEVICE, HOST = "gpu0", "host"
 MAX_CAUSES = 4
 REPORT_EVERY = 4
 """Pieces."""

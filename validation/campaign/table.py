@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierplan.hwmodels.names import DEVICE
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
 from tierplan.validation.campaign.spec import Artifact, summarise
 
@@ -90,7 +91,7 @@ def _group(runs: Sequence[Artifact]) -> list[str]:
         else:
             interval = "–" if a.interval_s is None else f"{format_s(a.interval_s[0])} to {format_s(a.interval_s[1])}"
             cells += [
-                format_bytes(a.capacity_bytes.get("gpu0", 0)),
+                format_bytes(a.capacity_bytes.get(DEVICE, 0)),
                 format_bytes(a.capacity_bytes.get("host", 0)),
                 format_s(a.predicted_step_s),
                 interval,

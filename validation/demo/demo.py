@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, UnitPlan
@@ -138,8 +139,8 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     """
     roomy = with_capacity(machine, {t.name: HUGE_BYTES for t in machine.tiers})
     choice = POLICIES["in-memory"](workload, roomy, {})
-    in_memory = steady_state(lower(choice, workload, roomy), roomy).trace.peak_bytes["gpu0"]
-    machine = with_capacity(machine, {"gpu0": _whole_mib(DEVICE_FRAC * in_memory)})
+    in_memory = steady_state(lower(choice, workload, roomy), roomy).trace.peak_bytes[DEVICE]
+    machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
     streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
     others = replace(streamed, acts="keep")
     units = tuple(streamed if u.kind == "block" else others for u in workload.units)

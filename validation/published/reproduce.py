@@ -21,6 +21,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DEVICE, parse_stream
 from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
@@ -346,11 +347,10 @@ def _iteration(table: Settings, settings: Settings) -> float:
 def _weight_swap(table: Settings, settings: Settings) -> float:
     schedule, _ = _one_iteration(table, settings)
     kinds = {b.name: b.kind for b in schedule.buffers}
-    links = (".h2d", ".d2h")
     moved = sum(
         op.work.get("bytes", 0.0)
         for op in schedule.ops
-        if op.stream.endswith(links) and kinds[op.reads[0]] in ("params", "grads")
+        if parse_stream(op.stream).is_host_link and kinds[op.reads[0]] in ("params", "grads")
     )
     return moved / 2**30
 
@@ -386,7 +386,7 @@ def _activation_peak(prediction: Prediction) -> int:
     assert prediction.steady is not None
     held = peak = 0
     for event in prediction.steady.trace.memory:
-        if event.tier == "gpu0" and event.kind in ("acts", "work"):
+        if event.tier == DEVICE and event.kind in ("acts", "work"):
             held += event.delta_bytes
             peak = max(peak, held)
     return peak

@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
-COMPUTE = "gpu0.compute"
 PRECISIONS = ("bf16", "fp16", "fp32")
 """In order of preference, for `--dtype auto`."""
 
@@ -156,6 +155,8 @@ def read_scenario(args: argparse.Namespace) -> Scenario:
 
 def precision_of(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
     """The first of bf16, fp16, fp32 in which the machine's compute stream has a matmul rate."""
+    from tierplan.hwmodels.names import COMPUTE
+
     rates = machine.stream(COMPUTE).rates
     for name in PRECISIONS:
         if f"matmul_{name}_flops" in rates:
@@ -165,5 +166,7 @@ def precision_of(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
 
 def backend_of(machine: Machine) -> Literal["cuda", "cpu"]:
     """`cpu` for a machine whose compute stream is the host's own cores, else `cuda`."""
-    shares_cores = "cores" in machine.stream(COMPUTE).takes
+    from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
+
+    shares_cores = CORES_LIMIT in machine.stream(COMPUTE).takes
     return "cpu" if shares_cores else "cuda"

@@ -1,0 +1,142 @@
+"""Names of tiers and streams: made here, taken apart here, and nowhere else.
+
+Tiers are `gpu0`, `gpu1`, ... (devices), `host` and `nvme`. A stream is named after the tier whose hardware works, and
+what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `nvme.read`, `nvme.write`, `host.adam`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "COMPUTE",
+    "CORES_LIMIT",
+    "D2H",
+    "DEVICE",
+    "DRAM_LIMIT",
+    "H2D",
+    "HOST",
+    "HOST_ADAM",
+    "NVME",
+    "NVME_LIMIT",
+    "NVME_READ",
+    "NVME_WRITE",
+    "StreamName",
+    "compute",
+    "d2h",
+    "device",
+    "device_index",
+    "display_order",
+    "h2d",
+    "link_limit",
+    "next_peer",
+    "p2p",
+    "parse_stream",
+]
+
+DEVICE_PREFIX = "gpu"
+HOST = "host"
+NVME = "nvme"
+
+
+def device(index: int) -> str:
+    """The tier of one device: `gpu1`."""
+    return f"{DEVICE_PREFIX}{index}"
+
+
+def device_index(tier: str) -> int | None:
+    """The number of a device, from the name of its tier; None for tiers that are no device's."""
+    index = tier.removeprefix(DEVICE_PREFIX)
+    return int(index) if tier.startswith(DEVICE_PREFIX) and index.isdecimal() else None
+
+
+def compute(index: int) -> str:
+    """The stream of a device's computations."""
+    return f"{device(index)}.compute"
+
+
+def h2d(index: int) -> str:
+    """Copies from the host to a device."""
+    return f"{device(index)}.h2d"
+
+
+def d2h(index: int) -> str:
+    """Copies from a device to the host."""
+    return f"{device(index)}.d2h"
+
+
+def p2p(source: int, target: int) -> str:
+    """Copies from one device to another."""
+    return f"{device(source)}.p2p.{device(target)}"
+
+
+def next_peer(index: int, num_devices: int) -> str:
+    """The link of a ring of devices: from one to the next, and from the last to the first."""
+    return p2p(index, (index + 1) % num_devices)
+
+
+def link_limit(index: int) -> str:
+    """The shared limit of a device's link, both ways together."""
+    return f"{device(index)}.link"
+
+
+DEVICE, COMPUTE, H2D, D2H = device(0), compute(0), h2d(0), d2h(0)
+"""Tier and streams of the first device, which is the only one unless a plan says otherwise."""
+NVME_READ, NVME_WRITE = f"{NVME}.read", f"{NVME}.write"
+HOST_ADAM = f"{HOST}.adam"
+"""The host's cores: optimizer updates and other work on gradients."""
+
+DRAM_LIMIT, NVME_LIMIT, CORES_LIMIT = "dram", "nvme", "cores"
+"""Shared limits that several modules know: bandwidth of host memory, reads with writes, cores that also compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamName:
+    """What the name of a stream says."""
+
+    tier: str
+    """Whose hardware works: `gpu0`, `nvme`, `host`."""
+    task: str = ""
+    """`compute`, `h2d`, `d2h`, `p2p`, `read`, `write`, `adam`; empty where the name says no more than a tier."""
+    peer: str = ""
+    """Of `p2p`, the device that is copied to."""
+
+    @property
+    def device(self) -> int | None:
+        """The number of the device whose stream it is."""
+        return device_index(self.tier)
+
+    @property
+    def is_compute(self) -> bool:
+        return self.task == "compute"
+
+    @property
+    def is_host_link(self) -> bool:
+        """Whether it copies between a device and the host."""
+        return self.task in ("h2d", "d2h")
+
+    @property
+    def is_drive(self) -> bool:
+        return self.tier == NVME
+
+    def on(self, index: int) -> str:
+        """The stream that does the same on another device."""
+        return f"{device(index)}.{self.task}"
+
+
+def parse_stream(name: str) -> StreamName:
+    """The parts of a stream's name. Any name has some: a schedule may have streams of its own."""
+    tier, _, rest = name.partition(".")
+    task, _, peer = rest.partition(".")
+    return StreamName(tier, task, peer)
+
+
+TASKS = ("compute", "h2d", "d2h", "p2p", "read", "write")
+
+
+def display_order(name: str) -> tuple[int, str]:
+    """A key to sort streams by: computing first, then links, drives and the host; by name among equals."""
+    stream = parse_stream(name)
+    if stream.task in TASKS:
+        return TASKS.index(stream.task), name
+    return len(TASKS) + (stream.tier != HOST), name
