@@ -1,9 +1,9 @@
-"""A model trained twice from the same start: on a schedule, and plainly in memory. What the demo and campaigns compare.
+"""One model trained twice from the same start: on a schedule, and plainly in memory. The demo compares the two.
 
-rehearsal = Rehearsal(workload, tokens, seed=0, num_threads=1)
-measured = rehearsal.profile(num_steps=6)
-run, model = rehearsal.train(schedule, steps=12, nvme_dir=folder)
-plain = rehearsal.train_plainly(steps=12)
+setup = TrainingSetup(workload=workload, tokens=tokens, optimizer=OptimizerSettings())
+profiled = setup.profile(num_steps=6)
+run, model = setup.train(schedule, steps=12, nvme_dir=folder)
+plain = setup.train_plainly(steps=12)
 plain.losses == run.losses
 """
 
@@ -27,17 +27,17 @@ from tierplan.runtime.trainer import RunResult, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["PlainRun", "Rehearsal", "same_weights", "window_batches"]
+__all__ = ["PlainRun", "TrainingSetup", "same_weights", "window_batches"]
 
 OnStep = Callable[[int, float], None]
 
 
 def ignore_step(step: int, loss: float) -> None:
-    """Takes no notice."""
+    """Does nothing: nobody asked to be told of steps."""
 
 
 def window_batches(tokens: np.ndarray, *, batch: int, length: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of `batch` windows of `length` tokens each, from random places; the same for the same seed."""
+    """Micro-batches of `batch` sequences of `length` tokens from random places; the same for the same seed."""
     if len(tokens) <= length:
         raise ValueError(f"there are {len(tokens):,} tokens, but one sequence takes {length:,}; give a longer text")
     text = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
@@ -55,18 +55,18 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRun:
-    """What plain in-memory training gave."""
+    """The result of plain training in memory."""
 
     losses: tuple[float, ...]
     model: nn.Module
     peak_bytes: int
-    """Highest sum of live tensors (parameters, gradients, states, activations), by PyTorch's memory tracker; 0 where it
-    was not asked for."""
+    """Highest sum of live tensors (parameters, gradients, states, activations) by PyTorch's memory tracker; 0 where
+    memory was not tracked."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """A workload with its text and its start; every training from here begins with the same weights and batches."""
+class TrainingSetup:
+    """A workload with its text and seed. Every training from it begins with the same weights and the same batches."""
 
     workload: Workload
     """Its `config` says which model."""
@@ -74,7 +74,7 @@ class Rehearsal:
     optimizer: OptimizerSettings
     seed: int = 0
     num_threads: int = 1
-    """Of kernels on the CPU."""
+    """For kernels on the CPU."""
     device: str = "cpu"
 
     def model(self) -> nn.Module:

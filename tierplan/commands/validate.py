@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.validation.campaign.spec import load_artifacts, load_campaign
+    from tierplan.validation.campaign.artifact import load_artifacts
+    from tierplan.validation.campaign.spec import load_campaign
 
     if args.table:
         if not Path(args.table).is_dir():
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]
     from tierplan.sim.trace import write_atomically
-    from tierplan.validation.campaign.spec import summarise
+    from tierplan.validation.campaign.summary import summarise
     from tierplan.validation.campaign.table import campaign_markdown, summary_lines
 
     if args.output:

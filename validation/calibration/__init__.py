@@ -1,6 +1,12 @@
-"""The machine as it is inside a training step:
+"""What a machine does inside a training step, from short trainings of a small model on it. In reading order:
 
-budgets  memory budgets for a plan, from roomy to tight
-runs     calibration runs: a shallow model, trained under six plans in turns
-fit      rates, contention and latencies, from those runs
+budgets       memory budgets for a plan, from roomy to tight
+plans         the six plans of a calibration run
+turns         a schedule that is trained in short turns, with pauses between them
+session       a calibration run: the calibration model, trained under six plans in turns
+measurements  one plan's turns as figures: seconds by op, without outliers
+dispatch      dispatch latency: how long after its inputs and its stream are free an op begins
+rates         rates, latencies and contention of streams, fitted to measured ops
+factors       times of computations inside a step over times in the profile
+calibration   all of these as the basis of predictions, and how far predictions from it are off
 """

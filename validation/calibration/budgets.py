@@ -15,18 +15,19 @@ from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "fitting", "peak_bytes", "with_room"]
+__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "peak_bytes", "raise_capacities", "with_room"]
 
 ROOM = 1.02
-"""What a budget holds beyond what was found to do, as a factor."""
+"""A budget over the least capacity that suffices."""
 PRECISION = 0.01
+"""Of the least capacity, relative."""
 MAX_RAISES = 40
 AMPLE_BYTES = 1 << 50
-"""A capacity that is never in the way."""
+"""More capacity than any plan needs."""
 
 
 def with_room(schedule: Schedule, peak_bytes: Mapping[str, int], room: float = ROOM) -> Schedule:
-    """The schedule with tiers of no more than `room` times what it holds at its peak; those not named stay."""
+    """The schedule with the capacity of each tier in `peak_bytes` lowered to `room` times that peak."""
     tiers = [
         replace(t, capacity_bytes=min(t.capacity_bytes, ceil(peak_bytes[t.name] * room))) if t.name in peak_bytes else t
         for t in schedule.tiers
@@ -35,11 +36,26 @@ def with_room(schedule: Schedule, peak_bytes: Mapping[str, int], room: float = R
 
 
 def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:
-    """Bytes of `tier` that make the plan's budget `roomy`, `middle` or `tight`; other tiers are as in `machine`.
+    """The capacity of `tier`, in bytes, that makes the plan's budget `roomy`, `middle` or `tight`.
 
-    Roomy is what the plan holds when the tier is not in its way; tight is the least with which its schedule completes
-    (to 1 %, found by bisection); middle lies between. All have 2 % to spare. Raises `OutOfMemory` where the other
-    tiers are too small.
+    Roomy is what the plan holds when no op waits for memory in the tier. Tight is the least with which its schedule
+    completes, to 1 %, found by bisection. Middle lies half-way. All have 2 % to spare.
+
+    Parameters
+    ----------
+    level
+        `roomy`, `middle` or `tight`.
+    tier
+        The tier whose capacity is wanted.
+    plan, workload
+        What is to be trained, and how.
+    machine
+        Other tiers have the capacities that they have here.
+
+    Raises
+    ------
+    OutOfMemory
+        Where the other tiers are too small.
     """
     peak = peak_bytes(tier, plan, workload, machine)
     if level == "roomy":
@@ -52,18 +68,18 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     raise ValueError(f"level is {level!r}; choose roomy, middle or tight")
 
 
-def fitting(plan: Plan, workload: Workload, machine: Machine) -> tuple[Machine, Schedule, SteadyState]:
-    """The plan's schedule, simulated on the machine, with capacities raised as far as it takes to complete.
+def raise_capacities(plan: Plan, workload: Workload, machine: Machine) -> tuple[Machine, Schedule, SteadyState]:
+    """The machine with capacities raised until the plan's schedule completes, that schedule, and its steady state.
 
-    The order of a schedule depends on all capacities together, so one that was found to do for one tier may fall
-    short, by a little, when another tier's is set. Raises `OutOfMemory` when that does not help.
+    The order of a schedule depends on all capacities together. So a capacity that sufficed for one tier may fall short
+    by a little when another tier's capacity is set. Raises `OutOfMemory` when raising does not help.
     """
     for _ in range(MAX_RAISES):
         try:
             schedule = lower(plan, workload, machine)
             return machine, schedule, steady_state(schedule, machine)
         except OutOfMemory as error:
-            # None: another tier is short as well, so this one is raised a little and the other is found next.
+            # None: another tier is short as well. This one is raised a little, and the other is met next.
             needed = error.needed_bytes or error.capacity_bytes + error.wanted_bytes
             machine = with_capacity(machine, {error.tier: ceil(needed * ROOM)})
     schedule = lower(plan, workload, machine)
@@ -71,27 +87,27 @@ def fitting(plan: Plan, workload: Workload, machine: Machine) -> tuple[Machine, 
 
 
 def peak_bytes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:
-    """The most that the plan's schedule holds in `tier`, step after step, on `machine`."""
-    _, _, steady = fitting(plan, workload, machine)
+    """The most that the plan's schedule holds in `tier` in steady state on `machine`."""
+    _, _, steady = raise_capacities(plan, workload, machine)
     return steady.trace.peak_bytes[tier]
 
 
 def _completes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> bool:
-    """Whether the capacity of `tier` does; other tiers are raised as far as it takes."""
+    """Whether the schedule completes with this capacity of `tier`, other tiers being raised as needed."""
     capacity = machine.tier(tier).capacity_bytes
     try:
-        raised, _, _ = fitting(plan, workload, machine)
+        raised, _, _ = raise_capacities(plan, workload, machine)
     except (OutOfMemory, ScheduleError):
         return False
     return raised.tier(tier).capacity_bytes == capacity
 
 
-def _least(does: Callable[[int], bool], enough: int) -> int:
-    """The least size that does, to within `PRECISION`, between 0 and one that is known to be enough."""
+def _least(suffices: Callable[[int], bool], enough: int) -> int:
+    """The least size that suffices, to within `PRECISION`; `enough` is one that is known to."""
     low, high = 0, enough
     while high - low > PRECISION * high:
         middle = (low + high) // 2
-        if does(middle):
+        if suffices(middle):
             high = middle
         else:
             low = middle

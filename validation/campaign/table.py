@@ -1,4 +1,4 @@
-"""A campaign's page for the documentation: what came out, one row per run, made from artifacts alone."""
+"""A campaign's page for the documentation: the summary, and a row per run. Made from artifacts alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
-from tierplan.validation.campaign.spec import Artifact, summarise
+from tierplan.validation.campaign.artifact import Artifact
+from tierplan.validation.campaign.summary import summarise
 
 __all__ = ["campaign_markdown", "summary_lines"]
 
@@ -19,25 +20,25 @@ COLUMNS = (
 
 def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
     """The summary as lines of plain text."""
-    found = summarise(artifacts)
+    summary = summarise(artifacts)
     lines = [
-        f"{found.answered} of {found.asked} runs answered",
-        f"step time: median error {found.median_error_frac * 100:.1f} %, nine in ten within "
-        f"{found.p90_error_frac * 100:.1f} %, mean signed error {format_error(found.mean_signed_error_frac)}",
-        f"within 10 %: {format_frac(found.within_10_frac)} of the runs asked",
-        "predicted before anything of the run was executed, from the small model's turn right before it: median error "
-        f"{found.median_first_error_frac * 100:.1f} %",
-        f"bytes per stream: exact in {found.bytes_exact} of {found.answered}",
-        f"peak bytes per tier: the worst is {format_error(found.worst_peak_error_frac)}",
+        f"{summary.num_answered} of {summary.num_runs} runs answered",
+        f"step time: median error {summary.median_error_frac * 100:.1f} %, nine in ten within "
+        f"{summary.p90_error_frac * 100:.1f} %, mean signed error {format_error(summary.mean_signed_error_frac)}",
+        f"within 10 %: {format_frac(summary.within_10_frac)} of all runs",
+        "predicted before any step of the run was executed, for the slowdown right before it: median error "
+        f"{summary.median_first_error_frac * 100:.1f} %",
+        f"bytes per stream: exact in {summary.num_bytes_exact} of {summary.num_answered}",
+        f"peak bytes per tier: the worst is {format_error(summary.worst_peak_error_frac)}",
     ]
-    if found.interval_coverage_frac is not None:
-        lines.append(f"90 % intervals hold {format_frac(found.interval_coverage_frac)} of the measured steps")
-    for model, tau in found.tau.items():
-        apart = found.tau_apart.get(model)
-        among = "no two measured apart" if apart is None else f"{apart:+.2f} among pairs measured apart"
+    if summary.interval_coverage_frac is not None:
+        lines.append(f"90 % intervals hold {format_frac(summary.interval_coverage_frac)} of the measured steps")
+    for model, tau in summary.tau.items():
+        distinct = summary.tau_distinct.get(model)
+        among = "no two distinct" if distinct is None else f"{distinct:+.2f} among distinct pairs"
         lines.append(f"ranking of plans, Kendall's tau {tau:+.2f} ({among}): {model}")
-    if found.not_run:
-        lines.append(f"not run: {len(found.not_run)} ({'; '.join(found.not_run)})")
+    if summary.missing_runs:
+        lines.append(f"not run: {len(summary.missing_runs)} ({'; '.join(summary.missing_runs)})")
     return lines
 
 
@@ -48,23 +49,27 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
         "",
         "This page is generated: `tierplan validate --table ARTIFACTS -o docs/campaign.md`. Do not edit it.",
         "",
-        "Every row was predicted, and executed by the runtime on the same machine. Before each group of rows the",
-        "machine was measured, and a model of three blocks, which no row has, was trained under six plans: its",
-        "parts' times, latencies and rates of streams inside a step, what they lose to each other, and the hand-over",
-        "from op to op come from there. All that was known before a row ran, but for one number: how slow the machine",
-        "is while it runs. Each row ran in pieces, in turns with the other rows of its group where the campaign says",
-        "so, and right before a piece the small model ran with everything in memory. A row's prediction is for the",
-        "median of what that says, over the pieces of all rows that took turns with it. Intervals are as wide as",
-        "predictions of the small model's plans were off, each made from the other plans alone. Nothing was fitted to",
-        "the rows. Rows without an answer and rows that were not run count against the figures. An error is",
-        "`predicted / measured - 1`: below zero, the run was slower than predicted.",
+        "Every row was predicted, and then trained by the runtime on the same machine. Before each group of rows,",
+        "the machine was measured, and a calibration model of three blocks, a depth that no row has, was trained",
+        "under six plans. This calibration run gives the times of the model's parts, the rates and latencies of",
+        "streams inside a step, contention, and dispatch latency. So all but one number was known before a row was",
+        "trained: the slowdown, which is how slow the machine is while the row is trained.",
+        "",
+        "Each row was trained in turns, alternating with the other rows of its group where the campaign says so.",
+        "Right before each turn the calibration model made a step with everything in memory, which gives the",
+        "slowdown. A row's prediction is for the median slowdown over the turns of all rows that alternated with",
+        "it. Intervals are as wide as predictions of the calibration plans were off, each made from the other",
+        "plans alone. Nothing was fitted to the rows.",
+        "",
+        "Rows without an answer and rows that were not run count against the figures. An error is `predicted /",
+        "measured - 1`: below zero, the run was slower than predicted.",
         "",
     ]
     parts += [f"- {line}" for line in summary_lines(artifacts)]
     parts += [
         "",
-        "Two plans of a model are measured apart when their step times differ by more than twice the standard error of",
-        "the difference, from the scatter of the steps.",
+        "Two plans of a model are distinct when their measured step times differ by more than twice the standard error",
+        "of the difference, from the scatter of the steps.",
     ]
     for machine in dict.fromkeys(a.machine for a in artifacts):
         runs = [a for a in artifacts if a.machine == machine]
@@ -77,7 +82,7 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
 
 
 def _group(runs: Sequence[Artifact]) -> list[str]:
-    first = runs[0].asked
+    first = runs[0].settings
     lines = [
         f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}",
         "",
@@ -107,11 +112,11 @@ def _group(runs: Sequence[Artifact]) -> list[str]:
 
 def _plan(a: Artifact) -> str:
     extra = ""
-    if a.asked.get("accumulation", 1) > 1:
-        extra += f", {a.asked['accumulation']} micro-batches"
-    if a.asked.get("max_grad_norm") is not None:
+    if a.settings.get("accumulation", 1) > 1:
+        extra += f", {a.settings['accumulation']} micro-batches"
+    if a.settings.get("max_grad_norm") is not None:
         extra += ", clipping"
-    return f"{a.asked.get('policy', '')}{extra} ({a.asked.get('device')} / {a.asked.get('host')})"
+    return f"{a.settings.get('policy', '')}{extra} ({a.settings.get('device')} / {a.settings.get('host')})"
 
 
 def _cause(a: Artifact) -> str:

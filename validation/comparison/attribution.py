@@ -3,7 +3,7 @@
 The durations of one group of ops (a stream and a kind) after the other are replaced by the measured ones, the groups
 that differ most first, and the schedule is simulated anew each time. What the step gains is that group's
 contribution: an op that was slower than predicted but is not on the critical path contributes nothing. What is left
-between the last simulation and the measured step is named `hand-over and variation`.
+between the last simulation and the measured step is named `dispatch latency and variation`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Contribution:
 
     stream: str
     kind: str
-    """Kind of op; `other ops`: all groups not told apart; `hand-over and variation`: what no op's length explains."""
+    """Kind of op; `other ops` for all groups not told apart; `dispatch latency and variation` for what the length of no
+    op explains."""
     seconds: float
 
 
@@ -65,7 +66,7 @@ def attribute(
         before = now
     # The prediction itself may differ from what its own median durations give, by what contention varies over steps.
     rest = (measured_step_s - before) - (predicted_step_s - first)
-    found.append(Contribution(stream="", kind="hand-over and variation", seconds=rest))
+    found.append(Contribution(stream="", kind="dispatch latency and variation", seconds=rest))
     return tuple(found)
 
 

@@ -153,7 +153,7 @@ def compare(
     interval_s: tuple[float, float] | None = None,
     moved_bytes: Mapping[str, float] | None = None,
     warmup_steps: int = 2,
-    left_out: Collection[int] = (),
+    skipped_steps: Collection[int] = (),
 ) -> Comparison:
     """The comparison of two traces of `schedule`, each of one step or several (keys `s<step>/<key>`).
 
@@ -168,16 +168,16 @@ def compare(
     moved_bytes
         Bytes per step that the run counted, by stream; without it, `measured.meta["bytes_per_step"]` if it is there.
     warmup_steps
-        Steps at the beginning of both traces that no figure takes in, as far as at least one remains.
-    left_out
-        More measured steps that no figure takes in: the first ones after each pause, where a run was made in pieces.
+        Steps at the beginning of both traces that are left out of every figure, as long as one step remains.
+    skipped_steps
+        Numbers of more measured steps that are left out of every figure: the first after each pause of a run in turns.
 
     Raises
     ------
     ValueError
         When a trace lacks ops of the schedule or has others: it is of another schedule.
     """
-    steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, left_out)
+    steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, skipped_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)
     if moved_bytes is None:

@@ -61,12 +61,11 @@ class Steps:
         return {key: float(median(seen)) for key, seen in values.items()}
 
 
-def cut_steps(trace: Trace, warmup_steps: int = 2, left_out: Collection[int] = ()) -> Steps:
-    """The steps of `trace`; the first `warmup_steps` are not steady, as far as at least one step remains.
+def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int] = ()) -> Steps:
+    """The steps of `trace`.
 
-    Nor are those of `left_out`, such as the first step after each pause of a run in pieces.
-
-    Raises `ValueError` for a trace without spans.
+    The first `warmup_steps` are not steady, as long as one step remains. Nor are `skipped_steps`, such as the first
+    step after each pause of a run in turns. Raises `ValueError` for a trace without spans.
     """
     if not trace.spans:
         raise ValueError(f"trace {trace.name!r} has no spans; there is nothing to compare")
@@ -83,9 +82,9 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, left_out: Collection[int] = (
         begin_ns[step] = before
         before = end_ns[step] = max(before, *(s.end_ns for s in spans[step].values()), 0)
     skipped = min(warmup_steps, len(order) - 1)
-    steady = tuple(k for k in order[skipped:] if k not in left_out)
+    steady = tuple(k for k in order[skipped:] if k not in skipped_steps)
     if not steady:
-        raise ValueError(f"trace {trace.name!r} has {len(order)} steps, which are all left out; leave one or more")
+        raise ValueError(f"trace {trace.name!r} has {len(order)} steps, which are all skipped; leave one or more")
     return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=steady)
 
 

@@ -37,8 +37,8 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.calibration.budgets import capacity_for
-from tierplan.validation.calibration.fit import without_latency
+from tierplan.validation.calibration.budgets import AMPLE_BYTES, capacity_for
+from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.report.report import write_report
 
@@ -55,7 +55,6 @@ DEVICE_FRAC = 0.25
 """Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
 STATES_FRAC = 0.1
 """Of all optimizer states find room in host memory beside what must pass through it; others must go to NVMe."""
-HUGE_BYTES = 1 << 50
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the part of it that is done, 0 to 1."""
@@ -78,7 +77,7 @@ class DemoResult:
     """The same, tracked in the reference run."""
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
-    """Wall time of each stage."""
+    """Wall time by phase."""
 
     def record(self) -> dict[str, object]:
         """The result as one JSON object; see docs/file-formats.md."""
@@ -137,7 +136,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     The device gets `DEVICE_FRAC` of that. Host memory gets what a plan with parameters there and all optimizer states
     on NVMe needs, and room for `STATES_FRAC` of the states.
     """
-    roomy = with_capacity(machine, {t.name: HUGE_BYTES for t in machine.tiers})
+    roomy = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
     choice = POLICIES["in-memory"](workload, roomy, {})
     in_memory = steady_state(lower(choice, workload, roomy), roomy).trace.peak_bytes[DEVICE]
     machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
@@ -170,7 +169,7 @@ def run_demo(
     """
     from tierplan.runtime.measure.machine import measure
     from tierplan.runtime.optim.adam import OptimizerSettings
-    from tierplan.runtime.two_runs import Rehearsal, same_weights
+    from tierplan.runtime.two_runs import TrainingSetup, same_weights
 
     if steps < 4:
         raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
@@ -180,14 +179,14 @@ def run_demo(
     _check_folder(out)
     _check_folder(nvme)
     training = Training(per_device_train_batch_size=BATCH, sequence_length=SEQUENCE, dtype="fp32", backend="cpu")
-    rehearsal = Rehearsal(
+    setup = TrainingSetup(
         workload=load_workload(demo_config(), training),
         tokens=byte_tokens(),
         optimizer=OptimizerSettings(lr=LEARNING_RATE),
         seed=seed,
         num_threads=num_threads,
     )
-    with _stage("measure", seconds):
+    with _timed("measure", seconds):
         base = measure(
             nvme,
             budget_s=measure_s,
@@ -196,26 +195,26 @@ def run_demo(
             save=False,
             progress=lambda what, part: progress(f"measuring this machine: {what}", part),
         )
-    with _stage("profile", seconds):
-        workload = rehearsal.profile(
+    with _timed("profile", seconds):
+        workload = setup.profile(
             num_steps=PROFILE_STEPS,
             on_step=lambda k, _: progress("timing the model's blocks", (k + 1) / PROFILE_STEPS),
         )
-    with _stage("plan", seconds):
+    with _timed("plan", seconds):
         progress("planning", 0.0)
-        in_memory_bytes, machine = demo_budgets(workload, without_latency(base))
+        in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(base))
         # no tiles: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)
-    with _stage("train with the plan", seconds):
-        run, model = rehearsal.train(
+    with _timed("train with the plan", seconds):
+        run, model = setup.train(
             planned.schedule,
             steps=steps,
             nvme_dir=nvme,
             on_step=lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps),
         )
-    with _stage("train in memory", seconds):
-        plain = rehearsal.train_plainly(
+    with _timed("train in memory", seconds):
+        plain = setup.train_plainly(
             steps=steps,
             track_memory=True,
             on_step=lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps),
@@ -245,7 +244,7 @@ def run_demo(
 
 
 @contextlib.contextmanager
-def _stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     began = time.monotonic()
     yield
     seconds[name] = time.monotonic() - began

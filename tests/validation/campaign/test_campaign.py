@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.validation.campaign.spec import Artifact, CampaignError, load_artifacts, load_campaign, summarise
+from tierplan.validation.campaign.artifact import Artifact, load_artifacts
+from tierplan.validation.campaign.spec import CampaignError, load_campaign
+from tierplan.validation.campaign.summary import summarise
 from tierplan.validation.campaign.table import campaign_markdown
 
 CAMPAIGN = """
 name = "small"
 steps = 5
-pieces = 1
+turns = 1
 [[group]]
 name = "gpt2-64"
 depth_key = "n_layer"
@@ -38,7 +40,7 @@ def artifact(predicted_s: float, measured_s: float, **changes: object) -> Artifa
         group="gpt2-64",
         run="4-blocks-in-memory-roomy-roomy",
         model="gpt2, 4 blocks",
-        asked={"blocks": 4},
+        settings={"blocks": 4},
         machine="toy",
         when="2026-01-01",
         versions={"tierplan": "0"},
@@ -70,12 +72,12 @@ def test_campaign_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("blocks = 4", "blocks = 3"), "the depth that the blocks are timed on"),
+        (("blocks = 4", "blocks = 3"), "as many as the calibration model"),
         (('policy = "planner"\ndevice = "0.5"', 'policy = "in-memory"'), "lists run .* twice"),
         (('policy = "planner"', 'policy = "fuyou"'), "device and host are one of tight, middle, roomy"),
         (("steps = 5", "stpes = 5"), "unexpected keyword argument 'stpes'"),
         (("name =", "name"), "is not TOML"),
-        (("pieces = 1", "pieces = 3"), "5 steps in 3 pieces leave no step to count"),
+        (("turns = 1", "turns = 3"), "5 steps in 3 turns leave no step to count"),
     ],
 )
 def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -88,7 +90,7 @@ def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, s
 def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "empty.toml"
     path.write_text("")
-    with pytest.raises(CampaignError, match=r"empty.toml asks for no run; give it a \[\[group\]\]"):
+    with pytest.raises(CampaignError, match=r"empty.toml has no run; give it a \[\[group\]\]"):
         load_campaign(path)
 
 
@@ -122,12 +124,12 @@ def test_summary_counts_everything_that_was_asked() -> None:
     runs = [artifact(1.0 - i / 100, 1.0) for i in range(1, 11)]
     runs += [artifact(0.0, 1.0, answered=False, why_not="no drive")] * 2
     found = summarise(runs)
-    assert (found.asked, found.answered) == (12, 10)
+    assert (found.num_runs, found.num_answered) == (12, 10)
     assert found.median_error_frac == pytest.approx(0.055)
     assert found.p90_error_frac == pytest.approx(0.09)
     assert found.mean_signed_error_frac == pytest.approx(-0.055)
     assert found.within_10_frac == pytest.approx(10 / 12)
-    assert found.bytes_exact == 10
+    assert found.num_bytes_exact == 10
     assert found.worst_peak_error_frac == pytest.approx(0.03)
     assert found.interval_coverage_frac == pytest.approx(0.9)
     with pytest.raises(CampaignError, match="no answered run"):
@@ -146,33 +148,38 @@ def test_plans_that_are_as_quick_as_each_other_are_told_from_those_that_are_not(
     """Steps scatter by 10 % of 1 s over three steps: plans 2 and 3 differ by less than that, plan 1 by much more."""
     runs = [artifact(p, m) for p, m in ((1.0, 1.0), (3.01, 3.0), (3.0, 3.02))]
     found = summarise(runs)
-    (tau,), (apart,) = found.tau.values(), found.tau_apart.values()
+    (tau,), (apart,) = found.tau.values(), found.tau_distinct.values()
     assert tau == pytest.approx(1 / 3)
     assert apart == 1.0
     alike = [artifact(p, m) for p, m in ((1.0, 1.0), (1.01, 1.01), (1.02, 1.0))]
-    assert summarise(alike).tau_apart == {}
+    assert summarise(alike).tau_distinct == {}
 
 
 def test_runs_that_nobody_made_count_as_asked() -> None:
-    asked = ("gpt2-64/4-blocks-in-memory-roomy-roomy", "gpt2-64/4-blocks-fuyou-roomy-roomy")
-    found = summarise([artifact(1.0, 1.0, campaign_runs=asked)])
-    assert (found.asked, found.answered) == (2, 1)
-    assert found.not_run == ("toy: gpt2-64/4-blocks-fuyou-roomy-roomy",)
+    wanted = ("gpt2-64/4-blocks-in-memory-roomy-roomy", "gpt2-64/4-blocks-fuyou-roomy-roomy")
+    found = summarise([artifact(1.0, 1.0, campaign_runs=wanted)])
+    assert (found.num_runs, found.num_answered) == (2, 1)
+    assert found.missing_runs == ("toy: gpt2-64/4-blocks-fuyou-roomy-roomy",)
     assert found.within_10_frac == 0.5
-    page = campaign_markdown([artifact(1.0, 1.0, campaign_runs=asked)])
+    page = campaign_markdown([artifact(1.0, 1.0, campaign_runs=wanted)])
     assert "1 of 2 runs answered" in page
     assert "not run: 1 (toy: gpt2-64/4-blocks-fuyou-roomy-roomy)" in page
 
 
 def test_first_steps_after_a_pause_do_not_count() -> None:
-    one = artifact(1.0, 1.0, measured_steps_s=(9.0, 1.0, 5.0, 1.2, 1.1), left_out=(2,), predictions_s=(1.1, 0.9))
+    one = artifact(
+        1.0, 1.0, measured_steps_s=(9.0, 1.0, 5.0, 1.2, 1.1), skipped_steps=(2,), turn_predictions_s=(1.1, 0.9)
+    )
     assert one.counted_steps_s == (1.0, 1.2, 1.1)
     assert one.measured_step_s == 1.1
     assert one.first_error_frac == pytest.approx(0.0)
 
 
 def test_page_has_a_row_for_every_run_and_says_what_failed() -> None:
-    runs = [artifact(1.0, 1.1), artifact(2.0, 2.2, asked={"policy": "fuyou", "accumulation": 4, "max_grad_norm": 1.0})]
+    runs = [
+        artifact(1.0, 1.1),
+        artifact(2.0, 2.2, settings={"policy": "fuyou", "accumulation": 4, "max_grad_norm": 1.0}),
+    ]
     runs.append(artifact(0.0, 1.0, answered=False, why_not="host memory is short | by 3 GiB"))
     page = campaign_markdown(runs)
     rows = [line for line in page.splitlines() if line.startswith("| gpt2")]

@@ -19,9 +19,11 @@ from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation.calibration.runs import Basis
+from tierplan.validation.calibration.calibration import Calibration
 from tierplan.validation.campaign import run as campaign_run
-from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_artifacts, load_campaign
+from tierplan.validation.campaign.artifact import load_artifacts
+from tierplan.validation.campaign.prediction import predict_run
+from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_campaign
 
 GROUP = Group(
     name="gpt2-32",
@@ -29,7 +31,7 @@ GROUP = Group(
     depth_key="n_layer",
     batch=2,
     seq=32,
-    profile_blocks=2,
+    calibration_blocks=2,
     runs=(
         Run(blocks=3, policy="in-memory"),
         Run(blocks=3, policy="zero-infinity", device="tight"),
@@ -38,7 +40,7 @@ GROUP = Group(
         Run(blocks=3, policy="no-such-policy"),
     ),
 )
-CAMPAIGN = Campaign(name="tiny", steps=8, warmup_steps=2, pieces=3, groups=(GROUP,))
+CAMPAIGN = Campaign(name="tiny", steps=8, warmup_steps=2, turns=3, groups=(GROUP,))
 
 
 def guessed_machine() -> Machine:
@@ -62,20 +64,20 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_measuring")
-@pytest.mark.parametrize("together", [False, True], ids=["one by one", "in turns"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["one by one", "interleaved"])
 def test_every_run_leaves_an_artifact_and_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool
 ) -> None:
     said: list[str] = []
     simulated: list[float] = []
-    steady = Basis.steady
+    steady = Calibration.steady
 
-    def noted(basis: Basis, schedule: Schedule, machine: Machine, pace: float = 1.0) -> SteadyState:
-        simulated.append(pace)
-        return steady(basis, schedule, machine, pace)
+    def noted(calibration: Calibration, schedule: Schedule, machine: Machine, slowdown: float = 1.0) -> SteadyState:
+        simulated.append(slowdown)
+        return steady(calibration, schedule, machine, slowdown)
 
-    monkeypatch.setattr(Basis, "steady", noted)
-    campaign = replace(CAMPAIGN, together=together)
+    monkeypatch.setattr(Calibration, "steady", noted)
+    campaign = replace(CAMPAIGN, interleaved=interleaved)
     found = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
     assert [a.run for a in found] == [r.name for r in GROUP.runs]
     *answered, unanswered = found
@@ -87,14 +89,14 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
         assert a.predicted_step_s > 0
         assert a.interval_s is not None
         assert a.interval_s[0] < a.predicted_step_s < a.interval_s[1]
-        assert a.left_out == (4, 6), "the first steps of later pieces; of the first piece, two are warm-up"
-        assert len(a.paces) == len(a.predictions_s) == CAMPAIGN.pieces
+        assert a.skipped_steps == (4, 6), "the first steps of later turns; of the first turn, two are warm-up"
+        assert len(a.slowdowns) == len(a.turn_predictions_s) == CAMPAIGN.turns
         assert a.campaign_runs == CAMPAIGN.run_names
         for tier, peak in a.measured_peak_bytes.items():
             assert peak <= a.capacity_bytes[tier]
-    everyone = [pace for a in answered for pace in a.paces]
-    wanted = [median(everyone if together else a.paces) for a in answered]
-    assert simulated[-len(answered) :] == wanted if together else set(wanted) <= set(simulated)
+    everyone = [slowdown for a in answered for slowdown in a.slowdowns]
+    wanted = [median(everyone if interleaved else a.slowdowns) for a in answered]
+    assert simulated[-len(answered) :] == wanted if interleaved else set(wanted) <= set(simulated)
     assert answered[1].measured_bytes["nvme.read"] > 0
     assert sorted(a.run for a in load_artifacts(tmp_path / "out")) == sorted(a.run for a in found)
     assert not (tmp_path / "tierplan-campaign").exists(), "scratch files are removed"
@@ -119,7 +121,7 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(campaign_run, "Trainer", Failing)
     runs = (GROUP.runs[1], GROUP.runs[2], GROUP.runs[0])
-    campaign = replace(CAMPAIGN, together=True, groups=(replace(GROUP, runs=runs),))
+    campaign = replace(CAMPAIGN, interleaved=True, groups=(replace(GROUP, runs=runs),))
     full, silent, well = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path)
     assert "No space left" in full.why_not
     assert silent.why_not == "RuntimeError()"
@@ -178,6 +180,6 @@ def test_the_campaign_for_a_gpu_fits_the_machine_that_it_asks_for() -> None:
                 )
                 workload = trace_config(group.name, group.model_config(run.blocks), training)
                 assert workload.num_parameters > 2.5e9
-                peaks = campaign_run.predict(run, workload, machine).steady.trace.peak_bytes
+                peaks = predict_run(run, workload, machine).steady.trace.peak_bytes
                 most = {tier: max(size, peaks[tier]) for tier, size in most.items()}
     assert all(0.5 * has[tier] < size <= has[tier] for tier, size in most.items()), most

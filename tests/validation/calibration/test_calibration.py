@@ -1,4 +1,4 @@
-"""What rehearsals tell, from traces of a simulated machine whose rates, contention and hand-over are known."""
+"""What calibration tells of a simulated machine whose rates, contention and dispatch latency are known."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import AMPLE_BYTES
-from tierplan.validation.calibration.fit import calibrated, hand_over, simulate_as_found
-from tierplan.validation.calibration.runs import (
-    Rehearsed,
-    basis_of,
-    interval_frac,
-    log_interval,
-    rehearsal_plans,
-    usual,
-    with_times_of,
+from tierplan.validation.calibration.calibration import calibrate, interval_around, interval_half_width
+from tierplan.validation.calibration.dispatch import (
+    DispatchLatency,
+    measure_dispatch_latency,
+    simulate_with_dispatch,
 )
+from tierplan.validation.calibration.factors import with_times_of
+from tierplan.validation.calibration.measurements import PlanMeasurement, Turn, middle_half
+from tierplan.validation.calibration.plans import calibration_plans
+from tierplan.validation.calibration.rates import fit_rates
 from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 
@@ -93,7 +93,7 @@ def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressur
     schedule = lower(plan, workload, machine)
     factors = {"gpu0.h2d": 0.5, "nvme.read": 0.8, "host.adam": 1.5}
     measured = cut_predicted(simulate_on(unroll(schedule, 4), changed(machine, factors, pressure)))
-    found = calibrated(machine, [(schedule, seconds_of(schedule, measured))])
+    found = fit_rates(machine, [(schedule, seconds_of(schedule, measured))])
     for name in ("gpu0.h2d", "nvme.read", "host.adam"):
         kind = "parameters" if name == "host.adam" else "bytes"
         ratio = found.stream(name).rates[kind].at(1e6) / machine.stream(name).rates[kind].at(1e6)
@@ -116,7 +116,7 @@ def test_calibration_tells_an_ops_latency_from_the_rate_of_its_stream(latency_s:
     true = replace(true, streams=tuple(slow))
     measured = cut_predicted(simulate_on(unroll(schedule, 4), true)).median_ns()
     seconds = {op.key: measured[op.key] / 1e9 for op in schedule.ops}
-    found = calibrated(machine, [(schedule, seconds)])
+    found = fit_rates(machine, [(schedule, seconds)])
     assert found.stream("nvme.read").latency_s == pytest.approx(latency_s, abs=2e-4)
     again = cut_predicted(simulate_on(unroll(schedule, 4), found)).median_ns()
     reads = [op for op in schedule.ops if op.stream == "nvme.read"]
@@ -125,21 +125,21 @@ def test_calibration_tells_an_ops_latency_from_the_rate_of_its_stream(latency_s:
         assert again[op.key] / 1e9 == pytest.approx(seconds[op.key], rel=0.05), op.key
 
 
-def test_hand_over_is_read_off_a_trace_and_put_into_another() -> None:
+def test_dispatch_latency_is_read_off_a_trace_and_put_into_another() -> None:
     """Ops on one stream come one after the other; those that wait for another stream's op have the longer one."""
     machine = toy_machine()
     workload = toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine)
-    put_in = {"gpu0.compute": (2e-3, 5e-3)}
+    put_in = {"gpu0.compute": DispatchLatency(2e-3, 5e-3)}
     plain = cut_predicted(simulate_on(unroll(schedule, 4), machine))
-    slow = simulate_as_found(unroll(schedule, 4), machine, found=put_in)
+    slow = simulate_with_dispatch(unroll(schedule, 4), machine, dispatch=put_in)
     num_ops = sum(op.stream == "gpu0.compute" for op in schedule.ops)
     assert cut_predicted(slow).step_s >= plain.step_s + num_ops * 2e-3 * 0.99
     spans = [
         s._replace(granted_ns=s.start_ns, start_ns=s.start_ns + 2_000_000) if s.stream == "gpu0.compute" else s
         for s in slow.spans
     ]
-    read_off = hand_over(cut_predicted(replace(slow, spans=tuple(spans))))
+    read_off = measure_dispatch_latency(cut_predicted(replace(slow, spans=tuple(spans))))
     assert read_off["gpu0.compute"][0] == pytest.approx(2e-3, rel=0.01)
     assert read_off["gpu0.h2d"][0] == pytest.approx(0.0, abs=1e-6)
 
@@ -147,27 +147,27 @@ def test_hand_over_is_read_off_a_trace_and_put_into_another() -> None:
 def test_a_slower_machine_stretches_all_but_drives() -> None:
     machine, workload = toy_machine(), toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
-    once = cut_predicted(simulate_as_found(unroll(schedule, 4), machine, found={}))
-    twice = cut_predicted(simulate_as_found(unroll(schedule, 4), machine, found={}, pace=2.0))
+    once = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), machine, dispatch={}))
+    twice = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), machine, dispatch={}, slowdown=2.0))
     assert twice.step_s == pytest.approx(2 * once.step_s)
 
 
-def rehearse(true: Machine, believed: Machine, pace: float) -> dict[str, Rehearsed]:
-    """All plans on the true machine, while it is `pace` times as slow as when its parts were timed."""
+def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str, PlanMeasurement]:
+    """All plans on the true machine, while it is `slowdown` times as slow as when its parts were timed."""
     ample = with_capacity(believed, {t.name: AMPLE_BYTES for t in believed.tiers})
     workload = timed(toy_workload(3, tied=False), believed)
     found = {}
-    kept_s = 0.0
-    for name, plan in rehearsal_plans(workload, ample).items():
+    in_memory_s = 0.0
+    for name, plan in calibration_plans(workload, ample).items():
         schedule = lower(plan, workload, ample)
-        steps = cut_predicted(simulate_as_found(unroll(schedule, 4), true, found={}, pace=pace))
-        kept_s = kept_s or steps.step_s
-        turn = (steps.step_s, kept_s, kept_s)
-        found[name] = Rehearsed(
+        steps = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), true, dispatch={}, slowdown=slowdown))
+        in_memory_s = in_memory_s or steps.step_s
+        turn = Turn((), steps.step_s, in_memory_s, in_memory_s)
+        found[name] = PlanMeasurement(
             schedule=schedule,
             turns=(turn, turn),
-            seconds=seconds_of(schedule, steps),
-            hand_over=hand_over(steps),
+            op_s=seconds_of(schedule, steps),
+            dispatch=measure_dispatch_latency(steps),
         )
     return found
 
@@ -177,22 +177,24 @@ def test_a_plan_is_predicted_from_the_others() -> None:
     believed = with_capacity(machine_with_cores(), {t: AMPLE_BYTES for t in ("gpu0", "host", "nvme")})
     true = changed(believed, {"gpu0.h2d": 0.6, "nvme.read": 0.7, "host.adam": 0.8})
     workload = timed(toy_workload(3, tied=False), believed)
-    basis = basis_of(workload, believed, rehearse(true, believed, 1.33))
-    assert set(basis.checks) == {"recomputed", "replayed", "offloaded", "streamed", "swept"}
-    assert all(check == pytest.approx(1.0, abs=0.06) for check in basis.checks.values()), basis.checks
+    calibration = calibrate(workload, believed, measurements(true, believed, 1.33))
+    assert set(calibration.checks) == {"full-recompute", "partial-recompute", "offload", "on-nvme", "optimizer-sweep"}
+    assert all(check == pytest.approx(1.0, abs=0.06) for check in calibration.checks.values()), calibration.checks
     deeper = timed(toy_workload(8, tied=False), believed)
     plan = uniform_plan(deeper, UnitPlan(params="host", grads="host", states="nvme", acts="recompute"))
-    schedule = lower(plan, with_times_of(basis.workload, deeper), basis.machine)
-    wanted = cut_predicted(simulate_as_found(unroll(lower(plan, deeper, believed), 5), true, found={}, pace=1.1)).step_s
-    assert basis.step_s(schedule, basis.machine, 1.1 / 1.33) == pytest.approx(wanted, rel=0.05)
+    schedule = lower(plan, with_times_of(calibration.workload, deeper), calibration.machine)
+    wanted = cut_predicted(
+        simulate_with_dispatch(unroll(lower(plan, deeper, believed), 5), true, dispatch={}, slowdown=1.1)
+    ).step_s
+    assert calibration.step_s(schedule, calibration.machine, 1.1 / 1.33) == pytest.approx(wanted, rel=0.05)
 
 
-def test_intervals_are_as_wide_as_rehearsals_were_off() -> None:
-    wide = interval_frac([1.1, 0.9, 1.1, 0.9])
+def test_intervals_are_as_wide_as_checks_were_off() -> None:
+    wide = interval_half_width([1.1, 0.9, 1.1, 0.9])
     assert wide == pytest.approx(2.13 * 0.1, rel=0.06), "Student's factor for four"
-    assert interval_frac([1.1, 0.9] * 20) < wide
-    assert interval_frac([1.0] * 40) > 0.04, "no handful of rehearsals shows that nothing varies"
-    low, high = log_interval(2.0, 0.1)
+    assert interval_half_width([1.1, 0.9] * 20) < wide
+    assert interval_half_width([1.0] * 40) > 0.04, "no handful of checks shows that nothing varies"
+    low, high = interval_around(2.0, 0.1)
     assert (low, high) == pytest.approx((2.0 * exp(-0.1), 2.0 * exp(0.1)))
     assert log(high / low) == pytest.approx(0.2)
 
@@ -209,7 +211,7 @@ def test_times_of_another_depth_are_taken_by_kind_of_unit() -> None:
         with_times_of(timed(toy_workload(2, slots=3), machine), deeper)
 
 
-def test_steps_with_a_hiccup_are_not_usual() -> None:
+def test_the_middle_half_has_no_outliers() -> None:
     spans = {k: {"op": Span(f"s{k}/op", "gpu0.compute", 0, 0, 0, 1)} for k in range(12)}
     end_ns, now_ns = {}, 0
     for k in spans:
@@ -217,6 +219,6 @@ def test_steps_with_a_hiccup_are_not_usual() -> None:
         end_ns[k] = now_ns
     begin_ns = {k: end_ns.get(k - 1, 0) for k in spans}
     steps = Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(spans))
-    assert usual(steps, {}).steady == (5, 6, 7, 9, 10, 11)
+    assert middle_half(steps, {}).steady == (5, 6, 7, 9, 10, 11)
     as_slow = {k: 1.8 for k in spans if k % 4 == 0}
-    assert set(usual(steps, as_slow).steady) & set(as_slow), "a slow machine is no hiccup"
+    assert set(middle_half(steps, as_slow).steady) & set(as_slow), "a slow machine makes no outlier"

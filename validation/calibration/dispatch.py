@@ -1,0 +1,105 @@
+"""Dispatch latency: how long after its stream is free, and its inputs are complete, an op begins.
+
+It is the time of Python and of the operating system's scheduler between two ops. Simulations of a machine's description
+do not have it; calibrated predictions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import parse_stream
+from tierplan.sim.engine import simulate
+from tierplan.sim.pricing import price
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Span, Trace
+from tierplan.validation.comparison.steps import Steps
+
+__all__ = [
+    "DispatchLatency",
+    "mean_dispatch_latency",
+    "measure_dispatch_latency",
+    "simulate_with_dispatch",
+    "slowdown_of",
+]
+
+
+class DispatchLatency(NamedTuple):
+    """Of one stream, in seconds per op."""
+
+    after_op_s: float = 0.0
+    """Where the op only waited for the one before it on its stream."""
+    after_input_s: float = 0.0
+    """Where it waited for an input: another thread has to wake up."""
+
+
+def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
+    """Dispatch latency by stream: means over all ops of the steady steps. Waits for memory are not in it.
+
+    Means, as for durations: beside busy cores a few ops wake up very late, and these make up the sum.
+    """
+    by_stream: dict[str, list[tuple[int, Span]]] = {}
+    for k, spans in steps.spans.items():
+        for span in spans.values():
+            by_stream.setdefault(span.stream, []).append((k, span))
+    latency = {}
+    for stream, ops in by_stream.items():
+        ops.sort(key=lambda entry: entry[1].start_ns)
+        after_op_ns: list[int] = []
+        after_input_ns: list[int] = []
+        for (_, before), (k, span) in pairwise(ops):
+            if k in steps.steady:
+                gap_ns = span.start_ns - max(before.end_ns, span.ready_ns) - span.waited_memory_ns
+                (after_input_ns if span.ready_ns > before.end_ns else after_op_ns).append(max(0, gap_ns))
+        latency[stream] = DispatchLatency(*(fmean(ns) / 1e9 if ns else 0.0 for ns in (after_op_ns, after_input_ns)))
+    return latency
+
+
+def mean_dispatch_latency(
+    measured: Sequence[Mapping[str, DispatchLatency]],
+) -> dict[str, DispatchLatency]:
+    """The mean of several measurements, by stream, over those that have the stream."""
+    by_stream: dict[str, list[DispatchLatency]] = {}
+    for one in measured:
+        for stream, latency in one.items():
+            by_stream.setdefault(stream, []).append(latency)
+    return {
+        stream: DispatchLatency(fmean(x.after_op_s for x in latencies), fmean(x.after_input_s for x in latencies))
+        for stream, latencies in sorted(by_stream.items())
+    }
+
+
+def slowdown_of(stream: str, slowdown: float) -> float:
+    """The slowdown of a stream when the cores have this one: drives do not slow down with the cores."""
+    return 1.0 if parse_stream(stream).is_drive else slowdown
+
+
+def simulate_with_dispatch(
+    schedule: Schedule, machine: Machine, *, dispatch: Mapping[str, DispatchLatency], slowdown: float = 1.0
+) -> Trace:
+    """The predicted trace with dispatch latency before each op, and the cores `slowdown` times as slow.
+
+    Simulated twice: the first simulation says which ops wait for an input.
+    """
+    costs = price(schedule, machine)
+    known: dict[tuple[int, str, bool], Cost] = {}  # ops of one price go on sharing a `Cost`
+
+    def with_dispatch(waiting: set[str]) -> dict[str, Cost]:
+        priced = {}
+        for op in schedule.ops:
+            cost, waits = costs[op.key], op.key in waiting
+            if (id(cost), op.stream, waits) not in known:
+                extra_s = dispatch.get(op.stream, DispatchLatency())[waits]
+                work_s = cost.work_s * slowdown_of(op.stream, slowdown)
+                known[id(cost), op.stream, waits] = Cost(cost.latency_s + extra_s, work_s, cost.demand, cost.share)
+            priced[op.key] = known[id(cost), op.stream, waits]
+        return priced
+
+    first = simulate(schedule, with_dispatch(set()), limits=machine.limits)
+    waiting = {span.key for span in first.spans if span.ready_ns > span.free_ns}
+    return simulate(schedule, with_dispatch(waiting), limits=machine.limits)

@@ -1,0 +1,50 @@
+"""The six plans of a calibration run: together they give every stream work and contain every kind of op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Action, Plan, UnitPlan
+from tierplan.planner.policies import decide
+from tierplan.sim.workloads.workload import Unit, Workload
+
+__all__ = ["FULL_RECOMPUTE", "IN_MEMORY", "ON_NVME", "PARTIAL_RECOMPUTE", "calibration_plans"]
+
+IN_MEMORY = "in-memory"
+"""Everything stays on the device. This plan also says how fast the machine is at the moment."""
+FULL_RECOMPUTE = "full-recompute"
+PARTIAL_RECOMPUTE = "partial-recompute"
+"""Every other saved tensor of each block is recomputed."""
+OFFLOAD = "offload"
+"""States on NVMe; parameters, gradients and activations in host memory."""
+ON_NVME = "on-nvme"
+"""Parameters and states on NVMe; activations are recomputed."""
+OPTIMIZER_SWEEP = "optimizer-sweep"
+"""ZeRO-Infinity: after backward, the states of all units pass through host memory, one unit after the other."""
+
+
+def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
+    """The plans by name, for the calibration model."""
+    offload = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
+    on_nvme = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
+    return {
+        IN_MEMORY: decide("in-memory", workload, machine),
+        FULL_RECOMPUTE: decide("full-recompute", workload, machine),
+        PARTIAL_RECOMPUTE: _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan(acts=_every_other(workload.blocks[0]))),
+        OFFLOAD: _uniform(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
+        ON_NVME: _uniform(ON_NVME, workload, on_nvme),
+        OPTIMIZER_SWEEP: decide("zero-infinity", workload, machine, {"pipeline": "on"}),
+    }
+
+
+def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> Plan:
+    """The same for all blocks but the first; embedding and head keep what they save."""
+    ends = UnitPlan(params=block.params, grads=block.grads, states=block.states)
+    units = [block if u.kind == "block" else ends for u in workload.units]
+    units[1] = first or block
+    return Plan(policy=name, units=tuple(units))
+
+
+def _every_other(block: Unit) -> tuple[Action, ...]:
+    return tuple("recompute" if k % 2 else "keep" for k in range(len(block.saved)))

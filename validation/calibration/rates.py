@@ -1,0 +1,123 @@
+"""Rates, latencies and contention of streams inside a training step, fitted to the measured seconds of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from tierplan.hwmodels.machine import Machine, Stream
+from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.scaling import with_demand, with_rate_factors
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Schedule, unroll
+from tierplan.validation.comparison.steps import cut_predicted
+
+__all__ = ["COMPUTATIONS", "fit_rates", "without_compute_latency"]
+
+COMPUTATIONS = ("forward", "backward", "recompute")
+"""Kinds of op whose seconds are known from a profile."""
+NUM_ROUNDS = 6
+"""Rates and contention depend on each other, so they are fitted in turn."""
+RATE_FACTOR_LIMIT = 10.0
+LEAST_WORK_FRAC = 0.05
+"""Of the mean work of a stream's ops: shorter ops weigh no more than one of this length."""
+CONTENTION_FACTOR_LIMIT = 3.0
+LEAST_CONTENTION_FRAC = 0.002
+"""Contention is fitted where it is predicted to be at least this part of computation."""
+
+
+def without_compute_latency(machine: Machine) -> Machine:
+    """The machine whose computations have no latency: where their seconds are measured, these contain it."""
+    streams = tuple(replace(s, latency_s=0.0) if s.name == COMPUTE else s for s in machine.streams)
+    return replace(machine, streams=streams)
+
+
+def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]]) -> Machine:
+    """The machine on which simulated ops take as long as the measured ones, summed over all schedules.
+
+    Each stream gets a latency, and a factor on its rate for each kind of work. Computations keep theirs: their seconds
+    are in the schedule (work `s`). What a stream takes of a shared limit stays the same fraction of the limit, except
+    for one factor on what all other streams take of the limits of computation. It is chosen such that computation loses
+    as much time to them as was measured.
+
+    Parameters
+    ----------
+    measured
+        Schedules, each with the measured seconds of its ops by key.
+    """
+    unrolled = [unroll(schedule, 3) for schedule, _ in measured]
+    latency_s = machine.stream(COMPUTE).latency_s
+    computations = [
+        (op, op_s)
+        for schedule, op_s in measured
+        for op in schedule.ops
+        if op.kind in COMPUTATIONS and len(schedule.streams) > 1
+    ]
+    alone_s = sum(op.work.get("s", 0.0) + latency_s for op, _ in computations)
+    measured_contention_s = sum(op_s[op.key] for op, op_s in computations) - alone_s
+    contention = 1.0
+    for _ in range(NUM_ROUNDS):
+        samples: dict[str, list[_Sample]] = {}
+        predicted_contention_s = -alone_s
+        for (schedule, op_s), steps in zip(measured, unrolled, strict=True):
+            predicted_ns = cut_predicted(simulate_on(steps, machine)).median_ns()
+            for op in schedule.ops:
+                if op.kind in COMPUTATIONS and len(schedule.streams) > 1:
+                    predicted_contention_s += predicted_ns[op.key] / 1e9
+                kinds = [kind for kind, amount in op.work.items() if amount and kind != "s"]
+                if len(kinds) == 1:
+                    work_s = predicted_ns[op.key] / 1e9 - machine.stream(op.stream).latency_s
+                    samples.setdefault(op.stream, []).append(_Sample(kinds[0], max(0.0, work_s), op_s[op.key]))
+        machine = replace(machine, streams=tuple(_fit_stream(s, samples.get(s.name, ())) for s in machine.streams))
+        if predicted_contention_s > LEAST_CONTENTION_FRAC * alone_s:
+            wanted = contention * (max(measured_contention_s, 0.0) / predicted_contention_s) ** 0.5
+            wanted = min(CONTENTION_FACTOR_LIMIT, max(1 / CONTENTION_FACTOR_LIMIT, wanted))
+            machine = _with_contention(machine, wanted / contention)
+            contention = wanted
+    return machine
+
+
+def _with_contention(machine: Machine, factor: float) -> Machine:
+    """The machine on which all other streams take `factor` times as much of the limits of computation."""
+    shared = machine.stream(COMPUTE).takes
+    streams = [s if s.name == COMPUTE else with_demand(s, shared, factor) for s in machine.streams]
+    return replace(machine, streams=tuple(streams))
+
+
+class _Sample(NamedTuple):
+    """One op of a stream."""
+
+    kind: str
+    """Of work."""
+    predicted_s: float
+    """Without latency."""
+    measured_s: float
+
+
+def _fit_stream(stream: Stream, samples: Sequence[_Sample]) -> Stream:
+    """The stream with the latency, and the factors on its rates, under which its ops take as long as measured.
+
+    Weighted least squares of `latency + sum over kinds of slower[kind] * predicted`, nothing negative. Weights are one
+    over the predicted seconds, so that totals per stream are reproduced and short ops determine the latency.
+    """
+    kinds = sorted({op.kind for op in samples if op.predicted_s > 0})
+    if not kinds:
+        return stream
+    mean_s = fmean(op.predicted_s for op in samples)
+    weights = np.array([(op.predicted_s + LEAST_WORK_FRAC * mean_s) ** -0.5 for op in samples])
+    by_kind = np.array([[op.predicted_s if op.kind == kind else 0.0 for kind in kinds] for op in samples])
+    latency = np.full((len(samples), 1), 0.0 if stream.name == COMPUTE else 1.0)
+    measured_s = np.array([op.measured_s for op in samples])
+    (latency_s, *slower), _ = nnls(np.hstack([latency, by_kind]) * weights[:, None], measured_s * weights)
+    factors = {
+        kind: min(RATE_FACTOR_LIMIT, max(1 / RATE_FACTOR_LIMIT, 1 / factor))
+        for kind, factor in zip(kinds, slower, strict=True)
+        if factor > 0
+    }
+    fitted = with_rate_factors(stream, factors)
+    return fitted if stream.name == COMPUTE else replace(fitted, latency_s=float(latency_s))

@@ -1,0 +1,55 @@
+"""A schedule that is trained in short turns, with pauses in between.
+
+Where other guests share the cores of a machine, its speed changes from second to second. Trainings that take many short
+turns meet the same speeds on average; one long training after another does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.validation.comparison.steps import cut_steps
+
+__all__ = ["TurnwiseTraining", "make_folder"]
+
+
+@dataclass(eq=False)
+class TurnwiseTraining:
+    """A training whose steps are made in turns. The first steps of each turn are not counted: they follow a pause."""
+
+    trainer: Trainer
+    batches: Iterator[dict[str, Any]]
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps that are not counted."""
+
+    def take_turn(self, num_steps: int, warmup_steps: int = 1) -> tuple[int, ...]:
+        """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""
+        first = self.trainer.num_steps_done
+        self.trainer.run(self.batches, num_steps)
+        self.skipped_steps.update(range(first, first + warmup_steps))
+        return tuple(range(first + warmup_steps, first + num_steps))
+
+    @property
+    def result(self) -> RunResult:
+        return self.trainer.result()
+
+    @property
+    def counted_steps(self) -> list[int]:
+        """All steps so far that are counted."""
+        return sorted(set(range(self.trainer.num_steps_done)) - self.skipped_steps)
+
+    def step_s(self, steps: Sequence[int]) -> float:
+        """Median duration of these steps."""
+        durations_s = cut_steps(self.result.trace, 0).durations_s
+        return median(durations_s[k] for k in steps)
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes the folder where it is missing. Each trainer needs one of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,145 @@
+"""An artifact: the JSON file that one run of a campaign leaves. Pages and statistics are made from artifacts alone.
+
+Runs of other machines are added to a page by copying their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import sqrt
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+from tierplan.sim.trace import write_atomically
+from tierplan.validation.campaign.spec import CampaignError
+
+__all__ = ["Artifact", "load_artifacts"]
+
+FORMAT = "tierplan-campaign-run"
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """One run: its settings, what was predicted, and what was measured."""
+
+    campaign: str
+    group: str
+    run: str
+    model: str
+    """Family, blocks and parameters, for people: `gpt2, 8 blocks, 16.1 M parameters`."""
+    settings: Mapping[str, Any]
+    """Of the run and its group."""
+    machine: str
+    """Its name, or its cores, memory and GPU."""
+    when: str
+    versions: Mapping[str, str]
+    answered: bool
+    """Whether the run was predicted and executed."""
+    why_not: str = ""
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_step_s: float = 0.0
+    interval_s: tuple[float, float] | None = None
+    """The predicted 90 % interval."""
+    measured_steps_s: tuple[float, ...] = ()
+    """All steps, in order."""
+    warmup_steps: int = 0
+    """How many of the first steps are not counted."""
+    skipped_steps: tuple[int, ...] = ()
+    """Numbers of further steps that are not counted: the first one of each later turn."""
+    turn_predictions_s: tuple[float, ...] = ()
+    """Predicted seconds per step, by turn, for the slowdown measured right before the turn. `predicted_step_s` is for
+    the median slowdown of all turns."""
+    slowdowns: tuple[float, ...] = ()
+    """By turn: seconds per step of the calibration model right before it, over those in the calibration run."""
+    campaign_runs: tuple[str, ...] = ()
+    """`group/run` of all runs of the campaign, so that a table knows which are missing."""
+    predicted_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    measured_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Per step, by stream."""
+    measured_bytes: Mapping[str, float] = field(default_factory=dict)
+    busy_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By stream: predicted, measured, per step."""
+    kinds_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By kind of op and stream (`copy on nvme.read`): predicted, measured, per step."""
+    causes: tuple[tuple[str, float], ...] = ()
+    """Largest contributions to the difference: ops, seconds of the step."""
+
+    @property
+    def measured_step_s(self) -> float:
+        """Median of the steps that count."""
+        return median(self.counted_steps_s)
+
+    @property
+    def counted_steps_s(self) -> tuple[float, ...]:
+        """Measured steps without warm-up and without skipped ones."""
+        steps = enumerate(self.measured_steps_s)
+        return tuple(s for k, s in steps if k >= self.warmup_steps and k not in self.skipped_steps)
+
+    @property
+    def noise_s(self) -> float:
+        """Standard error of `measured_step_s`, from the scatter of the counted steps."""
+        steps = self.counted_steps_s
+        return 1.2533 * stdev(steps) / sqrt(len(steps)) if len(steps) > 1 else 0.0
+
+    @property
+    def first_error_frac(self) -> float:
+        """Error of the prediction for the first turn, which was made before any step of the run was executed."""
+        return (self.turn_predictions_s or (self.predicted_step_s,))[0] / self.measured_step_s - 1.0
+
+    @property
+    def error_frac(self) -> float:
+        """Predicted over measured step time, minus 1."""
+        return self.predicted_step_s / self.measured_step_s - 1.0
+
+    @property
+    def bytes_exact(self) -> bool:
+        return dict(self.predicted_bytes) == {s: self.measured_bytes.get(s) for s in self.predicted_bytes}
+
+    @property
+    def worst_peak_error_frac(self) -> float:
+        """The signed error of the tier whose predicted peak is farthest off."""
+        errors = [self.predicted_peak_bytes[t] / m - 1.0 for t, m in self.measured_peak_bytes.items() if m]
+        return max(errors, key=abs, default=0.0)
+
+    @property
+    def in_interval(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval; None where none was predicted."""
+        if self.interval_s is None:
+            return None
+        return self.interval_s[0] <= self.measured_step_s <= self.interval_s[1]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the artifact, replacing the file atomically."""
+        record = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Reads what `save` wrote. Raises `CampaignError`."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            if (record.pop("format"), record.pop("version")) != (FORMAT, VERSION):
+                raise CampaignError(f"{path} is not a {FORMAT} of version {VERSION}")
+            if record["interval_s"] is not None:
+                record["interval_s"] = tuple(record["interval_s"])
+            for name in ("measured_steps_s", "skipped_steps", "turn_predictions_s", "slowdowns", "campaign_runs"):
+                record[name] = tuple(record.get(name, ()))
+            record["causes"] = tuple((name, seconds) for name, seconds in record["causes"])
+            for name in ("busy_s", "kinds_s"):
+                record[name] = {what: tuple(pair) for what, pair in record.get(name, {}).items()}
+            return cls(**record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CampaignError):
+                raise
+            raise CampaignError(f"{path} is not an artifact of a campaign: {error!r}") from error
+
+
+def load_artifacts(folder: str | os.PathLike[str]) -> list[Artifact]:
+    """All artifacts in a folder and below, by path."""
+    return [Artifact.load(path) for path in sorted(Path(folder).rglob("*.json"))]
