@@ -83,8 +83,8 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
     import itertools
 
     from benchmarks.runtime import machine
-    from tierplan.planner.lowering.unitwise import lower
-    from tierplan.planner.plan import Plan, UnitPlan
+    from tierplan.planner.lowering import lower
+    from tierplan.planner.plan import UnitPlan, UnitwisePlan
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
@@ -95,7 +95,7 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
     )
     workload = trace_config("benchmark", config(args), training)
     choice = UnitPlan(params="nvme", grads="host", states="nvme")
-    plan = Plan(
+    plan = UnitwisePlan(
         policy="benchmark",
         units=(choice,) * len(workload.units),
         prefetch_params_units=2,

@@ -27,8 +27,8 @@ import simpy
 from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.engine import simulate, simulate_graph
 from tierplan.sim.graph import graph_of
 from tierplan.sim.pricing import price
@@ -51,7 +51,7 @@ def step_of_gpt3(machine: Machine) -> Schedule:
         return UnitPlan(params="host", grads="host", states="nvme", acts=acts)  # type: ignore[arg-type]
 
     units = tuple(choice(u.kind, len(u.saved)) for u in workload.units)
-    return lower(Plan(policy="benchmark", units=units), workload, machine)
+    return lower(UnitwisePlan(policy="benchmark", units=units), workload, machine)
 
 
 def timeouts_together(num: int) -> None:

@@ -46,7 +46,7 @@ import torch
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, late_updates
 from tierplan.planner.search.knobs import SETTINGS
 from tierplan.planner.search.moves import with_parts, with_windows
@@ -159,11 +159,11 @@ CONFIGURATIONS = (
 # ---- the plan ----
 
 
-def candidates(configuration: Configuration, workload: Workload, machine: Machine) -> Iterator[Plan]:
+def candidates(configuration: Configuration, workload: Workload, machine: Machine) -> Iterator[UnitwisePlan]:
     """Plans with everything where the configuration says, over the planner's settings of what is left to choose."""
     assert configuration.places is not None
     clips = configuration.max_grad_norm is not None
-    base = Plan(
+    base = UnitwisePlan(
         policy="benchmark",
         units=(configuration.places,) * len(workload.units),
         semantics="exact-clip" if clips else "in-backward",

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.planner_grid import read, replace_part, version
 from tierplan.hwmodels import load_machine
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan
 from tierplan.sim.schedule import Schedule
@@ -64,7 +64,7 @@ def drive_gb(schedule: Schedule) -> float:
     return sum(op.work.get("bytes", 0.0) for op in schedule.ops if op.stream.startswith("nvme.")) / GB
 
 
-def share_of_states(chosen: Plan, workload: Workload) -> float:
+def share_of_states(chosen: UnitwisePlan, workload: Workload) -> float:
     """Part of the optimizer states that lives on the drives."""
     on_drives = sum(u.num_parameters for u, c in zip(workload.units, chosen.units, strict=True) if c.states == "nvme")
     return on_drives / workload.num_parameters

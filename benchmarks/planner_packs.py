@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.planner_grid import replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PackPlan, Plan
 from tierplan.planner.policies import decide
 from tierplan.planner.solve import plan
 from tierplan.sim.pricing import simulate_on
@@ -94,8 +94,8 @@ def table(answers: list[Answer]) -> Iterator[str]:
             f"{a.step_s:.2f} | {a.alone_s:.2f} | {1 - a.step_s / theirs:.1%} |"
         )
     for a in answers:
-        packs = a.plan.packs
-        if packs is not None:
+        if isinstance(a.plan, PackPlan):
+            packs = a.plan.packs
             sizes = ["-".join(str(end - first) for first, end in runs) for runs in (packs.forward, packs.backward)]
             yield ""
             yield f"{a.model}, {a.contention}: {packs.form}; forward packs of {sizes[0]} units, backward {sizes[1]}."

@@ -34,7 +34,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.integral import solve_whole
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 from tierplan.planner.search.knobs import Knobs
 from tierplan.planner.solve import coarser, granules
@@ -99,7 +99,7 @@ def fixed(blocks: int, batch: int) -> Record:
         )
         for kind, acts in (("embed", "keep"), ("block", "recompute"), ("head", "keep"))
     }
-    plan = Plan(policy="fixed", units=tuple(choices[u.kind] for u in workload.units))  # type: ignore[index]
+    plan = UnitwisePlan(policy="fixed", units=tuple(choices[u.kind] for u in workload.units))  # type: ignore[index]
     evaluate = Evaluator(workload, machine, Budget(1e9))
     began, cpu = time.perf_counter(), time.process_time()
     tried = evaluate(plan)

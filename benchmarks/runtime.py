@@ -40,8 +40,8 @@ import torch
 from benchmarks.machine import fio
 from benchmarks.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import FILE_NAME, Extent, Store
@@ -127,7 +127,7 @@ def make(
     workload = trace_config("benchmark", raw, training)
     kept = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
     units = tuple(choice if u.kind == "block" else kept for u in workload.units)
-    plan = Plan(
+    plan = UnitwisePlan(
         policy="benchmark",
         units=units,
         semantics=semantics,  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def plan_with(workload, action):
     block = tp.UnitPlan(params="host", grads="host", states="host", acts=action)
     ends = tp.UnitPlan(params="host", grads="host", states="host")
     units = tuple(block if u.kind == "block" else ends for u in workload.units)
-    return tp.Plan(policy=action, units=units, prefetch_params_units=2, prefetch_acts_units=2)
+    return tp.UnitwisePlan(policy=action, units=units, prefetch_params_units=2, prefetch_acts_units=2)
 
 
 # %%

@@ -37,7 +37,7 @@ def dram_first(workload, machine, options):
                 params=place, grads="host", states=place, acts=acts, input="host" if unit.saves_input else "keep"
             )
         )
-    return tp.Plan(policy="dram-first", units=tuple(units), prefetch_params_units=2, prefetch_states_units=2)
+    return tp.UnitwisePlan(policy="dram-first", units=tuple(units), prefetch_params_units=2, prefetch_states_units=2)
 
 
 POLICIES["dram-first"] = dram_first

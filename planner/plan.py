@@ -1,4 +1,8 @@
-"""A plan: the decisions, readable by a person. `tierplan.planner.lowering.unitwise` turns one into a schedule.
+"""A plan: the decisions, readable by a person. There are three kinds, and `Plan` is any of them:
+
+UnitwisePlan    every unit has its own places and actions
+PackPlan        runs of units visit the devices in turn (Harmony)
+PagedPlan       devices page weights in and out for every use (virtual memory)
 
 PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
 """
@@ -7,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 __all__ = [
     "ACTIONS",
+    "KINDS",
     "PLACES",
     "PLANNER",
     "Action",
     "Order",
+    "PackForm",
+    "PackPlan",
     "Packs",
+    "PagedPlan",
     "Place",
     "Plan",
     "PlanError",
+    "Runs",
     "Semantics",
     "UnitPlan",
+    "UnitwisePlan",
     "plain_semantics",
 ]
 
@@ -33,6 +43,9 @@ Semantics = Literal["in-backward", "exact-clip", "delayed-1"]
 Order = Literal["horizontal", "vertical"]
 WriteBack = Literal["at once", "delayed", "awaited"]
 UpdateOrder = Literal["forward", "backward"]
+PackForm = Literal["data", "pipeline"]
+Runs = tuple[tuple[int, int], ...]
+"""Of units: the first one and the one after the last, of each run."""
 PLACES: tuple[Place, ...] = get_args(Place)
 PLANNER = "planner"
 """The name under which the planner's own plans stand among policies."""
@@ -51,9 +64,8 @@ PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
 PLAN_NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
     **dict.fromkeys(("segment_units", "tiles", "operator_tiles", "devices"), 1),
-    "paged_devices": 0,
 }
-"""Fields that are whole numbers, each with the least that it may be."""
+"""Fields of a unit-wise plan that are whole numbers, each with the least that it may be."""
 
 
 class PlanError(ValueError):
@@ -88,29 +100,8 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packs:
-    """Harmony's decisions: runs of units that visit a device together, and which device takes which.
-
-    Micro-batches are grouped: all of them go through a pack before the next pack. Backward makes a pack's activations
-    again from its stashed input; its last pack does its forward there too.
-    """
-
-    form: Literal["data", "pipeline"]
-    """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn."""
-    devices: int
-    forward: tuple[tuple[int, int], ...]
-    """First unit and the one after the last, in order; together all units before the last backward pack."""
-    backward: tuple[tuple[int, int], ...]
-    """The same over all units."""
-    cleanup_s: float = 0.0
-    """Seconds of the compute stream that the end of each pack's turn costs."""
-    host_copy_bytes_per_s: float = 0.0
-    """At which a stashed input passes from one device's process to another's in host memory; 0: nothing is copied."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """All decisions for one training step of one workload on one device."""
+class UnitwisePlan:
+    """One decision for each unit, on one device or on several that each train on micro-batches of their own."""
 
     policy: str
     """Who decided: a policy's name or `planner`."""
@@ -147,22 +138,25 @@ class Plan:
     """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
     devices: int = 1
     """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
-    packs: Packs | None = None
-    """Packs of units that visit the device(s) in turn (Harmony); the fields above but semantics do not apply then."""
-    paged_devices: int = 0
-    """Devices that page weights in and out for every single use (the baseline that Harmony beats); 0: none does."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
-    def check(self, workload: Workload) -> Plan:
-        """The plan itself, or `PlanError` if it does not fit the workload or what training asks for."""
+    kind: ClassVar[str] = "unitwise"
+
+    @property
+    def num_batches(self) -> int:
+        """How many times the workload's micro-batches one step trains on: once per device."""
+        return self.devices
+
+    def is_late(self, choice: UnitPlan) -> bool:
+        """Whether a unit's update waits for the next step: it then uses that step's forward, until it is needed."""
+        return choice.late_update and choice.states != "device" and self.semantics == "in-backward"
+
+    def check(self, workload: Workload) -> None:
+        """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
         _check_words(f"plan {self.policy!r}", self, PLAN_WORDS)
         for name, least in PLAN_NUMBERS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PlanError(
-                    f"plan {self.policy!r}: {name} is {value!r}; it must be a whole number of {least} or more"
-                )
+            _check_number(self.policy, name, getattr(self, name), least)
         if len(self.units) != len(workload.units):
             raise PlanError(
                 f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "
@@ -170,9 +164,107 @@ class Plan:
             )
         for unit, choice in zip(workload.units, self.units, strict=True):
             _check_unit(unit, choice)
+            _check_update(self, unit, choice)
         _check_semantics(self, workload.training)
         _check_pieces(self, workload)
-        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """Harmony's decisions: runs of units that visit a device together, and which device takes which.
+
+    Micro-batches are grouped: all of them go through a pack before the next pack. Backward makes a pack's activations
+    again from its stashed input; its last pack does its forward there too.
+    """
+
+    form: PackForm
+    """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn."""
+    devices: int
+    forward: Runs
+    """First unit and the one after the last, in order; together all units before the last backward pack."""
+    backward: Runs
+    """The same over all units."""
+    cleanup_s: float = 0.0
+    """Seconds of the compute stream that the end of each pack's turn costs."""
+    host_copy_bytes_per_s: float = 0.0
+    """At which a stashed input passes from one device's process to another's in host memory; 0: nothing is copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """Packs of units visit one or several devices in turn, which share the micro-batches (Harmony).
+
+    Parameters, gradients and optimizer states live in host memory. A pack is updated as soon as its gradients are
+    there, so nothing can wait for the norm of all gradients or for the next step.
+    """
+
+    policy: str
+    """Who decided: a policy's name or `planner`."""
+    packs: Packs
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The policy's own settings, for the record; lowering does not look at them."""
+    kind: ClassVar[str] = "packs"
+    semantics: ClassVar[Semantics] = "in-backward"
+    num_batches: ClassVar[int] = 1
+    """The devices share the workload's micro-batches."""
+
+    @property
+    def devices(self) -> int:
+        return self.packs.devices
+
+    def check(self, workload: Workload) -> None:
+        """Raises `PlanError` if packs leave out units or take some twice, or for training that they cannot do."""
+        packs = self.packs
+        _check_words(f"plan {self.policy!r}", packs, {"form": get_args(PackForm)})
+        _check_number(self.policy, "devices", packs.devices, 1)
+        for name in ("cleanup_s", "host_copy_bytes_per_s"):
+            if not 0 <= (value := getattr(packs, name)) < float("inf"):
+                raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
+        _refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+        for name, runs, end in (
+            ("backward", packs.backward, len(workload.units)),
+            ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
+        ):
+            borders = [0, *(b for _, b in runs)]
+            if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
+                raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
+        if packs.devices == 1 and any(unit.shares for unit in workload.units[:-1]):
+            raise PlanError(
+                f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs "
+                "are for chains of blocks: choose another policy"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedPlan:
+    """Devices page weights, gradients and states in and out for every single use, and share the micro-batches.
+
+    The baseline that Harmony beats. Units are updated in backward.
+    """
+
+    policy: str
+    """Who decided: a policy's name or `planner`."""
+    devices: int
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The policy's own settings, for the record; lowering does not look at them."""
+    kind: ClassVar[str] = "paged"
+    semantics: ClassVar[Semantics] = "in-backward"
+    num_batches: ClassVar[int] = 1
+    """The devices share the workload's micro-batches."""
+
+    def check(self, workload: Workload) -> None:
+        """Raises `PlanError` for a wrong number of devices, or training that paging cannot do."""
+        _check_number(self.policy, "devices", self.devices, 1)
+        _refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
+
+
+Plan = UnitwisePlan | PackPlan | PagedPlan
+"""All decisions for one training step of one workload. Every kind has `policy`, `kind`, `semantics`, `devices`,
+`num_batches`, `options` and `check`; `tierplan.planner.lowering.lower` turns each into a schedule."""
+KINDS: Mapping[str, type[UnitwisePlan | PackPlan | PagedPlan]] = {
+    plan.kind: plan for plan in (UnitwisePlan, PackPlan, PagedPlan)
+}
+"""The kinds of plans by the names that they have in plan files."""
 
 
 def plain_semantics(training: Training) -> Semantics:
@@ -184,6 +276,21 @@ def _check_words(whose: str, choices: object, allowed: Mapping[str, tuple[str, .
     for name, words in allowed.items():
         if (word := getattr(choices, name)) not in words:
             raise PlanError(f"{whose} has {name} {word!r}; choose among {', '.join(words)}")
+
+
+def _check_number(policy: str, name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise PlanError(f"plan {policy!r}: {name} is {value!r}; it must be a whole number of {least} or more")
+
+
+def _refuse_clipping(whose: str, training: Training) -> None:
+    """For plans that update each unit as its gradients arrive."""
+    if training.max_grad_norm is not None:
+        raise PlanError(
+            f"{whose}, which updates each unit in backward, before the norm of all gradients is known, but training "
+            f"asks for clipping at norm {training.max_grad_norm}; use a unit-wise plan with semantics 'exact-clip', or "
+            "drop max_grad_norm"
+        )
 
 
 def _check_unit(unit: Unit, choice: UnitPlan) -> None:
@@ -208,7 +315,25 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
         )
 
 
-def _check_semantics(plan: Plan, training: Training) -> None:
+def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
+    """Whether what the unit's update reads can be where the update runs."""
+    if plan.semantics == "delayed-1" and (choice.grads == "nvme" or choice.states == "device"):
+        raise PlanError(
+            f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
+            "update runs on the host with gradients that waited in host memory"
+        )
+    if plan.is_late(choice) and choice.grads == "nvme":
+        raise PlanError(
+            f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory: use 'host'"
+        )
+    if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
+        raise PlanError(
+            f"unit {unit.name!r} keeps optimizer states on the device, but parameters in {choice.params!r} and "
+            f"gradients in {choice.grads!r}; an update on the device needs all three there"
+        )
+
+
+def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
     """Whether updates come when the plan says, and give the numbers that training asks for."""
     if plan.hold_updates and plan.semantics == "in-backward":
         raise PlanError(
@@ -227,7 +352,7 @@ def _check_semantics(plan: Plan, training: Training) -> None:
         )
 
 
-def _check_pieces(plan: Plan, workload: Workload) -> None:
+def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
     """Whether segments are recomputed as a whole, and tiles divide the micro-batch."""
     if plan.segment_units > 1 and any(
         unit.kind == "block" and choice.acts != "recompute"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
+from tierplan.planner.plan import KINDS, Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.solve import PlanResult
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
@@ -25,7 +25,7 @@ from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["PlanFile", "PlanFileError", "digest", "load_plan", "save_plan"]
 
-VERSION = 1
+VERSION = 2
 KEY = "tierplan-plan"
 """Where in `meta` the record stands."""
 FIELDS = ("version", "plan", "model_sha256", "machine_sha256", "schedule_sha256", "solver", "prediction")
@@ -63,7 +63,7 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
     interval = interval_s(result, workload)
     record = {
         "version": VERSION,
-        "plan": asdict(result.plan),
+        "plan": {"kind": result.plan.kind, **asdict(result.plan)},
         "model_sha256": digest(workload),
         "machine_sha256": digest(machine),
         "schedule_sha256": digest(_named(result.schedule)),
@@ -149,21 +149,39 @@ def _exactly(record: Mapping[str, object], names: tuple[str, ...], where: str) -
 def _plan(record: object, where: str) -> Plan:
     if not isinstance(record, dict):
         raise PlanFileError(f"{where}: the plan is {type(record).__name__}; it must be an object")
-    names = tuple(f.name for f in fields(Plan))
-    _exactly(record, names, f"{where}: the plan")
-    unit_names = tuple(f.name for f in fields(UnitPlan))
-    units = []
-    if not isinstance(record["units"], list):
+    kind = KINDS.get(record.get("kind", ""))
+    if kind is None:
+        raise PlanFileError(f"{where}: the plan's kind is {record.get('kind')!r}; it must be {' or '.join(KINDS)}")
+    _exactly(record, ("kind", *(f.name for f in fields(kind))), f"{where}: the plan")
+    settings: dict[str, Any] = {name: value for name, value in record.items() if name != "kind"}
+    if "units" in settings:
+        settings["units"] = _units(settings["units"], where)
+    if "packs" in settings:
+        settings["packs"] = _packs(settings["packs"], where)
+    return kind(**settings)
+
+
+def _units(record: object, where: str) -> tuple[UnitPlan, ...]:
+    if not isinstance(record, list):
         raise PlanFileError(f"{where}: the plan's units must be a list")
-    for number, unit in enumerate(record["units"]):
-        if not isinstance(unit, dict):
-            raise PlanFileError(f"{where}: unit {number} of the plan must be an object")
-        _exactly(unit, unit_names, f"{where}: unit {number} of the plan")
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in unit.items()}
+    units = []
+    for number, unit in enumerate(record):
+        settings = _settings(unit, UnitPlan, f"{where}: unit {number} of the plan")
+        if isinstance(settings["acts"], list):
+            settings["acts"] = tuple(settings["acts"])
         units.append(UnitPlan(**settings))
-    known: dict[str, Any] = {**record, "units": tuple(units)}
-    if isinstance(packs := record["packs"], dict):
-        _exactly(packs, tuple(f.name for f in fields(Packs)), f"{where}: the plan's packs")
-        runs = {k: tuple(tuple(run) for run in packs[k]) for k in ("forward", "backward")}
-        known["packs"] = Packs(**{**packs, **runs})
-    return Plan(**known)
+    return tuple(units)
+
+
+def _packs(record: object, where: str) -> Packs:
+    settings = _settings(record, Packs, f"{where}: the plan's packs")
+    runs = {k: tuple(tuple(run) for run in settings[k]) for k in ("forward", "backward")}
+    return Packs(**{**settings, **runs})
+
+
+def _settings(record: object, of: type[UnitPlan | Packs], where: str) -> dict[str, Any]:
+    """The record, if it is an object with exactly the fields of a class."""
+    if not isinstance(record, dict):
+        raise PlanFileError(f"{where} must be an object")
+    _exactly(record, tuple(f.name for f in fields(of)), where)
+    return dict(record)

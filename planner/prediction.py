@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
@@ -183,9 +183,9 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "model": workload.name,
         "machine": machine.name,
         "plan": plan,
-        "tokens": workload.training.tokens_per_step * plan.devices,
+        "tokens": workload.training.tokens_per_step * plan.num_batches,
         "num_parameters": workload.num_parameters,
-        "flops": model_flops(workload) * plan.devices,
+        "flops": model_flops(workload) * plan.num_batches,
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE
@@ -23,7 +23,7 @@ from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, solve
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import Order, Plan, PlanError, Semantics, plain_semantics
+from tierplan.planner.plan import Order, PackPlan, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
@@ -96,8 +96,8 @@ class PolicyResult:
     step_s: float | None
     reason: str = ""
     """Why it has no step time, in one line."""
-    devices: int = 1
-    """Devices with micro-batches of their own: a step is that many times the work."""
+    num_batches: int = 1
+    """How many times the workload's micro-batches its step trains on."""
     same_numbers: bool = True
     """Whether it trains the numbers that were asked for; only then it is a candidate."""
 
@@ -138,7 +138,9 @@ class PlanResult:
     @property
     def best_policy(self) -> str | None:
         """The policy that fits, trains the same numbers, and takes least for the work of one device's micro-batches."""
-        fitting = {k: p.step_s / p.devices for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
+        fitting = {
+            k: p.step_s / p.num_batches for k, p in self.policies.items() if p.step_s is not None and p.same_numbers
+        }
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
 
 
@@ -214,10 +216,10 @@ class _Loop:
         self.solver = ""
         self.basis: dict[tuple[Order, int], object] = {}
         """By order and tiles: where the last solve ended, from where the next one starts."""
-        self.best: Candidate | None = None
-        self.plain: Candidate | None = None
+        self.best: Candidate[Plan] | None = None
+        self.plain: Candidate[UnitwisePlan] | None = None
         """The best that local moves can start from."""
-        self.packed: Candidate | None = None
+        self.packed: Candidate[PackPlan] | None = None
         """The best in packs."""
         self.has_planned = False
         """Whether a plan of the program itself has fitted."""
@@ -299,7 +301,7 @@ class _Loop:
         assert self.best.step_s is not None
         if self.num_devices > 1:
             # any device may do any op: all that is certain is the compute, evenly divided
-            step_s = compute_s(problems[0]) * self.best.plan.devices / self.num_devices
+            step_s = compute_s(problems[0]) * self.best.plan.num_batches / self.num_devices
             return Bound(step_s=step_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
         best = min(bounds, key=lambda b: b.step_s)
         if not best.feasible or best.step_s > self.best.step_s * (1 + 1e-6):
@@ -321,29 +323,27 @@ class _Loop:
             candidate = self.evaluate(made)
             same = made.semantics == self.semantics or "delayed-1" not in (made.semantics, self.semantics)
             found[name] = PolicyResult(
-                step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, devices=made.devices
+                step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, num_batches=made.num_batches
             )
             if same:
                 self._consider(candidate)
         return found
 
-    def _consider(self, candidate: Candidate) -> bool:
+    def _consider(self, candidate: Candidate[Plan]) -> bool:
         """Keeps the candidate if it is the quickest so far."""
         if candidate.step_s is None:
             return False
-        plan = candidate.plan
-        allowed = self.batches is None or (plan.devices == 1) == (self.batches == "shared")
-        plain = plan.segment_units == 1 and plan.devices == 1 and plan.packs is None and plan.paged_devices == 0
-        if plain and (self.plain is None or self.plain.step_s is None or candidate.step_s < self.plain.step_s):
+        allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
+        if _is_plain(candidate) and (self.plain is None or _per_batch_s(candidate) < _per_batch_s(self.plain)):
             self.plain = candidate
-        if plan.packs is not None and (self.packed is None or _per_device_s(candidate) < _per_device_s(self.packed)):
+        if _is_packed(candidate) and (self.packed is None or _per_batch_s(candidate) < _per_batch_s(self.packed)):
             self.packed = candidate
-        if allowed and (self.best is None or _per_device_s(candidate) < _per_device_s(self.best)):
+        if allowed and (self.best is None or _per_batch_s(candidate) < _per_batch_s(self.best)):
             self.best = candidate
             return True
         return False
 
-    def _solve(self, p: Problem, margins: Margins) -> Plan | None:
+    def _solve(self, p: Problem, margins: Margins) -> UnitwisePlan | None:
         model = build(p, margins=margins)
         start = self.basis.get((p.order, p.tiles))
         solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=self.seed, start=start)
@@ -353,7 +353,7 @@ class _Loop:
         self.solver = solution.solver
         return round_to_plan(p, fractions(model, solution)) if solution.usable else None
 
-    def _solve_whole(self, p: Problem, margins: Margins) -> Plan | None:
+    def _solve_whole(self, p: Problem, margins: Margins) -> UnitwisePlan | None:
         found = solve_whole(p, margins, seed=self.seed, start=self.basis.get((p.order, p.tiles)))
         if found is None:
             return None
@@ -371,10 +371,10 @@ class _Loop:
         coarse = coarser(p)
         if bound.solution is not None and coarse.runs == p.runs:
             self.basis[p.order, p.tiles] = bound.solution.basis
-        solved: dict[tuple[float, ...], Plan | None] = {}
+        solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
         units = granules(p)
 
-        def trial(knobs: Knobs) -> Candidate | None:
+        def trial(knobs: Knobs) -> Candidate[UnitwisePlan] | None:
             write_frac = 1.0
             while True:
                 key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
@@ -465,15 +465,25 @@ class _Loop:
         )
 
 
-def _with_knobs(p: Problem, plan: Plan, knobs: Knobs) -> Plan:
+def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
     in_parts = with_parts(plan, knobs.parts)
     return with_windows(late_updates(p, in_parts, stretch=knobs.stretch), knobs.windows)
 
 
-def _per_device_s(candidate: Candidate) -> float:
-    """Seconds per step for the work of one device's micro-batches."""
-    return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.devices
+def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
+    """Whether local moves, which are those of one device, can start from this plan."""
+    plan = candidate.plan
+    return isinstance(plan, UnitwisePlan) and plan.segment_units == 1 and plan.devices == 1
+
+
+def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
+    return isinstance(candidate.plan, PackPlan)
+
+
+def _per_batch_s(candidate: Candidate[Plan]) -> float:
+    """Seconds per step for the workload's micro-batches: of those that one device has, where each has its own."""
+    return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.num_batches
 
 
 def coarser(p: Problem) -> Problem:

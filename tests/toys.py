@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MIB = 2**20
@@ -89,8 +89,8 @@ def toy_machine(
     )
 
 
-def uniform_plan(workload: Workload, choice: UnitPlan, **settings: object) -> Plan:
+def uniform_plan(workload: Workload, choice: UnitPlan, **settings: object) -> UnitwisePlan:
     """The same choice for every unit; embed and head keep their activations."""
     other = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
     units = tuple(choice if u.kind == "block" else other for u in workload.units)
-    return Plan(policy="uniform", units=units, **settings)  # type: ignore[arg-type]
+    return UnitwisePlan(policy="uniform", units=units, **settings)  # type: ignore[arg-type]

@@ -37,10 +37,14 @@ _EXPORTS: dict[str, str] = {
     "save_schedule": "tierplan.sim.schedule_file",
     "Trace": "tierplan.sim.trace",
     # deciding
+    "PackPlan": "tierplan.planner.plan",
+    "Packs": "tierplan.planner.plan",
+    "PagedPlan": "tierplan.planner.plan",
     "Plan": "tierplan.planner.plan",
     "UnitPlan": "tierplan.planner.plan",
+    "UnitwisePlan": "tierplan.planner.plan",
     "POLICIES": "tierplan.planner.policies",
-    "lower": "tierplan.planner.lowering.unitwise",
+    "lower": "tierplan.planner.lowering",
     "plan": "tierplan.planner.solve",
     # predicting
     "OutOfMemory": "tierplan.sim.engine",
@@ -68,9 +72,13 @@ __all__ = [*sorted(_EXPORTS), "__version__"]
 if TYPE_CHECKING:
     from tierplan.hwmodels import load_machine as load_machine
     from tierplan.hwmodels.machine import Machine as Machine
-    from tierplan.planner.lowering.unitwise import lower as lower
+    from tierplan.planner.lowering import lower as lower
+    from tierplan.planner.plan import PackPlan as PackPlan
+    from tierplan.planner.plan import Packs as Packs
+    from tierplan.planner.plan import PagedPlan as PagedPlan
     from tierplan.planner.plan import Plan as Plan
     from tierplan.planner.plan import UnitPlan as UnitPlan
+    from tierplan.planner.plan import UnitwisePlan as UnitwisePlan
     from tierplan.sim.pricing import simulate_on
     from tierplan.sim.schedule import Buffer as Buffer
     from tierplan.sim.schedule import Op as Op

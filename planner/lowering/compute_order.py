@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Stage", "walk"]
@@ -26,7 +26,7 @@ class Stage:
     """The last one: gradients are complete after it."""
 
 
-def walk(plan: Plan, workload: Workload) -> list[Stage]:
+def walk(plan: UnitwisePlan, workload: Workload) -> list[Stage]:
     """The order of the compute stream: horizontal or vertical, the head's backward right behind its forward."""
     num_units, batches = len(workload.units), range(workload.training.gradient_accumulation_steps)
     head = num_units - 1

@@ -1,9 +1,9 @@
-"""Lowering: a plan becomes a schedule.
+"""Lowering of unit-wise plans: a walk along the compute stream.
 
 Every op is emitted with a *position*, the moment in the walk over compute ops at which it is wanted: a fetch some units
 before the op that needs it, an offload right behind the op that made it, an update behind its gradients. The list order
-is the order of positions, made consistent with who needs whose output. A first simulation then refines it
-(`tierplan.sim.analysis.ordering`). Names, contents and kinds are those of docs/design.md.
+is the order of positions, made consistent with who needs whose output. Names, contents and kinds are those of
+docs/design.md.
 """
 
 from __future__ import annotations
@@ -14,52 +14,26 @@ from dataclasses import asdict, replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, NVME
 from tierplan.planner.lowering.compute_order import Stage, walk
-from tierplan.planner.lowering.contention import order_under_contention
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
-from tierplan.planner.lowering.updates import Updates, is_late
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
-from tierplan.planner.several_devices.packs import lower_packs
-from tierplan.planner.several_devices.packs_unitwise import lower_packs_alone
-from tierplan.planner.several_devices.paged import lower_paged
-from tierplan.planner.several_devices.partition import partition
-from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.planner.lowering.updates import Updates
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
-__all__ = ["lower"]
+__all__ = ["unitwise_schedule"]
 
 
-def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = True) -> Schedule:
-    """The schedule of one optimizer step of `plan`, valid and in list order.
-
-    `refine` improves the order by a first simulation on the machine. Raises `PlanError` when plan, workload and machine
-    do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
-    """
-    plan.check(workload)
-    if plan.devices > machine.num_devices:
-        raise PlanError(
-            f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
-        )
-    if plan.packs is not None:
-        lower_them = lower_packs if plan.packs.devices > 1 else lower_packs_alone
-        return lower_them(plan, plan.packs, workload, machine)
-    if plan.paged_devices:
-        return lower_paged(plan, workload, machine)
+def unitwise_schedule(plan: UnitwisePlan, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step of a plan that has been checked, on one device of the machine."""
     if plan.tiles > 1:
         plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
     if plan.operator_tiles > 1:
         plan, workload = _with_cut_operators(plan, workload)
-    schedule = _Lowering(plan, workload).schedule(machine)
-    if plan.devices > 1:
-        return validate(order_under_contention(partition(schedule, plan.devices), machine))
-    if refine:
-        schedule = order_by_readiness(schedule, price(schedule, machine))
-    return validate(schedule)
+    return _Lowering(plan, workload).schedule(machine)
 
 
-def _with_cut_operators(plan: Plan, workload: Workload) -> tuple[Plan, Workload]:
+def _with_cut_operators(plan: UnitwisePlan, workload: Workload) -> tuple[UnitwisePlan, Workload]:
     """The plan and workload with each block's tiles as units of their own, which share the block's choices."""
     tiles = plan.operator_tiles
     choices: list[UnitPlan] = []
@@ -71,7 +45,7 @@ def _with_cut_operators(plan: Plan, workload: Workload) -> tuple[Plan, Workload]
 class _Lowering:
     """Builds the schedule by walking the compute stream."""
 
-    def __init__(self, plan: Plan, workload: Workload) -> None:
+    def __init__(self, plan: UnitwisePlan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
         self.training, self.units = workload.training, workload.units
         self.choice: dict[str, UnitPlan] = {u.name: c for u, c in zip(self.units, plan.units, strict=True)}
@@ -89,7 +63,6 @@ class _Lowering:
         self.turns_per_unit = self.training.gradient_accumulation_steps if vertical else 1
 
     def schedule(self, machine: Machine) -> Schedule:
-        self._check_places()
         self.updates.declare_homes()
         self.updates.late()
         for stage in self.stages:
@@ -112,28 +85,11 @@ class _Lowering:
             "units": [
                 {
                     **u.record([self.choice[u.name].action(k) for k in range(len(u.saved))]),
-                    "late_update": is_late(self.plan, self.choice[u.name]),
+                    "late_update": self.plan.is_late(self.choice[u.name]),
                 }
                 for u in self.units
             ],
         }
-
-    def _check_places(self) -> None:
-        for unit, choice in zip(self.units, self.plan.units, strict=True):
-            if self.plan.semantics == "delayed-1" and (choice.grads == "nvme" or choice.states == "device"):
-                raise PlanError(
-                    f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
-                    "update runs on the host with gradients that waited in host memory"
-                )
-            if is_late(self.plan, choice) and choice.grads == "nvme":
-                raise PlanError(
-                    f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory: use 'host'"
-                )
-            if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
-                raise PlanError(
-                    f"unit {unit.name!r} keeps optimizer states on the device, but parameters in {choice.params!r} and "
-                    f"gradients in {choice.grads!r}; an update on the device needs all three there"
-                )
 
     # ---- copies ----
 

@@ -8,23 +8,18 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
 from tierplan.planner.lowering.compute_order import Stage
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder, Position
 from tierplan.sim.parts import part_content, part_ranges
 from tierplan.sim.workloads.workload import Unit, Workload
 
-__all__ = ["TIER_OF", "Updates", "is_late"]
+__all__ = ["TIER_OF", "Updates"]
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
 WIDE_BYTES = 4
 """Bytes per parameter of a gradient in fp32."""
 NORM_BYTES = 4096
 """Room for the norms of one unit's parameters."""
-
-
-def is_late(plan: Plan, choice: UnitPlan) -> bool:
-    """Whether a unit's update waits for the next step: it then uses that step's forward, until it is needed."""
-    return choice.late_update and choice.states != "device" and plan.semantics == "in-backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class _WayHome:
 class Updates:
     """Emits the ops of gradients and updates; `*_home` says which buffer holds what at that point of the walk."""
 
-    def __init__(self, made: Builder, plan: Plan, workload: Workload, turns: list[str]) -> None:
+    def __init__(self, made: Builder, plan: UnitwisePlan, workload: Workload, turns: list[str]) -> None:
         self.made, self.plan, self.turns = made, plan, turns
         self.training, self.units = workload.training, workload.units
         self.by_name = {u.name: u for u in workload.units}
@@ -72,7 +67,7 @@ class Updates:
             for k, part in enumerate(parts):
                 content, place = part_content(unit.name, k, len(parts)), TIER_OF[choice.states]
                 self.states_home[content] = made.home(content, place, len(part) * t.state_bytes, "states")
-            if self.plan.semantics == "delayed-1" or is_late(self.plan, choice):
+            if self.plan.semantics == "delayed-1" or self.plan.is_late(choice):
                 old = made.initial(f"grads/{unit.name}/mb0", HOST, n * t.grad_bytes, "grads")
                 self.old_grads[unit.name] = old
 
@@ -145,9 +140,9 @@ class Updates:
             if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
                 grads = self._widen(stage, unit, grads)
             self.grads[unit.name] = self.made.move((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
-        if self.plan.semantics == "in-backward" and not is_late(self.plan, choice):
+        if self.plan.semantics == "in-backward" and not self.plan.is_late(choice):
             self._update(unit, float(stage.step), self.grads[unit.name])
-        elif self.plan.semantics == "delayed-1" or is_late(self.plan, choice):
+        elif self.plan.semantics == "delayed-1" or self.plan.is_late(choice):
             self.made.outlives(grads, self.old_grads[unit.name])
 
     def _widen(self, stage: Stage, unit: Unit, grads: str) -> str:
@@ -185,7 +180,7 @@ class Updates:
         do not hold back those of this step's forward.
         """
         for u, unit in enumerate(self.units):
-            if unit.num_parameters and is_late(self.plan, self.choice[unit.name]):
+            if unit.num_parameters and self.plan.is_late(self.choice[unit.name]):
                 ahead = self.plan.prefetch_params_units + 1
                 self._update(unit, float((u - ahead) * self.turns_per_unit), self.old_grads[unit.name])
         if self.waiting_home:  # forward is to use what the last of them has made

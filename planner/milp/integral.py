@@ -13,7 +13,7 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Margins, build, fractions, with_actions
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solution, solve
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import UnitwisePlan
 
 __all__ = ["Whole", "solve_whole"]
 
@@ -26,7 +26,7 @@ DUST = 1e-6
 class Whole:
     """A solution in whole actions."""
 
-    plan: Plan
+    plan: UnitwisePlan
     step_s: float
     """In the program: placements are shares, transfers are fluid."""
     bound_s: float
@@ -70,7 +70,7 @@ def solve_whole(
     decided = with_actions(model, actions_of(problem, rounded))
     found = solve(decided.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=seed, start=relaxed.basis)
     solutions = [relaxed, found]
-    best: tuple[Plan, float] | None = None
+    best: tuple[UnitwisePlan, float] | None = None
     if found.usable:
         shares = fractions(decided, found)
         best = round_to_plan(problem, fractions(model, found)), shares.step_s

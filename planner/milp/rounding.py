@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.milp.model import Fractions
-from tierplan.planner.plan import ACTIONS, Action, Plan, UnitPlan
+from tierplan.planner.plan import ACTIONS, Action, UnitPlan, UnitwisePlan
 
 __all__ = ["actions_of", "round_to_plan"]
 
@@ -22,7 +22,7 @@ Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
 
 
-def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> Plan:
+def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> UnitwisePlan:
     """The plan nearest to the solution's shares, in the sense of the module's docstring."""
     modes = _diffuse(
         shares.place,
@@ -41,11 +41,13 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
         for u, name in zip(with_group, chosen, strict=True):
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
-    plan = Plan(policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles)
+    plan = UnitwisePlan(
+        policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles
+    )
     return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
 
 
-def _without_late_uploads(plan: Plan) -> Plan:
+def _without_late_uploads(plan: UnitwisePlan) -> UnitwisePlan:
     """With updates behind backward: no parameters at home on the device, but updated elsewhere, behind fetched ones.
 
     Their way home is the last thing that the link does in a step, and waits for the last updates; the next forward's
@@ -65,7 +67,7 @@ def _without_late_uploads(plan: Plan) -> Plan:
     )
 
 
-def actions_of(problem: Problem, plan: Plan) -> list[list[str]]:
+def actions_of(problem: Problem, plan: UnitwisePlan) -> list[list[str]]:
     """By unit and group of tensors: the plan's action."""
     return [
         [choice.action(group.slots[0]) if group.slots else choice.input for group in unit.groups]

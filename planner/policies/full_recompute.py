@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -18,12 +18,12 @@ NAME = "full-recompute"
 OPTIONS: Mapping[str, object] = {"every": 1, "semantics": None}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device; blocks are recomputed in segments of `every`."""
     options = read_options(NAME, given, OPTIONS)
     every = int(number(NAME, options, "every", low=1))
     units = tuple(UnitPlan(acts="recompute" if unit.kind == "block" else "keep") for unit in workload.units)
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=units,
         segment_units=every,

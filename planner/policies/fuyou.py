@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.plan import Action, Plan, PlanError, UnitPlan
+from tierplan.planner.plan import Action, PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -36,7 +36,7 @@ SMALL_FRAC = 0.02
 """Saved tensors below this share of their block (statistics of norms and attention) stay on the device."""
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Parameters and states on NVMe, updates in backward, activations swapped or recomputed by the convex rule."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
@@ -66,7 +66,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         units.append(
             UnitPlan(params="nvme", grads="device", states="nvme", input=lower, acts=acts)  # type: ignore[arg-type]
         )
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.plan import Packs, Plan, PlanError, UnitPlan
+from tierplan.planner.lowering.list_order import refine_order
+from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
-from tierplan.planner.several_devices.packs import lower_packs
+from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload
@@ -37,29 +37,26 @@ OPTIONS: Mapping[str, object] = {
 }
 SEARCHED, SEARCHED_ALONE = 9, 4
 """Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
-Runs = tuple[tuple[int, int], ...]
 
 
-def single(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def single(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     """Harmony on one GPU."""
     return _policy("harmony", "data", workload, machine, {"devices": 1, **given})
 
 
-def data_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def data_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     """Harmony's data parallelism over all GPUs."""
     return _policy("harmony-dp", "data", workload, machine, given)
 
 
-def pipeline(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def pipeline(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     """Harmony's wrap-around pipeline over all GPUs."""
     return _policy("harmony-pp", "pipeline", workload, machine, given)
 
 
-def _policy(
-    name: str, form: Literal["data", "pipeline"], workload: Workload, machine: Machine, given: Mapping[str, object]
-) -> Plan:
+def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     options = read_options(name, given, OPTIONS)
-    have = sum(tier.kind == "device" for tier in machine.tiers)
+    have = machine.num_devices
     asked = int(number(name, options, "devices", low=0, high=have))
     batches = workload.training.gradient_accumulation_steps
     if form == "data" and asked > batches:
@@ -72,10 +69,8 @@ def _policy(
     capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier(DEVICE).capacity_bytes
     wanted = int(number(name, options, "pack", low=0))
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted
-    plain = Plan(policy=name, units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),
-                 options={**options, "devices": devices})  # fmt: skip
 
-    def with_packs(forward: Runs, backward: Runs) -> Plan:
+    def with_packs(forward: Runs, backward: Runs) -> PackPlan:
         packs = Packs(
             form=form,
             devices=devices,
@@ -84,7 +79,7 @@ def _policy(
             cleanup_s=number(name, options, "task_cleanup_s", low=0),
             host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
         )
-        return replace(plain, packs=packs)
+        return PackPlan(policy=name, packs=packs, options={**options, "devices": devices})
 
     tried = SEARCHED if devices > 1 else SEARCHED_ALONE
     backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd", tried)
@@ -95,7 +90,6 @@ def _policy(
             "use a smaller micro-batch or a larger device"
         )
     plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine)
-    assert plan.packs is not None
     backward = plan.packs.backward
     end = backward[-1][0]
     if wanted_forward and end and wanted_forward != wanted:
@@ -106,14 +100,14 @@ def _policy(
     return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine)
 
 
-def _quickest(plans: list[Plan], workload: Workload, machine: Machine) -> Plan:
+def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine) -> PackPlan:
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: _seconds(plan, workload, machine))
 
 
-def _seconds(plan: Plan, workload: Workload, machine: Machine) -> float:
-    assert plan.packs is not None
+def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
+    schedule = refine_order(pack_schedule(plan, workload, machine), machine, num_devices=plan.devices)
     try:
-        return simulate_on(lower_packs(plan, plan.packs, workload, machine), machine).duration_s
+        return simulate_on(schedule, machine).duration_s
     except OutOfMemory:
         return float("inf")
 

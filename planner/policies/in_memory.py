@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -13,10 +13,10 @@ NAME = "in-memory"
 OPTIONS: Mapping[str, object] = {"semantics": None}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device, all activations kept."""
     options = read_options(NAME, given, OPTIONS)
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=(UnitPlan(),) * len(workload.units),
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -18,7 +18,7 @@ NAME = "sliding-window"
 OPTIONS: Mapping[str, object] = {"window": 3, "semantics": None}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All in host memory; `window` blocks on the device, the computing one included."""
     options = read_options(NAME, given, OPTIONS)
     window = int(number(NAME, options, "window", low=1))
@@ -32,7 +32,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         )
         for unit in workload.units
     )
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=units,
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),

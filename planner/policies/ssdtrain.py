@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_WRITE
-from tierplan.planner.plan import Action, Plan, UnitPlan
+from tierplan.planner.plan import Action, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -32,7 +32,7 @@ INPUT = -1
 """Stands for a unit's input among its slots."""
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Saved tensors and inputs of blocks on NVMe, but for the tail that the drive could not store in time."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
@@ -45,7 +45,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         ]
         stays = unit.kind != "block" or (u, INPUT) in kept
         units.append(UnitPlan(input="keep" if stays else "nvme", acts=tuple(acts)))
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),

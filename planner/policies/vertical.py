@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, Plan, UnitPlan
+from tierplan.planner.plan import Place, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, has_nvme, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -17,7 +17,7 @@ NAME = "vertical"
 OPTIONS: Mapping[str, object] = {"prefetch": 1, "semantics": None}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
     options = read_options(NAME, given, OPTIONS)
     ahead = int(number(NAME, options, "prefetch", low=0))
@@ -32,7 +32,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         )
         for unit in workload.units
     )
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=units,
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),

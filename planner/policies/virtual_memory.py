@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import PagedPlan
 from tierplan.planner.policies.options import need_peer_links, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -19,15 +19,10 @@ NAME = "virtual-memory"
 OPTIONS: Mapping[str, object] = {"devices": 0}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PagedPlan:
     """Weights in and out for every use, on all devices (`devices`, 0: all that the machine has)."""
     options = read_options(NAME, given, OPTIONS)
-    have = sum(tier.kind == "device" for tier in machine.tiers)
+    have = machine.num_devices
     devices = int(number(NAME, options, "devices", low=0, high=have)) or have
     need_peer_links(NAME, machine, min(devices, workload.training.gradient_accumulation_steps))
-    return Plan(
-        policy=NAME,
-        units=(UnitPlan(params="host", grads="host", states="host"),) * len(workload.units),
-        paged_devices=devices,
-        options={**options, "devices": devices},
-    )
+    return PagedPlan(policy=NAME, devices=devices, options={**options, "devices": devices})

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, Plan, PlanError, UnitPlan
+from tierplan.planner.plan import Place, PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import (
     bounded_semantics,
     choice,
@@ -58,7 +58,7 @@ PARAMETER_BUFFER_SIZE, PARAMETERS_IN_HOST = 100_000_000, 1_000_000_000
 FP32_BYTES = 4
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Places as asked for; blocks are recomputed from checkpoints; the optimizer runs after backward."""
     options = read_options(NAME, given, OPTIONS)
     lowest = "nvme" if has_nvme(machine) else "host"
@@ -90,7 +90,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         )
         for unit in workload.units
     )
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=units,
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, choice, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
@@ -20,7 +20,7 @@ NAME = "zero-offload"
 OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "semantics": None}
 
 
-def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> Plan:
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """The optimizer on the host, but for `device_frac` of it; activations recomputed per block (`checkpointing`)."""
     options = read_options(NAME, given, OPTIONS)
     on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_parameters
@@ -32,7 +32,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         if place == "device":
             on_device -= unit.num_parameters
         units.insert(0, UnitPlan(params="device", grads=place, states=place, acts=acts))  # type: ignore[arg-type]
-    return Plan(
+    return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import GB, Problem
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.moves import FAMILIES
 from tierplan.sim.analysis.completion import OutOfMemory, completes, out_of_memory
@@ -41,11 +42,15 @@ BETTER = 1 - 1e-4
 """A move counts as an improvement when it shortens the step by more than this."""
 
 
+PlanT = TypeVar("PlanT", bound=Plan)
+PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Generic[PlanT_co]):
     """A plan that was simulated, or the reason why it does not run."""
 
-    plan: Plan
+    plan: PlanT_co
     step_s: float | None
     reason: str = ""
     schedule: Schedule | None = None
@@ -113,21 +118,21 @@ class Evaluator:
     ) -> None:
         self.workload, self.machine, self.budget = workload, machine, budget
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
-        self.seen: dict[tuple[object, ...], Candidate] = {}
+        self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
 
-    def __call__(self, plan: Plan) -> Candidate:
+    def __call__(self, plan: PlanT) -> Candidate[PlanT]:
         """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason."""
-        key = tuple(getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
+        decisions = (getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
+        key = (type(plan), *decisions)
         known = self.seen.get(key)
         if known is None:
             began_s = time.process_time()
-            known = self._simulate(plan)
+            known = self.seen[key] = self._simulate(plan)
             self.budget.last_s = time.process_time() - began_s
-            self.seen[key] = known
         return replace(known, plan=plan)
 
-    def _simulate(self, plan: Plan) -> Candidate:
+    def _simulate(self, plan: PlanT) -> Candidate[PlanT]:
         self.num_simulated += 1
         if too_large := self._too_large(plan):
             return too_large
@@ -158,15 +163,20 @@ class Evaluator:
             return Candidate(plan, None, reason, wear=wear)
         return Candidate(plan, steady.period_s, "", schedule, steady, wear=wear)
 
-    def _too_large(self, plan: Plan) -> Candidate | None:
+    def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
-        if plan.devices > 1 or len(plan.units) != len(self.workload.units) or plan.packs is not None:
-            return None
         training = self.workload.training
         held = {"device": 0, "host": 0, "nvme": 0}
-        for unit, choice in zip(self.workload.units, plan.units, strict=True):
-            held[choice.params] += unit.num_parameters * training.param_bytes
-            held[choice.states] += unit.num_parameters * training.state_bytes
+        match plan:
+            case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.workload.units):
+                for unit, choice in zip(self.workload.units, choices, strict=True):
+                    held[choice.params] += unit.num_parameters * training.param_bytes
+                    held[choice.states] += unit.num_parameters * training.state_bytes
+            case PagedPlan():
+                for unit in self.workload.units:
+                    held["host"] += plan.devices * unit.num_parameters * (training.param_bytes + training.state_bytes)
+            case UnitwisePlan() | PackPlan():
+                return None
         capacity = {t.kind: t for t in reversed(self.machine.tiers)}
         for kind, size in held.items():
             if kind in capacity and size > capacity[kind].capacity_bytes:
@@ -188,7 +198,7 @@ def check_memory(schedule: Schedule) -> None:
         raise out_of_memory(graph_of(schedule))
 
 
-def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
+def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> UnitwisePlan:
     """The plan with the updates late that backward has no time for.
 
     Updates are nested: the unit whose gradients come last is needed first. So whenever the host is free, the latest
@@ -230,7 +240,7 @@ def late_updates(problem: Problem, plan: Plan, *, stretch: float) -> Plan:
     return replace(plan, units=tuple(replace(choice, late_update=u in late) for u, choice in enumerate(plan.units)))
 
 
-def _backward_s(problem: Problem, plan: Plan, u: int) -> float:
+def _backward_s(problem: Problem, plan: UnitwisePlan, u: int) -> float:
     unit, choice = problem.units[u], plan.units[u]
     again = sum(g.recompute_s for g in unit.groups if g.slots and choice.action(g.slots[0]) == "recompute")
     update = unit.update_s if choice.states == "device" else 0.0
@@ -239,13 +249,13 @@ def _backward_s(problem: Problem, plan: Plan, u: int) -> float:
 
 def improve(
     problem: Problem,
-    start: Candidate,
+    start: Candidate[UnitwisePlan],
     evaluate: Evaluator,
     *,
     bound_s: float,
     good_frac: float,
     of_several_units: bool = True,
-) -> Candidate:
+) -> Candidate[UnitwisePlan]:
     """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound.
 
     Goes round the families of moves. On long chains, where neighbours are much alike, a family is left after a few
@@ -277,5 +287,5 @@ def improve(
     return best
 
 
-def _close(candidate: Candidate, bound_s: float, good_frac: float) -> bool:
+def _close(candidate: Candidate[Plan], bound_s: float, good_frac: float) -> bool:
     return candidate.step_s is not None and candidate.step_s <= bound_s * (1 + good_frac)

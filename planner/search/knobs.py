@@ -13,9 +13,13 @@ from typing import Any
 from tierplan.hwmodels.names import H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import PARTS, Problem
 from tierplan.planner.milp.model import Margins
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
 
 __all__ = ["Knobs", "tune"]
+
+Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
+"""Plans with these knobs and simulates; None where the program has no solution."""
 
 INF = float("inf")
 SETTINGS: Mapping[str, Sequence[Any]] = {
@@ -61,7 +65,7 @@ class Knobs:
 
 
 def tune(
-    trial: Callable[[Knobs], Candidate | None], *, goal_s: float, is_over: Callable[[], bool], stretch: float = 1.5
+    trial: Trial, *, goal_s: float, is_over: Callable[[], bool], stretch: float = 1.5
 ) -> tuple[Knobs, float] | None:
     """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`.
 
@@ -88,9 +92,7 @@ def tune(
     return best, best_s
 
 
-def _first_that_fits(
-    trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool], first_stretch: float
-) -> tuple[Knobs, float] | None:
+def _first_that_fits(trial: Trial, is_over: Callable[[], bool], first_stretch: float) -> tuple[Knobs, float] | None:
     """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
     for device, host in (
         (1.0, 2.0),
@@ -115,9 +117,7 @@ def _first_that_fits(
     return None
 
 
-def _along(
-    name: str, knobs: Knobs, step_s: float, trial: Callable[[Knobs], Candidate | None], is_over: Callable[[], bool]
-) -> tuple[Knobs, float]:
+def _along(name: str, knobs: Knobs, step_s: float, trial: Trial, is_over: Callable[[], bool]) -> tuple[Knobs, float]:
     """Walks along one knob's settings from where it stands, both ways, with one setting of patience."""
     settings = list(SETTINGS[name])
     at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, PARTS, Mode, Problem
-from tierplan.planner.plan import ACTIONS, Plan, UnitPlan
+from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 
 __all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_parts", "with_placement", "with_windows"]
 
@@ -17,16 +17,16 @@ WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1,
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 SHORT_CHAIN = 6
 
-Move = Callable[[Plan], Plan | None]
+Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
 RANK = {"device": 0, "host": 1, "nvme": 2}
 
 
-def _promotions(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One unit's states or parameters a tier up, as long as memory has room: what rounding and margins left unused."""
 
     def up(u: int, part: str) -> Move:
-        def move(plan: Plan) -> Plan | None:
+        def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
             now = RANK[getattr(choice, part)]
             other = "params" if part == "states" else "states"
@@ -43,7 +43,7 @@ def _promotions(problem: Problem, plan: Plan) -> Iterator[Move]:
             yield up(u, part)
 
 
-def _kept(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _kept(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One more tensor kept, the dearest to make again first; or moved rather than made again."""
     found = []
     for u, unit in enumerate(problem.units):
@@ -62,29 +62,29 @@ def _kept(problem: Problem, plan: Plan) -> Iterator[Move]:
                 yield act(u, g, "host")
 
 
-def _windows(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     for windows in WINDOWS:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
 
 
-def _loosened(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
     free = {"strict_windows": False, "updates_in_flight": 0, "write_back": "at once", "hold_updates": False}
     yield lambda plan: replace(plan, **free)  # type: ignore[arg-type]
     yield lambda plan: with_parts(replace(plan, **free), PARTS[0])  # type: ignore[arg-type]
 
 
-def _parts(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _parts(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """States on NVMe in larger or smaller parts, at once for all units."""
     for num_parts in PARTS:
         yield lambda plan, num_parts=num_parts: with_parts(plan, num_parts)  # type: ignore[misc]
 
 
-def _lateness(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One update late, or no longer."""
 
     def toggle(u: int) -> Move:
-        def move(plan: Plan) -> Plan | None:
+        def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
             if choice.states == "device" or plan.semantics != "in-backward":
                 return None
@@ -96,14 +96,14 @@ def _lateness(problem: Problem, plan: Plan) -> Iterator[Move]:
         yield toggle(u)
 
 
-def _placements(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _placements(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Any other placement of one unit."""
     for u in _spread(len(plan.units)):
         for k in problem.modes(u):
             yield lambda plan, u=u, k=k: with_placement(plan, u, MODES[k])  # type: ignore[misc]
 
 
-def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Any other action on one unit's tensor, or on its input."""
     for u in _spread(len(plan.units)):
         for g, group in enumerate(problem.units[u].groups):
@@ -115,13 +115,13 @@ def _actions(problem: Problem, plan: Plan) -> Iterator[Move]:
                 yield lambda plan, u=u, g=g, action=action: with_action(plan, problem, u, g, action)  # type: ignore[misc]
 
 
-def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _swaps(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Two units exchange their placements: where along the chain something lives also matters."""
     order = _spread(len(plan.units))
     for i, u in enumerate(order):
         for v in order[i + 1 :]:
 
-            def move(plan: Plan, u: int = u, v: int = v) -> Plan | None:
+            def move(plan: UnitwisePlan, u: int = u, v: int = v) -> UnitwisePlan | None:
                 a, b = plan.units[u], plan.units[v]
                 if (a.params, a.states, a.grads, a.late_update) == (b.params, b.states, b.grads, b.late_update):
                     return None
@@ -130,7 +130,7 @@ def _swaps(problem: Problem, plan: Plan) -> Iterator[Move]:
             yield move
 
 
-def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
+def _joint(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """On short chains: placement and action of one unit at once, then of two units at once."""
     num = len(plan.units)
     if num > SHORT_CHAIN:
@@ -140,7 +140,7 @@ def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
     ]
 
     def both(*changes: tuple[int, int, str]) -> Move:
-        def move(plan: Plan) -> Plan | None:
+        def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             for u, k, action in changes:
                 plan = with_placement(plan, u, MODES[k])
                 for g, group in enumerate(problem.units[u].groups):
@@ -165,7 +165,7 @@ def _joint(problem: Problem, plan: Plan) -> Iterator[Move]:
                     yield both((u, k, action), (v, j, other))
 
 
-FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
+FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _loosened,
     _promotions,
     _kept,
@@ -179,7 +179,7 @@ FAMILIES: tuple[Callable[[Problem, Plan], Iterator[Move]], ...] = (
 )
 
 
-def with_placement(plan: Plan, u: int, mode: Mode) -> Plan:
+def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
     """The plan with this placement of one unit."""
     choice = plan.units[u]
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
@@ -202,7 +202,7 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
     )
 
 
-def with_action(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Plan:
+def with_action(plan: UnitwisePlan, problem: Problem, u: int, g: int, action: str) -> UnitwisePlan:
     """The plan with this action on one group of a unit's tensors."""
     choice, group = plan.units[u], problem.units[u].groups[g]
     if not group.slots:
@@ -213,7 +213,7 @@ def with_action(plan: Plan, problem: Problem, u: int, g: int, action: str) -> Pl
     return _with_unit(plan, u, replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0]))
 
 
-def _with_unit(plan: Plan, u: int, choice: UnitPlan) -> Plan:
+def _with_unit(plan: UnitwisePlan, u: int, choice: UnitPlan) -> UnitwisePlan:
     units = list(plan.units)
     units[u] = choice
     return replace(plan, units=tuple(units))
@@ -229,13 +229,13 @@ def _spread(num: int) -> Sequence[int]:
     return [u for u in dict.fromkeys(order) if u < num]
 
 
-def with_windows(plan: Plan, windows: tuple[int, int, int]) -> Plan:
+def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:
     """The plan with these prefetch windows: parameters, activations, states."""
     params, acts, states = windows
     return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
 
 
-def with_parts(plan: Plan, num_parts: int) -> Plan:
+def with_parts(plan: UnitwisePlan, num_parts: int) -> UnitwisePlan:
     """The plan with states on NVMe travelling in so many parts."""
     units = [replace(choice, state_parts=num_parts if choice.states == "nvme" else 1) for choice in plan.units]
     return replace(plan, units=tuple(units))

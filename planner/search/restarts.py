@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, Problem
-from tierplan.planner.plan import ACTIONS, Plan
+from tierplan.planner.plan import ACTIONS, UnitwisePlan
 from tierplan.planner.search.candidates import BETTER, Candidate, Evaluator, improve
 from tierplan.planner.search.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
 
@@ -24,8 +24,14 @@ TRIES = 20
 
 
 def improve_from_elsewhere(
-    problem: Problem, start: Candidate, evaluate: Evaluator, *, bound_s: float, good_frac: float, seed: int
-) -> Candidate:
+    problem: Problem,
+    start: Candidate[UnitwisePlan],
+    evaluate: Evaluator,
+    *,
+    bound_s: float,
+    good_frac: float,
+    seed: int,
+) -> Candidate[UnitwisePlan]:
     """The best that descents from random changes of `start` reach; `start` itself for long chains."""
     if len(problem.units) > SHORT_CHAIN:
         return start
@@ -45,7 +51,9 @@ def improve_from_elsewhere(
     return best
 
 
-def _elsewhere(problem: Problem, plan: Plan, evaluate: Evaluator, rng: random.Random) -> Candidate | None:
+def _elsewhere(
+    problem: Problem, plan: UnitwisePlan, evaluate: Evaluator, rng: random.Random
+) -> Candidate[UnitwisePlan] | None:
     """A plan that fits, with some units changed at random."""
     num = len(problem.units)
     for _ in range(TRIES):
@@ -60,7 +68,7 @@ def _elsewhere(problem: Problem, plan: Plan, evaluate: Evaluator, rng: random.Ra
     return None
 
 
-def _with_random_unit(problem: Problem, plan: Plan, u: int, rng: random.Random) -> Plan:
+def _with_random_unit(problem: Problem, plan: UnitwisePlan, u: int, rng: random.Random) -> UnitwisePlan:
     plan = with_placement(plan, u, MODES[rng.choice(problem.modes(u))])
     for g, group in enumerate(problem.units[u].groups):
         able = ["keep"]

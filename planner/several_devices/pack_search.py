@@ -15,17 +15,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import Literal
 
-from tierplan.planner.plan import Packs
+from tierplan.planner.plan import PackForm, PackPlan, Packs, Runs
 from tierplan.planner.search.candidates import BETTER, Candidate, Evaluator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 
 __all__ = ["balanced", "improve_packs", "neighbours"]
 
-Runs = tuple[tuple[int, int], ...]
-Form = Literal["pipeline", "data"]
-Numbers = tuple[Form, int, int]
+Numbers = tuple[PackForm, int, int]
 """Form, number of backward packs, number of forward packs."""
 SHIFTS = (1, -1, 2, -2, 4, -4)
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST_SIMULATIONS = 0.4, 0.6
@@ -49,7 +46,9 @@ PROMISING = 1.02
 """A move is simulated when the estimate is at most this much above the best plan's."""
 
 
-def improve_packs(start: Candidate, evaluate: Evaluator, *, spent_frac: float, seed: int = 0) -> Candidate:
+def improve_packs(
+    start: Candidate[PackPlan], evaluate: Evaluator, *, spent_frac: float, seed: int = 0
+) -> Candidate[PackPlan]:
     """The best packs found, no slower than `start`, until this part of the budget is spent."""
     search = _Search(start, evaluate, spent_frac, seed)
     found = search.by_estimate()
@@ -92,8 +91,7 @@ def _greedy(sums: Sequence[float], sizes: Sequence[float], reach: Sequence[int],
 
 
 class _Search:
-    def __init__(self, start: Candidate, evaluate: Evaluator, spent_frac: float, seed: int) -> None:
-        assert start.plan.packs is not None
+    def __init__(self, start: Candidate[PackPlan], evaluate: Evaluator, spent_frac: float, seed: int) -> None:
         self.start, self.evaluate, self.budget = start, evaluate, evaluate.budget
         self.packs = start.plan.packs
         self.rng = random.Random(seed)
@@ -149,7 +147,7 @@ class _Search:
 
     def _shapes(self) -> list[Packs]:
         """Balanced packs, best first: all forms and numbers with equal packs, then other sizes of the ends."""
-        forms: tuple[Form, ...] = ("pipeline", "data") if self.packs.devices > 1 else (self.packs.form,)
+        forms: tuple[PackForm, ...] = ("pipeline", "data") if self.packs.devices > 1 else (self.packs.form,)
         numbers: dict[Packs, Numbers] = {}
         for form, backward, forward in product(forms, self._numbers("bwd"), self._numbers("fwd")):
             packs = self._shape((form, backward, forward), 1.0, 1.0, 1.0)
@@ -225,7 +223,6 @@ class _Search:
         while moved:
             moved = False
             packs = self.best.plan.packs
-            assert packs is not None
             limit = self._estimated_s(packs) * PROMISING
             for changed in sorted(neighbours(packs), key=self._estimated_s):
                 if self._is_over(1.0) or self._estimated_s(changed) > limit:

@@ -6,8 +6,8 @@ backward tasks recompute, a backward task sends its gradients to host memory, wh
 the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
 peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
 
-One op stands for a whole pack. That is enough to choose packs by; on one device `lowering_packs_alone` has the ops of
-each unit, for the runtime.
+One op stands for a whole pack. That is enough to choose packs by; on one device `packs_unitwise` has the ops of each
+unit, for the runtime.
 """
 
 from __future__ import annotations
@@ -17,40 +17,17 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
-from tierplan.planner.lowering.contention import order_under_contention
-from tierplan.planner.plan import Packs, Plan, PlanError
-from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.planner.plan import PackPlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
-__all__ = ["PackLowering", "Task", "check_packs", "lower_packs"]
+__all__ = ["PackLowering", "Task", "pack_schedule"]
 
 
-def lower_packs(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload or the machine."""
-    check_packs(packs, workload, machine)
-    schedule = PackLowering(plan, packs, workload).schedule(machine)
-    if packs.devices == 1:
-        return validate(order_by_readiness(schedule, price(schedule, machine)))
-    return validate(order_under_contention(schedule, machine))
-
-
-def check_packs(packs: Packs, workload: Workload, machine: Machine) -> None:
-    """Raises `PlanError` where packs leave out units, take some twice, or want more devices than the machine has."""
-    if not 1 <= packs.devices <= machine.num_devices:
-        raise PlanError(
-            f"the plan wants {packs.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
-        )
-    num_units = len(workload.units)
-    for name, runs, end in (
-        ("backward", packs.backward, num_units),
-        ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
-    ):
-        borders = [0, *(b for _, b in runs)]
-        if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
-            raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
+def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
+    return PackLowering(plan, workload).schedule(machine)
 
 
 @dataclass
@@ -76,10 +53,10 @@ class Task:
 
 
 class PackLowering:
-    """Builds the schedule turn by turn, with one op per pack; `_AloneLowering` overrides what differs unit by unit."""
+    """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
 
-    def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
-        self.plan, self.packs, self.workload = plan, packs, workload
+    def __init__(self, plan: PackPlan, workload: Workload) -> None:
+        self.plan, self.packs, self.workload = plan, plan.packs, workload
         self.units, self.training = workload.units, workload.training
         self.made = Builder()
         self.params_home: dict[str, str] = {}
@@ -87,7 +64,7 @@ class PackLowering:
         self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
         self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
         self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
-        self.stash_at = {a for a, _ in packs.backward[:-1]}
+        self.stash_at = {a for a, _ in self.packs.backward[:-1]}
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
 
     # ---- tasks and their order ----

@@ -1,6 +1,6 @@
 """Packs on one device, unit by unit: a schedule that the runtime executes.
 
-Turns, transfers and their order are those of `lowering_packs`. Where that has one op for a whole pack, here every unit
+Turns, transfers and their order are those of `packs`. Where that has one op for a whole pack, here every unit
 has its own: its forward hands over to the next unit, a recomputation makes the input of the next unit again too, and
 gradients are buffers of one unit each. The last backward pack's forward is the only one whose saved tensors are kept.
 
@@ -13,33 +13,24 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST
-from tierplan.planner.plan import Packs, Plan, PlanError
-from tierplan.planner.several_devices.packs import PackLowering, Task, check_packs
-from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, validate
+from tierplan.planner.plan import PackPlan
+from tierplan.planner.several_devices.packs import PackLowering, Task
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload
 
-__all__ = ["lower_packs_alone"]
+__all__ = ["unitwise_pack_schedule"]
 
 
-def lower_packs_alone(plan: Plan, packs: Packs, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step. Raises `PlanError` when the packs do not cover the workload."""
-    check_packs(packs, workload, machine)
-    if any(unit.shares for unit in workload.units[:-1]):
-        raise PlanError(
-            f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs are "
-            "for chains of blocks: choose another policy"
-        )
-    schedule = _AloneLowering(plan, packs, workload).schedule(machine)
-    return validate(order_by_readiness(schedule, price(schedule, machine)))
+def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step of a plan that has been checked, on one device."""
+    return _UnitwiseLowering(plan, workload).schedule(machine)
 
 
-class _AloneLowering(PackLowering):
+class _UnitwiseLowering(PackLowering):
     """As `PackLowering`, with ops and buffers of each unit."""
 
-    def __init__(self, plan: Plan, packs: Packs, workload: Workload) -> None:
-        super().__init__(plan, packs, workload)
+    def __init__(self, plan: PackPlan, workload: Workload) -> None:
+        super().__init__(plan, workload)
         self.grads: dict[str, str] = {}  # of a unit, accumulated so far
         self.tied: dict[tuple[str, int], str] = {}
         self.may_begin: list[str] = []

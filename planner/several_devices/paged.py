@@ -12,26 +12,25 @@ from dataclasses import asdict
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
-from tierplan.planner.lowering.contention import order_under_contention
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import PagedPlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.schedule import Schedule, validate
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
-__all__ = ["lower_paged"]
+__all__ = ["paged_schedule"]
 
 
-def lower_paged(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step: `plan.paged_devices` devices, which share the micro-batches."""
-    return validate(order_under_contention(_Paged(plan, workload).schedule(machine), machine))
+def paged_schedule(plan: PagedPlan, workload: Workload, machine: Machine) -> Schedule:
+    """The schedule of one step of a plan that has been checked."""
+    return _Paged(plan, workload).schedule(machine)
 
 
 class _Paged:
     """Builds the schedule in list order, device by device."""
 
-    def __init__(self, plan: Plan, workload: Workload) -> None:
+    def __init__(self, plan: PagedPlan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
-        self.n = plan.paged_devices
+        self.n = plan.devices
         self.made = Builder()
         self.home: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
         self.last: list[str] = [""] * self.n

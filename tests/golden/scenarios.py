@@ -143,7 +143,7 @@ def by_hand(*choices: Mapping[str, Any], **settings: Any) -> Decide:
             else:
                 places = {k: v for k, v in choices[0].items() if k in ("params", "grads", "states")}
                 units.append(tp.UnitPlan(**places))
-        return tp.Plan(policy="by hand", units=tuple(units), **settings)
+        return tp.UnitwisePlan(policy="by hand", units=tuple(units), **settings)
 
     return decide
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.milp.amounts import MODES, Problem
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MB = 1_000_000
@@ -125,7 +125,7 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
     )
 
 
-def random_plan(rng: random.Random, problem: Problem) -> Plan:
+def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
     """Any plan, sensible or not."""
     units = []
     for u, (unit, amounts) in enumerate(zip(problem.workload.units, problem.units, strict=True)):
@@ -142,7 +142,7 @@ def random_plan(rng: random.Random, problem: Problem) -> Plan:
                 late_update=rng.random() < 0.3,
             )
         )
-    return Plan(
+    return UnitwisePlan(
         policy="random",
         units=tuple(units),
         semantics=problem.semantics,

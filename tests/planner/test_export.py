@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.planner.plan_file import KEY, PlanFileError, load_plan, save_plan
 from tierplan.planner.solve import plan
 from tierplan.sim.schedule_file import load_schedule, save_schedule
@@ -33,6 +34,21 @@ def test_a_plan_comes_back(path, planned):
     assert found.prediction == {"step_s": result.step_s, "interval_s": None}
     assert found.solver["gap"] == result.gap
     assert [op.key for op in found.schedule.ops] == [op.key for op in result.schedule.ops]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PackPlan(policy="test", packs=Packs(form="pipeline", devices=2, forward=((0, 2),), backward=((0, 2), (2, 5)))),
+        PagedPlan(policy="test", devices=3),
+    ],
+    ids=lambda other: other.kind,
+)
+def test_every_kind_of_plan_comes_back(tmp_path, planned, other):
+    workload, machine, result = planned
+    save_plan(replace(result, plan=other), workload, machine, tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["meta"][KEY]["plan"]["kind"] == other.kind
+    assert load_plan(tmp_path / "plan.json").plan == other
 
 
 def test_a_plan_is_a_schedule_file(path, planned):
@@ -62,6 +78,9 @@ def edited(path, change):
         (lambda r: r["meta"][KEY].update(extra=1), "unknown field 'extra'"),
         (lambda r: r["meta"][KEY].update(version=99), "version 99"),
         (lambda r: r["meta"][KEY]["plan"].pop("order"), "lacks the field 'order'"),
+        (lambda r: r["meta"][KEY]["plan"].update(packs=None), "unknown field 'packs'"),
+        (lambda r: r["meta"][KEY]["plan"].update(kind="packs"), "unknown field"),
+        (lambda r: r["meta"][KEY]["plan"].pop("kind"), "kind is None; it must be unitwise or packs or paged"),
         (lambda r: r["meta"][KEY]["plan"]["units"][0].update(colour="red"), "unknown field 'colour'"),
         (lambda r: r["meta"][KEY]["plan"].update(units=3), "must be a list"),
         (lambda r: r["ops"][0]["work"].update(bytes=1.0), "not the one that the planner wrote"),

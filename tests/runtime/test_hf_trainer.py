@@ -12,7 +12,7 @@ import transformers as hf
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay

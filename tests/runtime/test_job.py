@@ -20,7 +20,7 @@ from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.cli import main
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.data.text import TokenBatches
 from tierplan.runtime.memory.arena import PAGE_BYTES

@@ -16,7 +16,7 @@ from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_
 from tests.runtime.test_trainer import CPU, machine
 from tests.runtime.test_trainer import check as train_both
 from tests.toys import uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model

@@ -15,8 +15,8 @@ from torch import nn
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.executor import OutOfMemoryError
 from tierplan.runtime.execution.ops import SizeError
 from tierplan.runtime.memory.store import StoreError
@@ -48,7 +48,7 @@ def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
 def check(
     model: nn.Module,
     training: Training,
-    plan: Plan | UnitPlan,
+    plan: UnitwisePlan | UnitPlan,
     nvme_dir: Path,
     *,
     on: Machine | None = None,
@@ -107,7 +107,7 @@ def test_every_family(family: str, dtype: str, accumulation: int, clip: float | 
     check(model, training, random_choices(model, training, seed=f"{family}{dtype}{accumulation}{clip}"), tmp_path)
 
 
-def random_choices(model: nn.Module, training: Training, seed: str) -> Plan:
+def random_choices(model: nn.Module, training: Training, seed: str) -> UnitwisePlan:
     """A plan with everything different for each unit."""
     rng = random.Random(seed)
     workload = observed_workload(model, make_batches(1)[0], training)
@@ -123,7 +123,7 @@ def random_choices(model: nn.Module, training: Training, seed: str) -> Plan:
         units.append(
             UnitPlan(params=params, grads=grads, states=states, acts=acts, input=rng.choice(["keep", "host", "nvme"]))
         )  # type: ignore[arg-type]
-    return Plan(
+    return UnitwisePlan(
         policy="random",
         units=tuple(units),
         semantics="exact-clip" if training.max_grad_norm else "in-backward",

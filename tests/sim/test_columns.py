@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.sim.random_schedules import schedules
 from tests.toys import toy_machine, toy_workload
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.columns import columns_of
 from tierplan.sim.schedule import Schedule

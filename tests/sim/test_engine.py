@@ -13,7 +13,7 @@ from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.engine import OutOfMemory, SimulationError, simulate
 from tierplan.sim.pricing import simulate_on

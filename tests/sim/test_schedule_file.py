@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.sim.random_schedules import schedules
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 from tierplan.sim.schedule_file import ScheduleFileError, json_schema, load_schedule, save_schedule

@@ -20,6 +20,7 @@ from tierplan.commands.options.arguments import PICTURES, new_file, number, whol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tierplan.planner.plan import Plan
     from tierplan.planner.questions.what_if import Worth
     from tierplan.planner.solve import PlanResult
     from tierplan.sim.workloads.workload import Workload
@@ -167,17 +168,21 @@ def _shortages(error: object) -> list[dict[str, object]]:
 
 def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> dict[str, object]:
     """The result as one JSON object."""
+    from tierplan.planner.plan import UnitwisePlan
+
     training = workload.training
+    unitwise = result.plan if isinstance(result.plan, UnitwisePlan) else None
     found: dict[str, object] = {
         "fits": True,
         "policy": result.plan.policy,
-        "order": result.plan.order,
-        "tiles": result.plan.tiles,
+        "kind": result.plan.kind,
+        "order": unitwise.order if unitwise else None,
+        "tiles": unitwise.tiles if unitwise else None,
         "micro_batch": training.per_device_train_batch_size,
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
         "step_s": result.step_s,
-        "devices": result.plan.packs.devices if result.plan.packs else result.plan.devices,
+        "devices": result.plan.devices,
         "tokens_per_s": _tokens_per_s(result, workload),
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
@@ -212,9 +217,7 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
         f"  step time      {result.step_s:10.3f} s        {_tokens_per_s(result, workload):.1f} tokens/s",
         f"  no schedule is quicker than {result.lower_bound_s:.3f} s: gap {100 * result.gap:.1f} %",
         f"  bound by       {_shares(result.bound_by)}",
-        f"  decided by     {plan.policy}, {plan.order} order"
-        + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
-        + f", {plan.semantics}",
+        f"  decided by     {plan.policy}, {_shape(plan)}, {plan.semantics}",
         *_placements(result),
         *_on_devices(result),
         f"  searched       {result.num_simulated} plans in {result.total_s:.1f} s, {result.solve_s:.1f} s of it in the "
@@ -223,13 +226,13 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
     for tier, peak in result.steady.trace.peak_bytes.items():
         capacity = result.steady.trace.capacity_bytes[tier]
         lines.append(f"  peak {tier:10s}{peak / GB:10.2f} GB of {capacity / GB:.2f} GB")
-    lines.append(f"  published systems on the same model and machine{', for the same work' * (plan.devices > 1)}:")
+    lines.append(f"  published systems on the same model and machine{', for the same work' * (plan.num_batches > 1)}:")
     for name, policy in sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0])):
         if policy.step_s is None:
             lines.append(f"    {name:16s}  does not run: {in_short(policy.reason, lambda size: f'{size / GB:.1f} GB')}")
         else:
             other = "" if policy.same_numbers else "  (other numbers: delayed updates)"
-            same_work_s = policy.step_s * plan.devices / policy.devices
+            same_work_s = policy.step_s * plan.num_batches / policy.num_batches
             lines.append(f"    {name:16s}{same_work_s:10.3f} s   {same_work_s / result.step_s:6.2f} x{other}")
     if worths is not None:
         lines.append("  what a change would save per step (planned again):")
@@ -238,24 +241,39 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
 
 
 def _tokens_per_s(result: PlanResult, workload: Workload) -> float:
-    """Of all devices: those that train on micro-batches of their own do as many times the work."""
-    return workload.training.tokens_per_step * result.plan.devices / result.step_s
+    """Of all devices."""
+    return workload.training.tokens_per_step * result.plan.num_batches / result.step_s
+
+
+def _shape(plan: Plan) -> str:
+    from tierplan.planner.plan import PackPlan, PagedPlan, UnitwisePlan
+
+    match plan:
+        case UnitwisePlan():
+            return f"{plan.order} order" + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
+        case PackPlan():
+            return "in packs of units"
+        case PagedPlan():
+            return "weights paged for every use"
 
 
 def _on_devices(result: PlanResult) -> list[str]:
     """How several devices divide the work."""
-    plan, packs = result.plan, result.plan.packs
-    if packs is not None and packs.devices > 1:
-        how = "go round" if packs.form == "pipeline" else "visit each of"
-        sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
-        return [
-            f"  devices        packs of units {how} {packs.devices} devices, which share the micro-batches",
-            f"    forward      {sizes[0] or 'in the first backward pack'}",
-            f"    backward     {sizes[1]}",
-        ]
-    if plan.devices > 1:
-        return [f"  devices        {plan.devices}, each with micro-batches of its own and a part of the states"]
-    return []
+    from tierplan.planner.plan import PackPlan, UnitwisePlan
+
+    match result.plan:
+        case PackPlan(packs=packs) if packs.devices > 1:
+            how = "go round" if packs.form == "pipeline" else "visit each of"
+            sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
+            return [
+                f"  devices        packs of units {how} {packs.devices} devices, which share the micro-batches",
+                f"    forward      {sizes[0] or 'in the first backward pack'}",
+                f"    backward     {sizes[1]}",
+            ]
+        case UnitwisePlan(devices=devices) if devices > 1:
+            return [f"  devices        {devices}, each with micro-batches of its own and a part of the states"]
+        case _:
+            return []
 
 
 def _shares(shares: Mapping[str, float]) -> str:
@@ -264,7 +282,9 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 def _placements(result: PlanResult) -> list[str]:
     """How many units have what where, and what happens to activations, in two lines."""
-    if result.plan.packs is not None:
+    from tierplan.planner.plan import UnitwisePlan
+
+    if not isinstance(result.plan, UnitwisePlan):
         return []
     places: dict[str, int] = {}
     acts: dict[str, int] = {}

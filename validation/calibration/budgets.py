@@ -8,7 +8,7 @@ from math import ceil
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.engine import OutOfMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Action, Plan, UnitPlan
+from tierplan.planner.plan import Action, Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -38,12 +38,12 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     }
 
 
-def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> Plan:
+def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> UnitwisePlan:
     """The same for all blocks but the first; embedding and head keep what they save."""
     ends = UnitPlan(params=block.params, grads=block.grads, states=block.states)
     units = [block if u.kind == "block" else ends for u in workload.units]
     units[1] = first or block
-    return Plan(policy=name, units=tuple(units))
+    return UnitwisePlan(policy=name, units=tuple(units))
 
 
 def _every_other(block: Unit) -> tuple[Action, ...]:

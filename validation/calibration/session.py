@@ -16,7 +16,7 @@ from types import TracebackType
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.measure.units import profile_workload
 from tierplan.runtime.tracing.trace import trace_config

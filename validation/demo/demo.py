@@ -26,8 +26,8 @@ import numpy as np
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.solve import PlanResult, plan
 from tierplan.sim.analysis.steady import steady_state
@@ -143,7 +143,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
     others = replace(streamed, acts="keep")
     units = tuple(streamed if u.kind == "block" else others for u in workload.units)
-    passing = capacity_for("tight", "host", Plan(policy="all states on NVMe", units=units), workload, machine)
+    passing = capacity_for("tight", "host", UnitwisePlan(policy="all states on NVMe", units=units), workload, machine)
     states = workload.num_parameters * workload.training.state_bytes
     return in_memory, with_capacity(machine, {"host": _whole_mib(passing + STATES_FRAC * states)})
 
@@ -352,11 +352,14 @@ def _capacity(result: DemoResult, tier: str) -> int:
 
 def _where(result: DemoResult) -> str:
     """What the plan decided, in one line: units by place of states, saved tensors by action."""
-    states = Counter(choice.states for choice in result.planned.plan.units)
+    plan = result.planned.plan
+    if not isinstance(plan, UnitwisePlan):
+        return f"all parameters and optimizer states in host memory ({plan.kind})"
+    states = Counter(choice.states for choice in plan.units)
     actions: Counter[str] = Counter()
-    for unit, choice in zip(result.workload.units, result.planned.plan.units, strict=True):
+    for unit, choice in zip(result.workload.units, plan.units, strict=True):
         for tensor in unit.saved:
             actions[choice.action(tensor.index)] += tensor.size_bytes
     places = ", ".join(f"{count} on {place}" for place, count in sorted(states.items()))
     acts = ", ".join(f"{action} {format_bytes(size)}" for action, size in sorted(actions.items()))
-    return f"optimizer states of {len(result.planned.plan.units)} units: {places}; saved tensors: {acts}"
+    return f"optimizer states of {len(plan.units)} units: {places}; saved tensors: {acts}"

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.compute_order import walk
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
 from tierplan.sim.workloads.workload import Workload
@@ -158,7 +158,7 @@ def test_windows_bound_how_many_units_are_on_the_device_at_once() -> None:
         assert peak == 6 * MIB * (window + 2)
 
 
-def in_parts(plan: Plan, num_parts: int) -> Plan:
+def in_parts(plan: UnitwisePlan, num_parts: int) -> UnitwisePlan:
     return replace(plan, units=tuple(replace(unit, state_parts=num_parts) for unit in plan.units))
 
 
@@ -231,7 +231,7 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(PlanError, match="update on the device needs all three there"):
         lower(uniform_plan(workload, UnitPlan(params="host", states="device")), workload, toy_machine())
     with pytest.raises(PlanError, match="has 6; make the plan"):
-        lower(Plan(policy="short", units=(UnitPlan(),)), workload, toy_machine())
+        lower(UnitwisePlan(policy="short", units=(UnitPlan(),)), workload, toy_machine())
     clipped = toy_workload(max_grad_norm=1.0)
     with pytest.raises(PlanError, match="exact-clip"):
         lower(uniform_plan(clipped, UnitPlan()), clipped, toy_machine())

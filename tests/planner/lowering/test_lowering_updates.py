@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.schedule import Op
 

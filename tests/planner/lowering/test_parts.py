@@ -22,7 +22,7 @@ def test_every_move_from_a_plan_in_parts_is_a_plan() -> None:
             for move in family(p, start):
                 changed = move(start)
                 if changed is not None:
-                    assert changed.check(workload) is changed
+                    changed.check(workload)
                     num_moves += 1
     assert num_moves > 100
 

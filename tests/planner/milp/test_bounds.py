@@ -12,7 +12,7 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound, shortages
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 
 
@@ -44,7 +44,7 @@ def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
     machine = small_machine(device_mb=70, host_mb=90)
     assert 8 * 10 * MB * workload.training.grad_bytes > 90 * MB
     choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_parts=16)
-    parking = Plan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
+    parking = UnitwisePlan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
     step_s = Evaluator(workload, machine, Budget(1e9))(parking).step_s
     assert step_s is not None
     p = problem(workload, machine, semantics="exact-clip")

@@ -12,8 +12,8 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.commands import compare_policies
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.lowering.unitwise import lower
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError

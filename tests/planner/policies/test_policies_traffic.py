@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from tierplan.hwmodels import load_machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PackPlan
 from tierplan.planner.policies import decide
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
@@ -145,7 +146,7 @@ def test_harmonys_own_packs_need_not_be_the_same_forward_and_backward() -> None:
     machine = load_machine("harmony-4x1080ti")
     options = {"devices": 2, "pack": 2, "pack_forward": 3}
     plan = decide("harmony-pp", workload, machine, options)
-    assert plan.packs is not None
+    assert isinstance(plan, PackPlan)
     assert plan.packs.forward == ((0, 3), (3, 6), (6, 9))
     schedule = lower(plan, workload, machine)
     whole, last = (sum(u.num_parameters for u in units) * 4 for units in (workload.units, workload.units[-2:]))

@@ -11,7 +11,7 @@ from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.capacities import ENDURANCE

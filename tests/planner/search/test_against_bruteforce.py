@@ -11,9 +11,9 @@ import pytest
 
 from tests.planner.instances import brute_force_instance
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Problem, problem
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 from tierplan.planner.search.moves import WINDOWS, with_windows
 from tierplan.planner.solve import InfeasiblePlan, plan
@@ -24,11 +24,11 @@ WITH_ALL_WINDOWS = 30
 """Of the quickest plans, so many are also simulated with all prefetch windows."""
 
 
-def all_plans(workload: Workload, machine: Machine) -> list[Plan]:
+def all_plans(workload: Workload, machine: Machine) -> list[UnitwisePlan]:
     """One action per unit's saved tensors, any placement, late updates or not."""
     p = problem(workload, machine, semantics="in-backward")
     choices = [_choices(p, u) for u in range(len(p.units))]
-    return [Plan(policy="all", units=units) for units in itertools.product(*choices)]
+    return [UnitwisePlan(policy="all", units=units) for units in itertools.product(*choices)]
 
 
 def _choices(p: Problem, u: int) -> list[UnitPlan]:
@@ -51,7 +51,7 @@ def best_of_all(workload: Workload, machine: Machine) -> float | None:
     """
     evaluate = Evaluator(workload, machine, Budget(1e9))
     best = float("inf")
-    quick: list[tuple[float, int, Plan]] = []
+    quick: list[tuple[float, int, UnitwisePlan]] = []
     ranked = sorted(
         (busiest_s(made, workload, machine), i, made) for i, made in enumerate(all_plans(workload, machine))
     )
@@ -70,7 +70,7 @@ def best_of_all(workload: Workload, machine: Machine) -> float | None:
     return None if best == float("inf") else best
 
 
-def busiest_s(made: Plan, workload: Workload, machine: Machine) -> float:
+def busiest_s(made: UnitwisePlan, workload: Workload, machine: Machine) -> float:
     """Seconds of the stream that has most to do: no step is shorter."""
     schedule = lower(made, workload, machine, refine=False)
     costs = price(schedule, machine)
@@ -82,7 +82,7 @@ def busiest_s(made: Plan, workload: Workload, machine: Machine) -> float:
 
 def is_trivial(workload: Workload, machine: Machine) -> bool:
     """Whether everything may stay on the device."""
-    kept = Plan(policy="all", units=(UnitPlan(),) * len(workload.units))
+    kept = UnitwisePlan(policy="all", units=(UnitPlan(),) * len(workload.units))
     return Evaluator(workload, machine, Budget(1e9))(kept).fits
 
 

@@ -13,7 +13,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.search.batches import largest_batch, plan_sequences
 from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
 from tierplan.planner.solve import InfeasiblePlan, plan
@@ -123,7 +123,7 @@ def test_late_updates_do_not_change_what_is_moved():
     evaluate = Evaluator(workload, machine, Budget(100))
     p = problem(workload, machine, semantics="in-backward")
     places = UnitPlan(params="host", grads="host", states="nvme", acts="keep")
-    found = Plan(policy="test", units=(places,) * len(workload.units))
+    found = UnitwisePlan(policy="test", units=(places,) * len(workload.units))
     now, late = (evaluate(late_updates(p, found, stretch=s)) for s in (float("inf"), 0.0))
     assert now.schedule is not None
     assert late.schedule is not None

@@ -7,15 +7,14 @@ from typing import Any
 
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Packs, Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.sim.schedule import Op
 
 BLOCK = 3 * MIB
 """Parameters of a block of the toy workload."""
 WORKLOAD = toy_workload(4, tied=False, gradient_accumulation_steps=4)
 """embed, L0, L1, L2, L3, head."""
-HOST = (UnitPlan(params="host", grads="host", states="host"),) * 6
 
 
 def two_gpus() -> Machine:
@@ -29,7 +28,7 @@ def two_gpus() -> Machine:
 
 def packed(form: str, forward: Any, backward: Any, **more: Any) -> dict[str, Op]:
     packs = Packs(form=form, devices=2, forward=forward, backward=backward, **more)  # type: ignore[arg-type]
-    schedule = lower(Plan(policy="test", units=HOST, packs=packs), WORKLOAD, two_gpus())
+    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, two_gpus())
     return {op.key: op for op in schedule.ops}
 
 
@@ -63,7 +62,7 @@ def test_gradients_of_data_parallel_packs_are_all_reduced_in_a_ring() -> None:
 
 
 def test_paged_weights_are_all_reduced_and_updated_on_every_device() -> None:
-    plan = Plan(policy="test", units=HOST, paged_devices=2)
+    plan = PagedPlan(policy="test", devices=2)
     ops = {op.key: op for op in lower(plan, WORKLOAD, two_gpus()).ops}
     for gpu in range(2):
         assert ops[f"all_reduce/L1/gpu{gpu}"].work == {"bytes": BLOCK * 2}

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import planner_packs
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Packs, Plan, UnitPlan
+from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 from tierplan.planner.several_devices.pack_search import balanced, improve_packs, neighbours
@@ -51,9 +51,8 @@ def with_device_bytes(machine: Machine, capacity_bytes: int) -> Machine:
     return replace(machine, tiers=tuple(tiers))
 
 
-def planned(workload: Workload, packs: Packs) -> Plan:
-    home = UnitPlan(params="host", grads="host", states="host")
-    return Plan(policy="test", units=(home,) * len(workload.units), packs=packs)
+def planned(packs: Packs) -> PackPlan:
+    return PackPlan(policy="test", packs=packs)
 
 
 def all_runs(num: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -70,11 +69,11 @@ def all_packs(num: int) -> Iterator[Packs]:
                 yield Packs(form=form, devices=2, forward=forward, backward=backward, cleanup_s=CLEANUP_S)  # type: ignore[arg-type]
 
 
-def worst(evaluate: Evaluator, num: int) -> Candidate:
+def worst(evaluate: Evaluator, num: int) -> Candidate[PackPlan]:
     """One unit per pack, the other way round than it should be started from."""
     runs = tuple((u, u + 1) for u in range(num))
     packs = Packs(form="data", devices=2, forward=runs[:-1], backward=runs, cleanup_s=CLEANUP_S)
-    return evaluate(planned(evaluate.workload, packs))
+    return evaluate(planned(packs))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -82,7 +81,7 @@ def test_the_search_finds_the_best_of_all_packs(seed):
     workload = layers(random.Random(seed), 5)
     machine = two_devices(1_400_000_000)
     everything = Evaluator(workload, machine, Budget(1e9))
-    steps = [everything(planned(workload, packs)).step_s for packs in all_packs(5)]
+    steps = [everything(planned(packs)).step_s for packs in all_packs(5)]
     fitting = [s for s in steps if s is not None]
     assert len(fitting) < len(steps)  # memory excludes some
     evaluate = Evaluator(workload, machine, Budget(4))
@@ -102,7 +101,7 @@ def test_the_estimate_is_near_the_simulation(seed):
     evaluate, estimate = Evaluator(workload, machine, Budget(1e9)), PackEstimate(workload, machine)
     tried = 0
     for packs in rng.sample([p for p in all_packs(8) if p.form == "pipeline"], 12):
-        simulated = evaluate(planned(workload, packs)).step_s
+        simulated = evaluate(planned(packs)).step_s
         if simulated is not None:
             tried += 1
             assert estimate.step_s(packs) == pytest.approx(simulated, rel=0.03)

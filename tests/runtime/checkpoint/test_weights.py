@@ -12,7 +12,7 @@ from torch import nn
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.checkpoint.weights import WeightsError, checkpoint_weights, export, hollow_model, random_weights

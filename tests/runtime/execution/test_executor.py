@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, OutOfMemoryError
 from tierplan.sim.engine import OutOfMemory, simulate

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool
@@ -172,7 +172,7 @@ POLICIES = ("zero-offload", "zero-infinity", "fuyou", "ssdtrain", "sliding-windo
 
 
 def compared(
-    config: dict[str, Any], training: Training, plan_of: Callable[[Workload], Plan], tmp_path: Path
+    config: dict[str, Any], training: Training, plan_of: Callable[[Workload], UnitwisePlan], tmp_path: Path
 ) -> tuple[Meter, Meter, Mapping[str, int], int]:
     """What device and host tensors hold in two steps, the ledger's peaks, and the schedule's number of buffers."""
     workload = trace_config("ledger", config, training)
@@ -200,7 +200,7 @@ def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     """Activations outweigh a block's gradients here, as in practice."""
     training = training_of(dtype=dtype, gradient_accumulation_steps=2 if name == "vertical" else 1)
 
-    def plan_of(workload: Workload) -> Plan:
+    def plan_of(workload: Workload) -> UnitwisePlan:
         return uniform_plan(workload, UNIFORM[name]) if name in UNIFORM else decide(name, workload, machine())
 
     device, host, peaks, num_buffers = compared(CONFIG, training, plan_of, tmp_path)

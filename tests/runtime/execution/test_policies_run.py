@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.trainer import Trainer, TrainingError
 

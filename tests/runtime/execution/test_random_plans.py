@@ -16,8 +16,8 @@ from torch import nn
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +33,7 @@ KINDS = [
 PER_KIND = 20
 
 
-def random_plan(workload: Workload, rng: random.Random) -> Plan:
+def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
     """Any plan of one device that lowering accepts."""
     while True:
         plan = _draw(workload, rng)
@@ -44,12 +44,12 @@ def random_plan(workload: Workload, rng: random.Random) -> Plan:
         return plan
 
 
-def _draw(workload: Workload, rng: random.Random) -> Plan:
+def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
     clips = workload.training.max_grad_norm is not None
     semantics = "exact-clip" if clips else rng.choice(["in-backward", "in-backward", "exact-clip", "delayed-1"])
     segment_units = rng.choice([1, 1, 1, 2, 3])
     units = tuple(_draw_unit(unit, rng, semantics, segment_units) for unit in workload.units)
-    return Plan(
+    return UnitwisePlan(
         policy="random",
         units=units,
         semantics=semantics,  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.state_parts import contents_of, cut, join, parameters_of
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = 3
 
 
-def split(workload: Workload, choice: UnitPlan, **settings: Any) -> Plan:
+def split(workload: Workload, choice: UnitPlan, **settings: Any) -> UnitwisePlan:
     """A plan with states in parts, and embed in more of them."""
     plan = uniform_plan(workload, choice, **settings)
     units = [

@@ -15,7 +15,7 @@ from tests.sim.test_rules import trace_or_none
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
 from tierplan.sim.analysis.steady import steady_state

@@ -6,7 +6,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.pricing import simulate_on

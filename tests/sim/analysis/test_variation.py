@@ -10,7 +10,7 @@ import pytest
 from tests.sim.test_schedule import op
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.analysis.variation import measured_spreads, vary

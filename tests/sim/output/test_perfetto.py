@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.explain import critical_path
 from tierplan.sim.analysis.steady import SteadyState, steady_state

@@ -6,7 +6,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory

@@ -11,7 +11,7 @@ import pytest
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.commands import compare as command
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll

@@ -14,8 +14,8 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
-from tierplan.planner.lowering.unitwise import lower
-from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
 from tierplan.validation.demo.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
@@ -26,7 +26,7 @@ def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_mem
     in_memory_bytes, machine = demo_budgets(workload, toy_machine())
     assert machine.tier("gpu0").capacity_bytes < in_memory_bytes
     for choice in (UnitPlan(), UnitPlan(params="host", grads="host", states="host")):
-        plan = Plan(policy="without NVMe", units=(choice,) * len(workload.units))
+        plan = UnitwisePlan(policy="without NVMe", units=(choice,) * len(workload.units))
         with pytest.raises(OutOfMemory):
             steady_state(lower(plan, workload, machine), machine)
 

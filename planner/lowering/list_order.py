@@ -1,4 +1,4 @@
-"""The list order of a schedule on several devices, which contend for links, drives and cores."""
+"""The list order of a schedule: its ops in the order in which a first simulation finds them ready."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["order_under_contention"]
+__all__ = ["refine_order"]
 
 
-def order_under_contention(schedule: Schedule, machine: Machine) -> Schedule:
-    """The same ops in the order in which they become ready, with the durations that they have beside each other.
+def refine_order(schedule: Schedule, machine: Machine, *, num_devices: int) -> Schedule:
+    """The same ops in the order in which they become ready; several devices contend for links, drives and cores."""
+    if num_devices > 1:
+        return _order_under_contention(schedule, machine)
+    return order_by_readiness(schedule, price(schedule, machine))
+
+
+def _order_under_contention(schedule: Schedule, machine: Machine) -> Schedule:
+    """Ready with the durations that ops have beside each other.
 
     The first order takes each op to be alone; a simulation of it shows how much others slow it down. One that does
     not fit is returned in the first order: simulating it says where.
