@@ -35,6 +35,7 @@ from tierplan.runtime.memory.store import Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
+from tierplan.sim.contents import Params, States
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
@@ -279,8 +280,8 @@ class Trainer:
         """The model's units; empty before the first `run`."""
         return tuple(self._units)
 
-    def content(self, content: str) -> torch.Tensor:
-        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8.
+    def content(self, content: Params | States) -> torch.Tensor:
+        """A copy of a unit's parameters or of all its states, in host memory; uint8.
 
         A unit whose last update is still to come is given as it is after that.
         """

@@ -11,7 +11,7 @@ Around it:
     schedule_file  the schedule as JSON
     builder        how lowerings write a schedule: names, versions, list order
     columns        a schedule as arrays, for whoever makes or executes thousands of them
-    parts          how optimizer states are cut that travel piece by piece
+    contents       what buffers hold and how ops are called, as records and as text
     pricing        what every op costs on a machine
 
 The rooms:

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
+from tierplan.sim.contents import Content, TiedGradients, Transient, buffer_name, copy_key, parse_content
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.workloads.workload import Unit
 
-__all__ = ["Builder", "Position"]
+__all__ = ["Builder", "Position", "tiers_of"]
 
 LINKS = {
     (HOST, DEVICE): (H2D, "fetch"),
@@ -39,15 +40,15 @@ class Builder:
         self._becomes: dict[str, str] = {}
         self._ops: list[tuple[Position, Op]] = []
 
-    def buffer(self, content: str, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
+    def buffer(self, content: Content, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
         """A buffer of its own, or one that takes over the bytes of another."""
         return self._add(content, tier, size_bytes, kind, reuses=reuses)
 
-    def initial(self, content: str, tier: str, size_bytes: int, kind: str) -> str:
+    def initial(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
         """A buffer that is there before the step. Say with `outlives` what takes its part in the next."""
         return self._add(content, tier, size_bytes, kind, initial=True)
 
-    def home(self, content: str, tier: str, size_bytes: int, kind: str) -> str:
+    def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
         """An initial buffer that is there for good: its latest version outlives the step."""
         name = self.initial(content, tier, size_bytes, kind)
         self.outlives(name, name)
@@ -57,7 +58,7 @@ class Builder:
         """`name`, or the version of it that comes last, plays the part of the buffer `initial` in the next step."""
         self._becomes[name] = initial
 
-    def over(self, old: str, content: str | None = None) -> str:
+    def over(self, old: str, content: Content | None = None) -> str:
         """A buffer that takes over the bytes of `old`, and its place in the next step: an in-place update."""
         b = self.buffers[old]
         new = self._add(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
@@ -72,7 +73,7 @@ class Builder:
 
     def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
         """The transient of an op: written by it and read by nobody, so it is freed when the op ends."""
-        return [self._add(f"work/{key}", tier, size_bytes, "work")] if size_bytes else []
+        return [self._add(Transient(key), tier, size_bytes, "work")] if size_bytes else []
 
     def backward_work(self, key: str, unit: Unit, writes: Iterable[str]) -> list[str]:
         """The transient of a backward that writes these buffers.
@@ -81,17 +82,26 @@ class Builder:
         """
         over = [b for b in map(self.buffers.__getitem__, writes) if b.kind == "grads" and b.reuses]
         size_bytes = unit.backward_work_bytes
-        if any(b.content.startswith("grads/") for b in over):
+        tied = [b for b in over if isinstance(parse_content(b.content), TiedGradients)]
+        if len(tied) < len(over):
             size_bytes = max(size_bytes, unit.accumulating_work_bytes)
-        size_bytes += sum(b.size_bytes for b in over if b.content.startswith("tied/"))
+        size_bytes += sum(b.size_bytes for b in tied)
         return self.work(key, size_bytes)
 
     def _add(
-        self, content: str, tier: str, size_bytes: int, kind: str, *, initial: bool = False, reuses: str | None = None
+        self,
+        content: Content | str,
+        tier: str,
+        size_bytes: int,
+        kind: str,
+        *,
+        initial: bool = False,
+        reuses: str | None = None,
     ) -> str:
+        content = str(content)
         version = self._versions.get((content, tier), -1) + 1
         self._versions[content, tier] = version
-        name = f"{content}@{tier}#{version}"
+        name = buffer_name(content, tier, version)
         self.buffers[name] = Buffer(
             name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
         )
@@ -149,7 +159,7 @@ class Builder:
     def move(
         self,
         at: Position,
-        what: str,
+        what: Content | str,
         source: str,
         tier: str,
         unit: str,
@@ -158,19 +168,27 @@ class Builder:
         over: str | None = None,
         after: Iterable[str] = (),
     ) -> str:
-        """`copy` between the tiers of one device, with the stream and the verb that are due."""
-        stream, verb = LINKS[self.buffers[source].tier, tier]
-        return self.copy(f"{verb}_{what}", stream, source, tier, over=over, after=after, unit=unit, m=m, at=at)
+        """`copy` between the tiers of one device, with the stream and the verb that are due.
 
-    def schedule(self, name: str, machine: Machine, meta: Mapping[str, object]) -> Schedule:
+        `what` is the content, or says in addition what it is brought for.
+        """
+        stream, verb = LINKS[self.buffers[source].tier, tier]
+        return self.copy(copy_key(verb, what), stream, source, tier, over=over, after=after, unit=unit, m=m, at=at)
+
+    def schedule(self, name: str, tiers: Iterable[Tier], meta: Mapping[str, object]) -> Schedule:
         """All of it, in list order."""
         return Schedule(
             name=name,
-            tiers=tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes, rounding=t.rounding) for t in machine.tiers),
+            tiers=tuple(tiers),
             buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
             ops=_in_list_order(self._ops, self.buffers),
             meta=meta,
         )
+
+
+def tiers_of(machine: Machine) -> tuple[Tier, ...]:
+    """The tiers that a schedule has on a machine."""
+    return tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes, rounding=t.rounding) for t in machine.tiers)
 
 
 def _in_list_order(placed: list[tuple[Position, Op]], buffers: Mapping[str, Buffer]) -> tuple[Op, ...]:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, held_bytes
+from tierplan.sim.contents import step_prefix
 
 __all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "unroll", "validate"]
 
@@ -277,43 +278,45 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
             "declare `becomes` on the buffer that outlives the step"
         )
 
+    prefix = [step_prefix(step) for step in range(num_steps + 1)]
+
     def instance(step: int, name: str) -> str:
         while step > 0 and name in initial:
             step, name = step - 1, successor[name]
-        return f"s{step}/{name}"
+        return prefix[step] + name
 
-    outlives = {instance(num_steps, name): f"s0/{name}" for name in successor}
+    outlives = {instance(num_steps, name): prefix[0] + name for name in successor}
     buffers: list[Buffer] = []
     ops: list[Op] = []
     # Field by field, since every simulation of steps begins here: `dataclasses.replace` takes 1.7 times as long.
-    for step in range(num_steps):
+    for step, this in enumerate(prefix[:num_steps]):
         for b in schedule.buffers:
             if b.initial and step > 0:
                 continue
             buffers.append(
                 Buffer(
-                    name=f"s{step}/{b.name}",
+                    name=this + b.name,
                     tier=b.tier,
                     size_bytes=b.size_bytes,
                     content=b.content,
                     kind=b.kind,
                     initial=b.initial,
                     reuses=instance(step, b.reuses) if b.reuses else None,
-                    becomes=outlives.get(f"s{step}/{b.name}"),
+                    becomes=outlives.get(this + b.name),
                 )
             )
         for op in schedule.ops:
             ops.append(
                 Op(
-                    key=f"s{step}/{op.key}",
+                    key=this + op.key,
                     stream=op.stream,
                     kind=op.kind,
                     unit=op.unit,
                     micro_batch=op.micro_batch,
                     work=op.work,
                     reads=tuple(instance(step, name) for name in op.reads),
-                    writes=tuple(f"s{step}/{name}" for name in op.writes),
-                    after=tuple(f"s{step}/{key}" for key in op.after),
+                    writes=tuple(this + name for name in op.writes),
+                    after=tuple(this + key for key in op.after),
                 )
             )
     return Schedule(

@@ -17,7 +17,22 @@ from tierplan.planner.lowering.compute_order import Stage, walk
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.lowering.updates import Updates
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.builder import Builder
+from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.contents import (
+    Content,
+    Input,
+    InputGradient,
+    KeptActs,
+    Params,
+    RecomputedActs,
+    SavedActs,
+    Shared,
+    backward_key,
+    forward_key,
+    micro_batch_name,
+    op_key,
+    recompute_key,
+)
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
@@ -51,11 +66,12 @@ class _Lowering:
         self.choice: dict[str, UnitPlan] = {u.name: c for u, c in zip(self.units, plan.units, strict=True)}
         self.made = Builder()
         self.stages = walk(plan, workload)
-        self.turns = [f"{s.phase}/{self.units[s.unit].name}/mb{s.micro_batch}" for s in self.stages]
+        key_of = {"fwd": forward_key, "bwd": backward_key}
+        self.turns = [key_of[s.phase](self.units[s.unit].name, s.micro_batch) for s in self.stages]
         self.updates = Updates(self.made, plan, workload, self.turns)
         self.fetched_params: dict[tuple[str, ...], str] = {}
         self.inputs: dict[tuple[int, int], str] = {}
-        self.acts: dict[tuple[int, int], dict[int | str, str]] = {}
+        self.acts: dict[tuple[int, int], dict[KeptActs | SavedActs, str]] = {}
         self.remade: dict[tuple[int, int], str] = {}  # saved tensors that a segment's recomputation has made again
         self.dx: dict[int, str] = {}
         self.shared: dict[int, str] = {}
@@ -71,7 +87,7 @@ class _Lowering:
             else:
                 self._backward(stage)
         self.updates.after(float(len(self.stages)))
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, self._meta(machine))
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), self._meta(machine))
 
     def _meta(self, machine: Machine) -> dict[str, object]:
         return {
@@ -93,7 +109,7 @@ class _Lowering:
 
     # ---- copies ----
 
-    def to_device(self, step: float, ahead: int, what: str, source: str, unit: str, m: int = 0) -> str:
+    def to_device(self, step: float, ahead: int, what: Content | str, source: str, unit: str, m: int = 0) -> str:
         """Brings a buffer to the device `ahead` turns before `step`, and from NVMe into host memory as much earlier."""
         if self.made.buffers[source].tier == NVME:
             early = step - ahead - max(ahead, 1)
@@ -105,7 +121,7 @@ class _Lowering:
         index = int(step) - 1
         return (self.turns[index],) if self.plan.strict_windows and index >= 0 else ()
 
-    def off_device(self, step: float, what: str, source: str, place: str, unit: str, m: int = 0) -> str:
+    def off_device(self, step: float, what: Content, source: str, place: str, unit: str, m: int = 0) -> str:
         """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
         source = self.made.move((step, 2), what, source, HOST, unit, m)
         return self.made.move((step, 2), what, source, NVME, unit, m) if place == "nvme" else source
@@ -124,13 +140,11 @@ class _Lowering:
                 found.append(home)
                 continue
             turn = "turn" if unit.kind == "head" else stage.phase
-            batch = "all" if self.plan.order == "vertical" else f"mb{stage.micro_batch}"
+            batch = "" if self.plan.order == "vertical" else micro_batch_name(stage.micro_batch)
             pass_over = (owner, unit.name, turn, batch)
             if pass_over not in self.fetched_params:
-                what = f"params/{owner}/{turn}"
-                if owner != unit.name:
-                    what = f"params/{owner}/{unit.name}" + ("" if unit.kind == "head" else f"/{turn}")
-                what = what if batch == "all" else f"{what}/{batch}"
+                user = "" if owner == unit.name else unit.name
+                what = op_key(Params(owner), user, "" if user and unit.kind == "head" else turn, batch)
                 ahead = self.plan.prefetch_params_units * self.turns_per_unit
                 self.fetched_params[pass_over] = self.to_device(
                     stage.step, ahead, what, home, unit.name, stage.micro_batch
@@ -140,36 +154,41 @@ class _Lowering:
 
     def _forward(self, stage: Stage) -> None:
         unit, u, m = self.units[stage.unit], stage.unit, stage.micro_batch
-        choice, key = self.choice[unit.name], f"fwd/{unit.name}/mb{m}"
+        choice, key = self.choice[unit.name], forward_key(unit.name, m)
         reads, writes = self._params(stage), []
         if u > 0:
             reads.append(self.inputs[u, m])
         if unit.kind == "embed" and self.workload.shared_bytes:
-            self.shared[m] = self.made.buffer(f"shared/mb{m}", DEVICE, self.workload.shared_bytes, "acts")
+            self.shared[m] = self.made.buffer(Shared(m), DEVICE, self.workload.shared_bytes, "acts")
             writes.append(self.shared[m])
         elif unit.kind == "block" and m in self.shared:
             reads.append(self.shared[m])
         if u + 1 < len(self.units):
             following = self.units[u + 1].name
-            self.inputs[u + 1, m] = self.made.buffer(f"x/{following}/mb{m}", DEVICE, unit.output_bytes, "acts")
+            self.inputs[u + 1, m] = self.made.buffer(Input(following, m), DEVICE, unit.output_bytes, "acts")
             writes.append(self.inputs[u + 1, m])
-        content, acts = f"acts/{unit.name}/mb{m}", self.acts.setdefault((u, m), {})
+        acts = self.acts.setdefault((u, m), {})
         kept = sum(t.size_bytes for t in unit.saved if choice.action(t.index) == "keep")
         dropped = sum(t.size_bytes for t in unit.saved if choice.action(t.index) == "recompute")
         if kept:
-            acts["keep"] = self.made.buffer(f"{content}/keep", DEVICE, kept, "acts")
-            writes.append(acts["keep"])
-        leaving = [t for t in unit.saved if choice.action(t.index) in ("host", "nvme") and t.size_bytes]
-        for t in leaving:
-            acts[t.index] = self.made.buffer(f"{content}/{t.index}", DEVICE, t.size_bytes, "acts")
-            writes.append(acts[t.index])
+            together = KeptActs(unit.name, m)
+            acts[together] = self.made.buffer(together, DEVICE, kept, "acts")
+            writes.append(acts[together])
+        leaving = {
+            SavedActs(unit.name, m, t.index): t
+            for t in unit.saved
+            if choice.action(t.index) in ("host", "nvme") and t.size_bytes
+        }
+        for content, t in leaving.items():
+            acts[content] = self.made.buffer(content, DEVICE, t.size_bytes, "acts")
+            writes.append(acts[content])
         writes += self.made.work(key, unit.forward_work_bytes + dropped)
         self._compute(stage, key, "forward", unit.forward, reads, writes)
-        for t in leaving:
-            what, place = f"{content}/{t.index}", choice.action(t.index)
-            acts[t.index] = self.off_device(stage.step, what, acts[t.index], place, unit.name, m)
+        for content, t in leaving.items():
+            place = choice.action(t.index)
+            acts[content] = self.off_device(stage.step, content, acts[content], place, unit.name, m)
         if u > 0 and choice.input != "keep" and self._needs_input(unit, choice) and u == self._segment(u)[0]:
-            what = f"x/{unit.name}/mb{m}"
+            what = Input(unit.name, m)
             self.inputs[u, m] = self.off_device(stage.step, what, self.inputs[u, m], choice.input, unit.name, m)
 
     def _compute(
@@ -186,7 +205,7 @@ class _Lowering:
 
     def _backward(self, stage: Stage) -> None:
         unit, u, m = self.units[stage.unit], stage.unit, stage.micro_batch
-        choice, key = self.choice[unit.name], f"bwd/{unit.name}/mb{m}"
+        choice, key = self.choice[unit.name], backward_key(unit.name, m)
         params = self._params(stage)
         ahead = self.plan.prefetch_acts_units
         inputs = []
@@ -194,15 +213,15 @@ class _Lowering:
             self._recompute_segment(stage, segment)
         if u > 0 and self._needs_input(unit, choice):
             if self.made.buffers[self.inputs[u, m]].tier != DEVICE:
-                what = f"x/{unit.name}/mb{m}"
+                what = Input(unit.name, m)
                 self.inputs[u, m] = self.to_device(stage.step, ahead, what, self.inputs[u, m], unit.name, m)
             inputs.append(self.inputs[u, m])
         if unit.kind == "block" and m in self.shared:
             inputs.append(self.shared[m])
         acts = []
-        for index, name in self.acts[u, m].items():
+        for content, name in self.acts[u, m].items():
             if self.made.buffers[name].tier != DEVICE:
-                name = self.to_device(stage.step, ahead, f"acts/{unit.name}/mb{m}/{index}", name, unit.name, m)
+                name = self.to_device(stage.step, ahead, content, name, unit.name, m)
             acts.append(name)
         dropped = [t for t in unit.saved if choice.action(t.index) == "recompute"]
         if (u, m) in self.remade:
@@ -214,7 +233,7 @@ class _Lowering:
         if u + 1 < len(self.units):
             reads.append(self.dx.pop(m))
         if u > 0:
-            self.dx[m] = self.made.buffer(f"dx/{unit.name}/mb{m}", DEVICE, unit.input_bytes, "acts")
+            self.dx[m] = self.made.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
             writes.append(self.dx[m])
         made = self.updates.gradients(stage, reads, writes)
         writes += self.made.backward_work(key, unit, writes)
@@ -238,7 +257,7 @@ class _Lowering:
         """Runs a segment's forward once more, from the input of its first unit: saved tensors and inputs in between."""
         m, first = stage.micro_batch, segment[0]
         if self.made.buffers[self.inputs[first, m]].tier != DEVICE:
-            what, ahead = f"x/{self.units[first].name}/mb{m}", self.plan.prefetch_acts_units
+            what, ahead = Input(self.units[first].name, m), self.plan.prefetch_acts_units
             name = self.units[first].name
             self.inputs[first, m] = self.to_device(stage.step, ahead, what, self.inputs[first, m], name, m)
         for u in segment:
@@ -246,7 +265,7 @@ class _Lowering:
             inputs = [*self._params(here), self.inputs[u, m], *([self.shared[m]] if m in self.shared else [])]
             made = []
             if u != segment[-1]:
-                content = f"x/{self.units[u + 1].name}/mb{m}"
+                content = Input(self.units[u + 1].name, m)
                 made = [self.made.buffer(content, DEVICE, self.units[u].output_bytes, "acts")]
                 self.inputs[u + 1, m] = made[0]
             self.remade[u, m] = self._recompute(here, list(self.units[u].saved), inputs, [], made)
@@ -255,12 +274,12 @@ class _Lowering:
         self, stage: Stage, dropped: list[SavedTensor], inputs: list[str], acts: list[str], outputs: Iterable[str] = ()
     ) -> str:
         unit, m = self.units[stage.unit], stage.micro_batch
-        key = f"recompute/{unit.name}/mb{m}"
+        key = recompute_key(unit.name, m)
         # What needs random numbers drawn again is made by running the whole unit again.
         whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
         work = dict(unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
         size = sum(t.size_bytes for t in dropped)
-        made = self.made.buffer(f"acts/{unit.name}/mb{m}/re", DEVICE, size, "acts")
+        made = self.made.buffer(RecomputedActs(unit.name, m), DEVICE, size, "acts")
         writes = [made, *outputs, *self.made.work(key, unit.forward_work_bytes)]
         reads = inputs if whole else [*inputs, *acts]
         self._compute(stage, key, "recompute", work, reads, writes)

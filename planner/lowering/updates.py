@@ -10,7 +10,19 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
 from tierplan.planner.lowering.compute_order import Stage
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder, Position
-from tierplan.sim.parts import part_content, part_ranges
+from tierplan.sim.contents import (
+    Clip,
+    Gradients,
+    Norm,
+    Params,
+    States,
+    TiedGradients,
+    WideGradients,
+    copy_key,
+    micro_batch_name,
+    op_key,
+    part_ranges,
+)
 from tierplan.sim.workloads.workload import Unit, Workload
 
 __all__ = ["TIER_OF", "Updates"]
@@ -27,8 +39,8 @@ class _WayHome:
     """What one update has written, in host memory."""
 
     unit: str
-    content: str
-    """Of the states, or of a part of them."""
+    content: States
+    """The states, or a part of them."""
     states: str | None
     params: str | None
     """None before the unit's last part."""
@@ -44,10 +56,11 @@ class Updates:
         self.by_name = {u.name: u for u in workload.units}
         self.choice: Mapping[str, UnitPlan] = dict(zip(self.by_name, plan.units, strict=True))
         self.params_home: dict[str, str] = {}  # by unit
-        self.states_home: dict[str, str] = {}  # by content
+        self.states_home: dict[States, str] = {}  # by content
         self.grads: dict[str, str] = {}  # accumulated so far
         self.old_grads: dict[str, str] = {}  # of the step before, with delayed or late updates
         self.tied: dict[tuple[str, int], str] = {}
+        self.norms: dict[str, str] = {}
         self.clip: str | None = None
         self.update_keys: list[str] = []
         self.home_keys: list[str] = []  # of the op that ended each update's way home
@@ -62,13 +75,13 @@ class Updates:
             if n == 0:
                 continue
             place = TIER_OF[choice.params]
-            self.params_home[unit.name] = made.home(f"params/{unit.name}", place, n * t.param_bytes, "params")
+            self.params_home[unit.name] = made.home(Params(unit.name), place, n * t.param_bytes, "params")
             parts = part_ranges(n, choice.state_parts) if t.state_bytes else []
             for k, part in enumerate(parts):
-                content, place = part_content(unit.name, k, len(parts)), TIER_OF[choice.states]
+                content, place = States(unit.name, k, len(parts)), TIER_OF[choice.states]
                 self.states_home[content] = made.home(content, place, len(part) * t.state_bytes, "states")
             if self.plan.semantics == "delayed-1" or self.plan.is_late(choice):
-                old = made.initial(f"grads/{unit.name}/mb0", HOST, n * t.grad_bytes, "grads")
+                old = made.initial(Gradients(unit.name, 0), HOST, n * t.grad_bytes, "grads")
                 self.old_grads[unit.name] = old
 
     # ---- gradients ----
@@ -84,7 +97,7 @@ class Updates:
                 self.tied[owner.name, m] = self.made.over(earlier)
             else:
                 size = owner.num_parameters * self.training.grad_bytes
-                self.tied[owner.name, m] = self.made.buffer(f"tied/{owner.name}/mb{m}", DEVICE, size, "grads")
+                self.tied[owner.name, m] = self.made.buffer(TiedGradients(owner.name, m), DEVICE, size, "grads")
             writes.append(self.tied[owner.name, m])
         if unit.num_parameters == 0:
             return None
@@ -97,7 +110,7 @@ class Updates:
             made = self.made.over(accumulated)
         else:
             size = unit.num_parameters * self.training.grad_bytes
-            made = self.made.buffer(f"grads/{unit.name}/mb{m}", DEVICE, size, "grads", reuses=tied)
+            made = self.made.buffer(Gradients(unit.name, m), DEVICE, size, "grads", reuses=tied)
         writes.append(made)
         return made
 
@@ -107,14 +120,14 @@ class Updates:
         if self.choice[unit.name].grads == "device":
             self.grads[unit.name] = made
             return
-        arrived = self.made.move((stage.step, 2), f"grads/{unit.name}/mb{m}", made, HOST, unit.name, m)
+        arrived = self.made.move((stage.step, 2), Gradients(unit.name, m), made, HOST, unit.name, m)
         accumulated = self.grads.get(unit.name)
         if accumulated is None:
             self.grads[unit.name] = arrived
             return
         total = self.made.over(accumulated)
         self.made.op(
-            f"accumulate/{unit.name}/mb{m}",
+            op_key("accumulate", unit.name, micro_batch_name(m)),
             HOST_ADAM,
             "accumulate",
             at=(stage.step, 3),
@@ -131,7 +144,7 @@ class Updates:
         unit, choice = self.units[stage.unit], self.choice[self.units[stage.unit].name]
         if choice.states != "device" and choice.grads == "device":
             self.grads[unit.name] = self.made.move(
-                (stage.step, 2), f"grads/{unit.name}", self.grads[unit.name], HOST, unit.name
+                (stage.step, 2), Gradients(unit.name), self.grads[unit.name], HOST, unit.name
             )
         grads = self.grads[unit.name]
         if self.training.max_grad_norm is not None:
@@ -139,16 +152,16 @@ class Updates:
         if choice.grads == "nvme":
             if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
                 grads = self._widen(stage, unit, grads)
-            self.grads[unit.name] = self.made.move((stage.step, 2), f"grads/{unit.name}", grads, NVME, unit.name)
+            self.grads[unit.name] = self.made.move((stage.step, 2), Gradients(unit.name), grads, NVME, unit.name)
         if self.plan.semantics == "in-backward" and not self.plan.is_late(choice):
             self._update(unit, float(stage.step), self.grads[unit.name])
         elif self.plan.semantics == "delayed-1" or self.plan.is_late(choice):
             self.made.outlives(grads, self.old_grads[unit.name])
 
     def _widen(self, stage: Stage, unit: Unit, grads: str) -> str:
-        wide = self.made.buffer(f"grads/{unit.name}/wide", HOST, unit.num_parameters * WIDE_BYTES, "grads")
+        wide = self.made.buffer(WideGradients(unit.name), HOST, unit.num_parameters * WIDE_BYTES, "grads")
         self.made.op(
-            f"widen/{unit.name}",
+            op_key("widen", unit.name),
             HOST_ADAM,
             "widen",
             at=(stage.step, 2),
@@ -160,10 +173,10 @@ class Updates:
         return wide
 
     def _norm(self, stage: Stage, unit: Unit, grads: str) -> None:
-        norm = self.made.buffer(f"norm/{unit.name}", HOST, NORM_BYTES, "work")
+        norm = self.made.buffer(Norm(unit.name), HOST, NORM_BYTES, "work")
         on_device = self.made.buffers[grads].tier == DEVICE
         self.made.op(
-            f"norm/{unit.name}",
+            op_key("norm", unit.name),
             COMPUTE if on_device else HOST_ADAM,
             "norm",
             at=(stage.step, 3),
@@ -172,6 +185,7 @@ class Updates:
             reads=(grads,),
             writes=(norm,),
         )
+        self.norms[unit.name] = norm
 
     def late(self) -> None:
         """Late updates of the step before, with its gradients: each in time for the unit's parameters to be fetched.
@@ -192,9 +206,9 @@ class Updates:
         if self.plan.update_order == "backward":
             owners.reverse()
         if self.training.max_grad_norm is not None:
-            self.clip = self.made.buffer("clip", HOST, NORM_BYTES, "work")
-            norms = [f"norm/{u.name}@{HOST}#0" for u in owners]
-            self.made.op("clip", HOST_ADAM, "clip", work={}, reads=norms, writes=(self.clip,), at=(end, 0))
+            self.clip = self.made.buffer(Clip(), HOST, NORM_BYTES, "work")
+            norms = [self.norms[u.name] for u in owners]
+            self.made.op(op_key("clip"), HOST_ADAM, "clip", work={}, reads=norms, writes=(self.clip,), at=(end, 0))
         if self.plan.semantics == "exact-clip":
             for i, unit in enumerate(owners):
                 self._update(unit, end + i, self.grads[unit.name], apart=1.0)
@@ -225,9 +239,9 @@ class Updates:
             at = step + k * apart / len(parts)
             early = (at - self.plan.prefetch_states_units * self.turns_per_unit / len(parts), 0)
             may_read = (*self._held(), *self._update_before())
-            content = part_content(unit.name, k, len(parts))
+            content = States(unit.name, k, len(parts))
             if choice.grads == "nvme" and k == 0:
-                grads = made.move(early, f"grads/{unit.name}", grads, HOST, unit.name, after=may_read)
+                grads = made.move(early, Gradients(unit.name), grads, HOST, unit.name, after=may_read)
             reads, writes = [grads, *self._coefficient()], []
             states = self._states_arrive(unit, content, early, may_read)
             if states:
@@ -235,14 +249,16 @@ class Updates:
                 states = made.over(states)
                 writes.append(states)
             if not params and not t.has_master:
-                params = made.move(early, f"params/{unit.name}/update", self.params_home[unit.name], HOST, unit.name)
+                params = made.move(
+                    early, op_key(Params(unit.name), "update"), self.params_home[unit.name], HOST, unit.name
+                )
             if params:
                 reads.append(params)
                 params = made.over(params)
             else:
-                params = made.buffer(f"params/{unit.name}", HOST, unit.num_parameters * t.param_bytes, "params")
+                params = made.buffer(Params(unit.name), HOST, unit.num_parameters * t.param_bytes, "params")
             writes.append(params)
-            key = f"update/{content.partition('/')[2]}"
+            key = content.update_key
             after = (*self._held(), *(self.home_keys[-1:] if self.plan.write_back == "awaited" else ()))
             made.op(
                 key,
@@ -270,25 +286,28 @@ class Updates:
         """What clipping multiplies gradients with; nothing where it does not clip."""
         return (self.clip,) if self.clip and self.plan.semantics == "exact-clip" else ()
 
-    def _states_arrive(self, unit: Unit, content: str, at: Position, after: tuple[str, ...]) -> str | None:
+    def _states_arrive(self, unit: Unit, content: States, at: Position, after: tuple[str, ...]) -> str | None:
         """States in host memory, read from NVMe if they live there; a delayed write-back goes behind that read."""
         states = self.states_home.get(content)
         is_read = states is not None and self.choice[unit.name].states == "nvme"
         if states is not None and is_read:
             states = self.made.move(at, content, states, HOST, unit.name, after=after)
         if self.waiting_home:
-            self.waiting_home((f"read_{content}",) if is_read else ())
+            self.waiting_home((copy_key("read", content),) if is_read else ())
         return states
 
     def _update_on_device(self, unit: Unit, step: float, grads: str) -> None:
         reads, writes = [grads, *self._coefficient()], []
-        for homes, name in ((self.states_home, f"states/{unit.name}"), (self.params_home, unit.name)):
-            if name in homes:
-                reads.append(homes[name])
-                homes[name] = self.made.over(homes[name])
-                writes.append(homes[name])
+        content = States(unit.name)
+        if content in self.states_home:
+            reads.append(self.states_home[content])
+            self.states_home[content] = self.made.over(self.states_home[content])
+            writes.append(self.states_home[content])
+        reads.append(self.params_home[unit.name])
+        self.params_home[unit.name] = self.made.over(self.params_home[unit.name])
+        writes.append(self.params_home[unit.name])
         work = {"elementwise_bytes": unit.num_parameters * self.training.update_traffic_bytes}
-        key, at = f"update/{unit.name}", (step, 3)
+        key, at = content.update_key, (step, 3)
         self.made.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, unit=unit.name, at=at)
 
     def _take_home(self, home: _WayHome, index: int, after: tuple[str, ...]) -> None:
@@ -299,15 +318,15 @@ class Updates:
             if choice.states == "nvme":
                 states_home = self.states_home[home.content]
                 states = self.made.move(home.at, home.content, states, NVME, home.unit, over=states_home, after=after)
-                self.home_keys[index] = f"write_{home.content}"
+                self.home_keys[index] = copy_key("write", home.content)
             self.states_home[home.content] = states
         if params:
             if choice.params != "host":
-                what, old = f"params/{home.unit}/update", self.params_home[home.unit]
+                what, old = op_key(Params(home.unit), "update"), self.params_home[home.unit]
                 tier = TIER_OF[choice.params]
                 params = self.made.move(home.at, what, params, tier, home.unit, over=old, after=after)
                 if choice.params == "nvme":
-                    self.home_keys[index] = f"write_{what}"
+                    self.home_keys[index] = copy_key("write", what)
             self.params_home[home.unit] = params
         self.waiting_home = None
 

@@ -18,7 +18,24 @@ from itertools import pairwise
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
 from tierplan.planner.plan import PackPlan
-from tierplan.sim.builder import Builder
+from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.contents import (
+    Gradients,
+    Input,
+    InputGradient,
+    PackActs,
+    Params,
+    States,
+    Transient,
+    backward_key,
+    copy_key,
+    device_name,
+    forward_key,
+    micro_batch_name,
+    op_key,
+    pack_name,
+    recompute_key,
+)
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
@@ -100,7 +117,7 @@ class PackLowering:
                 before[task.device].append(task)
             if tasks[0].phase == "bwd":
                 self._update(tasks[0])
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, self.meta(machine))
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), self.meta(machine))
 
     def meta(self, machine: Machine) -> dict[str, object]:
         return {
@@ -115,18 +132,18 @@ class PackLowering:
 
     def _declare_homes(self) -> None:
         for unit in self.units:
-            for kind, per_parameter, homes in (
-                ("params", self.training.param_bytes, self.params_home),
-                ("states", self.training.state_bytes, self.states_home),
-            ):
-                if size := unit.num_parameters * per_parameter:
-                    homes[unit.name] = self.made.home(f"{kind}/{unit.name}", HOST, size, kind)
+            if size := unit.num_parameters * self.training.param_bytes:
+                self.params_home[unit.name] = self.made.home(Params(unit.name), HOST, size, "params")
+            if size := unit.num_parameters * self.training.state_bytes:
+                self.states_home[unit.name] = self.made.home(States(unit.name), HOST, size, "states")
 
     # ---- names and units ----
 
     def name(self, task: Task) -> str:
-        pack = f"{self.units[task.first].name}-{self.units[task.end - 1].name}"
-        return f"{pack}/gpu{task.device}" if self.packs.devices > 1 else pack
+        return device_name(self.pack(task), task.device) if self.packs.devices > 1 else self.pack(task)
+
+    def pack(self, task: Task) -> str:
+        return pack_name(self.units[task.first].name, self.units[task.end - 1].name)
 
     def between(self, first: int, end: int) -> tuple[Unit, ...]:
         return self.units[first:end]
@@ -149,7 +166,7 @@ class PackLowering:
         def fetch_params() -> None:
             after = left.computes[-1:] if left else []
             for unit in self.shared_params(task):
-                key = f"fetch_params/{unit}/{task.phase}/{name}"
+                key = op_key(copy_key("fetch", Params(unit)), task.phase, name)
                 params.append(self.made.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
 
         between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
@@ -174,8 +191,14 @@ class PackLowering:
             if i == 0 and not params_first:
                 fetch_params()
             grads = self._backward(task, m, x, dy, params, grads)
-        task.gone, task.params = f"leave/{task.phase}/{name}", params
+        task.gone, task.params = op_key("leave", task.phase, name), params
         return grads
+
+    def _label(self, what: str, unit: int, m: int) -> str:
+        return op_key(what, self.units[unit].name, micro_batch_name(m))
+
+    def _offload_key(self, task: Task) -> str:
+        return op_key(copy_key("offload", "grads"), self.name(task))
 
     def _one_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
         """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
@@ -200,9 +223,9 @@ class PackLowering:
 
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
-        gpu, label = device(task.device), f"{self.units[task.first].name}/mb{m}"
+        gpu, label = device(task.device), self._label("stash", task.first, m)
         stashed = self.stash.pop((task.first, m))
-        return self.made.copy(f"fetch_stash/{label}", h2d(task.device), stashed, gpu, after=after, m=m)
+        return self.made.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
 
     def _arrives(
         self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
@@ -212,17 +235,17 @@ class PackLowering:
             return None
         gpu, source = device(task.device), self.handed.pop((what, unit, m))
         tier = self.made.buffers[source].tier
-        label = f"{what}/{self.units[unit].name}/mb{m}"
+        label = self._label(what, unit, m)
         if tier == HOST:
-            return self.made.copy(f"fetch_{label}", h2d(task.device), source, gpu, after=after, m=m)
+            return self.made.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
         peer = device_index(tier)
         assert peer is not None
-        return self.made.copy(f"send_{label}", p2p(peer, task.device), source, gpu, after=after, m=m)
+        return self.made.copy(copy_key("send", label), p2p(peer, task.device), source, gpu, after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
         if to_device == task.device:
-            label = f"offload_{what}/{self.units[unit].name}/mb{m}"
+            label = copy_key("offload", self._label(what, unit, m))
             buffer = self.made.copy(label, d2h(task.device), buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
 
@@ -240,10 +263,10 @@ class PackLowering:
                 self._stash(task, start, m, x, after)
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
-            key = f"fwd/{units[0].name}-{units[-1].name}/mb{m}"
-            y = self.made.buffer(f"x/{self.units[end].name}/mb{m}", gpu, units[-1].output_bytes, "acts")
+            key = forward_key(pack_name(units[0].name, units[-1].name), m)
+            y = self.made.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
             size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            work = self.made.buffer(f"work/{key}", gpu, size, "work")
+            work = self.made.buffer(Transient(key), gpu, size, "work")
             reads = [*params, *([x] if x else [])]
             flops = total_work(u.forward for u in units)
             writes = (y, work)
@@ -257,18 +280,18 @@ class PackLowering:
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
-        return self.made.home(f"x/{self.units[unit].name}/mb{m}", HOST, 0, "acts")
+        return self.made.home(Input(self.units[unit].name, m), HOST, 0, "acts")
 
     def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
-        label = f"{self.units[unit].name}/mb{m}"
-        stashed = self.made.copy(f"offload_stash/{label}", d2h(task.device), x, HOST, after=after, m=m)
+        label = self._label("stash", unit, m)
+        stashed = self.made.copy(copy_key("offload", label), d2h(task.device), x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
         if rate and self.takes_backward.get(unit, task.device) != task.device:
             size = self.made.buffers[stashed].size_bytes
             again = self.made.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
             self.made.op(
-                f"pass_stash/{label}", HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
+                copy_key("pass", label), HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
             )
             stashed = again
         self.stash[unit, m] = stashed
@@ -280,13 +303,13 @@ class PackLowering:
         self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
     ) -> str | None:
         gpu, units = device(task.device), self.between(task.first, task.end)
-        label = f"{units[0].name}-{units[-1].name}/mb{m}"
+        pack = self.pack(task)
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-        acts = self.made.buffer(f"acts/{label}", gpu, size, "acts")
+        acts = self.made.buffer(PackActs(pack, m), gpu, size, "acts")
         reads = [*params, *([x] if x else [])]
         forward = total_work(u.forward for u in units)
         again = self.made.op(
-            f"recompute/{label}",
+            recompute_key(pack, m),
             compute(task.device),
             "recompute",
             work=forward,
@@ -298,18 +321,21 @@ class PackLowering:
         task.again.append(again)
         reads += [acts, *([dy] if dy else [])]
         size = sum(u.num_parameters for u in units) * self.training.grad_bytes
-        writes = [self.made.buffer(f"work/bwd/{label}", gpu, max(u.backward_work_bytes for u in units), "work")]
+        backward = backward_key(pack, m)
+        size_bytes = max(u.backward_work_bytes for u in units)
+        writes = [self.made.buffer(Transient(backward), gpu, size_bytes, "work")]
         if grads is None:
-            grads = self.made.buffer(f"grads/{self.name(task)}", gpu, size, "grads")
+            content = Gradients(pack, device=task.device if self.packs.devices > 1 else None)
+            grads = self.made.buffer(content, gpu, size, "grads")
         else:
             reads.append(grads)
             grads = self.made.over(grads)
         writes.append(grads)
         if task.first > 0:
-            dx = self.made.buffer(f"dx/{units[0].name}/mb{m}", gpu, units[0].input_bytes, "acts")
+            dx = self.made.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
         key = self.made.op(
-            f"bwd/{label}",
+            backward,
             compute(task.device),
             "backward",
             work=total_work(u.backward for u in units),
@@ -335,7 +361,7 @@ class PackLowering:
                 total = self.made.like(own, device(task.device))
                 work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
                 self.made.op(
-                    f"all_reduce/{self.name(task)}",
+                    op_key("all_reduce", self.name(task)),
                     next_peer(task.device, self.packs.devices),
                     "all_reduce",
                     work=work,
@@ -344,7 +370,7 @@ class PackLowering:
                 )
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
-            self.made.copy(f"offload_grads/{self.name(task)}", d2h(task.device), buffer, HOST)
+            self.made.copy(self._offload_key(task), d2h(task.device), buffer, HOST)
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
 
@@ -362,7 +388,7 @@ class PackLowering:
 
     def _gradients_gone(self, task: Task) -> list[str]:
         """Keys of the ops that have taken the gradients of a turn to host memory."""
-        return [f"offload_grads/{self.name(task)}"]
+        return [self._offload_key(task)]
 
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run."""
@@ -377,7 +403,7 @@ class PackLowering:
                     homes[unit.name] = self.made.over(homes[unit.name])
                     writes.append(homes[unit.name])
             work = {"parameters": unit.num_parameters}
-            key = f"update/{unit.name}"
+            key = States(unit.name).update_key
             self.made.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:

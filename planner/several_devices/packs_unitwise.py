@@ -15,6 +15,19 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST
 from tierplan.planner.plan import PackPlan
 from tierplan.planner.several_devices.packs import PackLowering, Task
+from tierplan.sim.contents import (
+    Gradients,
+    Input,
+    InputGradient,
+    KeptActs,
+    Params,
+    RecomputedActs,
+    TiedGradients,
+    backward_key,
+    copy_key,
+    forward_key,
+    recompute_key,
+)
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -56,21 +69,30 @@ class _UnitwiseLowering(PackLowering):
     # ---- compute ----
 
     def _params_of(self, unit: Unit, params: list[str]) -> list[str]:
-        wanted = {f"params/{name}" for name in (unit.name, unit.shares)}
+        wanted = {str(Params(name)) for name in (unit.name, unit.shares) if name}
         return [name for name in params if self.made.buffers[name].content in wanted]
 
     def _run(
-        self, kind: str, u: int, m: int, x: str | None, params: list[str], *, saved: str = "", hands_over: bool = True
+        self,
+        kind: str,
+        u: int,
+        m: int,
+        x: str | None,
+        params: list[str],
+        *,
+        saved: type[KeptActs | RecomputedActs] | None = None,
+        hands_over: bool = True,
     ) -> tuple[str, str | None, str]:
         """A unit's forward or recomputation: the op's key, the next unit's input, and what is saved."""
         unit = self.units[u]
-        key = f"{'fwd' if kind == 'forward' else kind}/{unit.name}/mb{m}"
+        key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
         writes, acts, y = [], "", None
         if hands_over and u + 1 < len(self.units):
-            y = self.made.buffer(f"x/{self.units[u + 1].name}/mb{m}", DEVICE, unit.output_bytes, "acts")
+            y = self.made.buffer(Input(self.units[u + 1].name, m), DEVICE, unit.output_bytes, "acts")
             writes.append(y)
         if saved and unit.saved_bytes:
-            acts = self.made.buffer(f"acts/{unit.name}/mb{m}/{saved}", DEVICE, unit.saved_bytes, "acts")
+            content = saved(unit.name, m)
+            acts = self.made.buffer(content, DEVICE, unit.saved_bytes, "acts")
             writes.append(acts)
         writes += self.made.work(key, unit.forward_work_bytes + (0 if saved else unit.saved_bytes))
         reads = [*self._params_of(unit, params), *([x] if x else [])]
@@ -97,7 +119,7 @@ class _UnitwiseLowering(PackLowering):
     ) -> str | None:
         inputs: dict[int, str | None] = {task.first: x}
         acts: dict[int, str] = {}
-        kind, saved = ("forward", "keep") if task.is_last else ("recompute", "re")
+        kind, saved = ("forward", KeptActs) if task.is_last else ("recompute", RecomputedActs)
         for u in range(task.first, task.end):
             hands_over = u + 1 < task.end
             key, y, acts[u] = self._run(kind, u, m, inputs[u], params, saved=saved, hands_over=hands_over)
@@ -110,34 +132,35 @@ class _UnitwiseLowering(PackLowering):
             self._leaves("dx", task.first, m, dy, task, 0)
         for owner, batch in [k for k in self.tied if k[1] == m]:
             if self.made.buffers[self.tied[owner, batch]].tier == DEVICE:
-                label = f"offload_tied/{owner}/mb{m}"
+                label = copy_key("offload", TiedGradients(owner, m))
                 self.tied[owner, batch] = self.made.copy(label, D2H, self.tied[owner, batch], HOST, m=m)
         return None
 
     def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
         """A unit's backward: the op's key, and the gradient of its input."""
         unit, t = self.units[u], self.training
-        key = f"bwd/{unit.name}/mb{m}"
+        key = backward_key(unit.name, m)
         reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
         writes, dx = [], None
         if u > 0:
-            dx = self.made.buffer(f"dx/{unit.name}/mb{m}", DEVICE, unit.input_bytes, "acts")
+            dx = self.made.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares:
             size = self.by_name[unit.shares].num_parameters * t.grad_bytes
-            self.tied[unit.shares, m] = self.made.buffer(f"tied/{unit.shares}/mb{m}", DEVICE, size, "grads")
+            self.tied[unit.shares, m] = self.made.buffer(TiedGradients(unit.shares, m), DEVICE, size, "grads")
             writes.append(self.tied[unit.shares, m])
         if unit.num_parameters:
             tied = self.tied.pop((unit.name, m), "")
             if tied and self.made.buffers[tied].tier == HOST:
-                tied = self.made.copy(f"fetch_tied/{unit.name}/mb{m}", H2D, tied, DEVICE, m=m)
+                key_of_copy = copy_key("fetch", TiedGradients(unit.name, m))
+                tied = self.made.copy(key_of_copy, H2D, tied, DEVICE, m=m)
             old = self.grads.get(unit.name)
             reads += [name for name in (tied, old) if name]
             if old or tied:
-                made = self.made.over(old or tied, f"grads/{unit.name}/mb{m}")
+                made = self.made.over(old or tied, Gradients(unit.name, m))
             else:
                 size = unit.num_parameters * t.grad_bytes
-                made = self.made.buffer(f"grads/{unit.name}/mb{m}", DEVICE, size, "grads")
+                made = self.made.buffer(Gradients(unit.name, m), DEVICE, size, "grads")
             self.grads[unit.name] = made
             writes.append(made)
         writes += self.made.backward_work(key, unit, writes)
@@ -150,12 +173,12 @@ class _UnitwiseLowering(PackLowering):
         (task,) = tasks
         for unit in self.between(task.first, task.end):
             if unit.num_parameters:
-                label, made = f"offload_grads/{unit.name}", self.grads[unit.name]
+                label, made = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
                 self.grads[unit.name] = self.made.copy(label, D2H, made, HOST, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
         units = self.between(task.first, task.end)
-        return [f"offload_grads/{unit.name}" for unit in units if unit.num_parameters]
+        return [copy_key("offload", Gradients(unit.name)) for unit in units if unit.num_parameters]
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         return [self.grads[unit.name]], self._gradients_gone(task)

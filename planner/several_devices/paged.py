@@ -13,7 +13,21 @@ from dataclasses import asdict
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
 from tierplan.planner.plan import PagedPlan
-from tierplan.sim.builder import Builder
+from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.contents import (
+    Gradients,
+    Input,
+    InputGradient,
+    Params,
+    States,
+    Transient,
+    backward_key,
+    copy_key,
+    device_name,
+    forward_key,
+    micro_batch_name,
+    op_key,
+)
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
@@ -39,10 +53,12 @@ class _Paged:
         t = self.workload.training
         for unit in self.workload.units:
             for r in range(self.n):
-                for kind, per_parameter in (("params", t.param_bytes), ("states", t.state_bytes)):
-                    if size := unit.num_parameters * per_parameter:
-                        home = self.made.home(f"{kind}/{unit.name}/gpu{r}", HOST, size, kind)
-                        self.home[kind, unit.name, r] = home
+                if size := unit.num_parameters * t.param_bytes:
+                    home = self.made.home(Params(unit.name, device=r), HOST, size, "params")
+                    self.home["params", unit.name, r] = home
+                if size := unit.num_parameters * t.state_bytes:
+                    home = self.made.home(States(unit.name, device=r), HOST, size, "states")
+                    self.home["states", unit.name, r] = home
         total = t.gradient_accumulation_steps
         for r in range(self.n):
             for m in range(r * total // self.n, (r + 1) * total // self.n):
@@ -57,20 +73,21 @@ class _Paged:
             "training": asdict(t),
             "devices": self.n,
         }
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", machine, meta)
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta)
 
-    def _page_in(self, kind: str, unit: Unit, r: int, what: str) -> list[str]:
+    def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:
         """The unit's bytes of this kind on the device; none where it has none."""
         home = self.home.get((kind, unit.name, r))
         if home is None:
             return []
-        key = f"fetch_{kind}/{unit.name}/{what}/gpu{r}"
+        key = device_name(op_key(copy_key("fetch", kind), unit.name, *use), r)
         return [self.made.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
 
-    def _page_out(self, kind: str, unit: Unit, r: int, what: str, pages: list[str]) -> None:
+    def _page_out(self, kind: str, unit: Unit, r: int, pages: list[str], *use: str) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
         for here in pages:
-            key, over = f"offload_{kind}/{unit.name}/{what}/gpu{r}", self.home.get((kind, unit.name, r))
+            key = device_name(op_key(copy_key("offload", kind), unit.name, *use), r)
+            over = self.home.get((kind, unit.name, r))
             self.home[kind, unit.name, r] = self.made.copy(
                 key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
@@ -78,11 +95,12 @@ class _Paged:
     def _micro_batch(self, r: int, m: int) -> None:
         units, gpu = self.workload.units, device(r)
         x: list[str] = []  # inputs of units 1, 2, ...
+        use = ("fwd", micro_batch_name(m))
         for u, unit in enumerate(units):
-            pages = self._page_in("params", unit, r, f"fwd/mb{m}")
-            out = [self.made.buffer(f"x/{v.name}/mb{m}", gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
-            key = f"fwd/{unit.name}/mb{m}"
-            work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
+            pages = self._page_in("params", unit, r, *use)
+            out = [self.made.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
+            key = forward_key(unit.name, m)
+            work = self.made.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
             self.last[r] = self.made.op(
                 key,
                 compute(r),
@@ -93,7 +111,7 @@ class _Paged:
                 unit=unit.name,
                 m=m,
             )
-            self._page_out("params", unit, r, f"fwd/mb{m}", pages)
+            self._page_out("params", unit, r, pages, *use)
             x += out
         dy: list[str] = []
         for u, unit in reversed(list(enumerate(units))):
@@ -101,14 +119,15 @@ class _Paged:
 
     def _backward(self, unit: Unit, r: int, m: int, x: list[str], dy: list[str]) -> list[str]:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
-        gpu, key, what = device(r), f"bwd/{unit.name}/mb{m}", f"bwd/mb{m}"
-        pages, old = self._page_in("params", unit, r, what), self._page_in("grads", unit, r, what)
-        dx = [self.made.buffer(f"dx/{unit.name}/mb{m}", gpu, unit.input_bytes, "acts")] if x else []
+        gpu, key, use = device(r), backward_key(unit.name, m), ("bwd", micro_batch_name(m))
+        pages, old = self._page_in("params", unit, r, *use), self._page_in("grads", unit, r, *use)
+        dx = [self.made.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
         size = unit.num_parameters * self.workload.training.grad_bytes
         grads = []
         if size:
-            grads = [self.made.buffer(f"grads/{unit.name}/{gpu}", gpu, size, "grads", reuses=old[0] if old else None)]
-        work = self.made.buffer(f"work/{key}", gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+            content = Gradients(unit.name, device=r)
+            grads = [self.made.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
+        work = self.made.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         self.last[r] = self.made.op(
             key,
             compute(r),
@@ -119,8 +138,8 @@ class _Paged:
             unit=unit.name,
             m=m,
         )
-        self._page_out("params", unit, r, what, pages)
-        self._page_out("grads", unit, r, what, grads)
+        self._page_out("params", unit, r, pages, *use)
+        self._page_out("grads", unit, r, grads, *use)
         return dx
 
     def _update(self, unit: Unit) -> None:
@@ -135,13 +154,13 @@ class _Paged:
             if len(ranks) > 1:
                 reads = [self.made.like(own[r], device(r))]
                 work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.made.buffers[own[r]].size_bytes}
-                key, stream = f"all_reduce/{unit.name}/gpu{r}", next_peer(r, self.n)
+                key, stream = device_name(op_key("all_reduce", unit.name), r), next_peer(r, self.n)
                 self.made.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.made.over(x) for x in found] for kind, found in pages.items()}
             self.last[r] = self.made.op(
-                f"update/{unit.name}/gpu{r}",
+                States(unit.name, device=r).update_key,
                 compute(r),
                 "update",
                 work={"elementwise_bytes": moved},
@@ -150,4 +169,4 @@ class _Paged:
                 unit=unit.name,
             )
             for kind, found in new.items():
-                self._page_out(kind, unit, r, "update", found)
+                self._page_out(kind, unit, r, found, "update")

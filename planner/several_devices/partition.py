@@ -12,6 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.names import DEVICE, device, next_peer, parse_stream
+from tierplan.sim.contents import (
+    Gradients,
+    Params,
+    buffer_name,
+    copy_key,
+    device_name,
+    micro_batch_name,
+    op_key,
+    parse_content,
+)
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
 __all__ = ["partition"]
@@ -63,7 +73,7 @@ class _Partition:
         return (0,) if is_shared else range(self.n)
 
     def _name(self, name: str, r: int) -> str:
-        return name if len(tuple(self._ranks(name))) == 1 else f"{name}/gpu{r}"
+        return name if len(tuple(self._ranks(name))) == 1 else device_name(name, r)
 
     def _declare(self, name: str, r: int) -> None:
         b = self.old[name]
@@ -94,7 +104,7 @@ class _Partition:
             if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in PARTED):
                 work = {kind: amount / self.n for kind, amount in op.work.items()}
             stream = parse_stream(op.stream).on(r) if on_device else op.stream
-            key = self._emit(op, f"{op.key}/gpu{r}", stream, work, reads, writes, r)
+            key = self._emit(op, device_name(op.key, r), stream, work, reads, writes, r)
             if op.kind in COMPUTE_KINDS:
                 self.computes[r].append(key)
 
@@ -142,7 +152,7 @@ class _Partition:
         known = (name, op.unit, turn, op.micro_batch, r)
         if known not in self.gathered:
             b = self.old[name]
-            key = f"gather_params/{b.content.partition('/')[2]}/{op.unit}/{turn}/mb{op.micro_batch}/gpu{r}"
+            key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))
             self.gathered[known] = self._collective(
                 key, "gather", b, r, [self._name(name, k) for k in range(self.n)], b.size_bytes, self.computes[r][-2:-1]
             )
@@ -152,7 +162,7 @@ class _Partition:
         """Device r's part of the sum of all devices' gradients."""
         if (name, r) not in self.scattered:
             b = self.old[name]
-            key = f"reduce_{b.content}/gpu{r}"
+            key = device_name(copy_key("reduce", b.content), r)
             whole = [self._name(name, k) for k in range(self.n)]
             self.scattered[name, r] = self._collective(key, "reduce", b, r, whole, -(-b.size_bytes // self.n), [])
         return self.scattered[name, r]
@@ -160,8 +170,16 @@ class _Partition:
     def _collective(
         self, key: str, kind: str, b: Buffer, r: int, reads: list[str], size_bytes: int, after: list[str]
     ) -> str:
+        content = parse_content(b.content)
+        assert isinstance(content, Params | Gradients)
         made = replace(
-            b, name=f"{key}@gpu{r}", tier=device(r), size_bytes=size_bytes, initial=False, reuses=None, becomes=None
+            b,
+            name=buffer_name(key, device(r)),
+            tier=device(r),
+            size_bytes=size_bytes,
+            initial=False,
+            reuses=None,
+            becomes=None,
         )
         self.buffers[made.name] = made
         moved = b.size_bytes * (self.n - 1) / self.n
@@ -170,7 +188,7 @@ class _Partition:
                 key=key,
                 stream=next_peer(r, self.n),
                 kind=kind,
-                unit=b.content.partition("/")[2],
+                unit=content.unit,
                 work={"bytes": moved},
                 reads=tuple(reads),
                 writes=(made.name,),

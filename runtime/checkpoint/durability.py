@@ -17,11 +17,11 @@ from tierplan.hwmodels.names import NVME
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_settings
 from tierplan.runtime.execution.executor import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import contents_of, cut, join, parameters_of
-from tierplan.runtime.execution.values import Held, held_of
+from tierplan.runtime.execution.state_parts import cut, join, states_of
+from tierplan.runtime.execution.values import Held, content_of, held_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import Extent, Store
-from tierplan.sim.parts import unit_and_part
+from tierplan.sim.contents import States
 
 __all__ = ["Durability"]
 
@@ -115,8 +115,9 @@ class Durability:
         for instance in carried.values():
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
             found = commit.contents.get(content)
-            if found is None and content.startswith("states/"):
-                fill(instance, self._cut_otherwise(content, bodies))
+            states = content_of(instance)
+            if found is None and isinstance(states, States):
+                fill(instance, self._cut_otherwise(states, bodies))
                 continue
             if found is None or found.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
@@ -140,16 +141,15 @@ class Durability:
         store.read(Extent(where.offset_bytes, where.size_bytes), memory)
         return memory
 
-    def _cut_otherwise(self, content: str, bodies: Bodies) -> torch.Tensor:
+    def _cut_otherwise(self, content: States, bodies: Bodies) -> torch.Tensor:
         """Optimizer states, or a part of them, from a commit in which the unit's states were cut otherwise."""
         assert self.last is not None
-        name = unit_and_part(content)[0]
-        found = contents_of(name, self.last.contents)
-        if not found:
-            raise CommitError(f"the last commit has no states of unit {name!r}; plan again")
-        num_parameters = next(u.num_parameters for u in bodies.units if u.name == name)
-        whole = join([self._committed(part, bodies.store) for part in found], num_parameters)
-        return cut(whole, parameters_of(content, num_parameters), num_parameters)
+        committed = states_of(content.unit, self.last.contents)
+        if not committed:
+            raise CommitError(f"the last commit has no states of unit {content.unit!r}; plan again")
+        num_parameters = next(u.num_parameters for u in bodies.units if u.name == content.unit)
+        whole = join([self._committed(str(part), bodies.store) for part in committed], num_parameters)
+        return cut(whole, content.parameters(num_parameters), num_parameters)
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.store

@@ -22,6 +22,7 @@ from torch import nn
 
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
 from tierplan.runtime.tracing.models import build_model
+from tierplan.sim.contents import Params
 from tierplan.sim.workloads.workload import Training
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     total_bytes = 0
     for number, unit in enumerate(owners, 1):
         name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
-        memory = trainer.content(f"params/{unit.name}")
+        memory = trainer.content(Params(unit.name))
         write_flat(target / name, unit, memory)
         total_bytes += memory.numel()
         weight_map.update(dict.fromkeys((key for key, _ in unit.parameters), name))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.sim.contents import OpKey, parse_key
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["check_executable"]
@@ -24,7 +25,7 @@ def check_executable(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} is for {len(devices)} devices, which only the simulator executes; the runtime "
             "trains on one: plan with a machine that has one"
         )
-    if any(op.key.startswith("offload_params/") and "/fwd/" in op.key for op in schedule.ops):
+    if any(_pages_out_after_forward(parse_key(op.key)) for op in schedule.ops):
         raise TrainingError(
             f"schedule {schedule.name!r} pages weights out after every use, unchanged ones too; that is the baseline "
             "of memory virtualisation, which is simulated for comparison and which the runtime does not execute: "
@@ -43,3 +44,7 @@ def check_executable(schedule: Schedule) -> None:
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
+
+
+def _pages_out_after_forward(op: OpKey) -> bool:
+    return (op.verb, op.moved) == ("offload", "params") and "fwd" in op.where

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError
 from tierplan.sim.trace import MemoryEvent, Span, Trace
 
@@ -377,7 +378,7 @@ class Executor:
             node.has_ended = True
             if self._trace_end is None or node.step < self._trace_end:
                 times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
-                key = f"s{node.step}/{node.op.key}"
+                key = step_prefix(node.step) + node.op.key
                 self._spans.append(Span(key, node.op.stream, *times, granted_ns=node.granted_ns))
             dead = []
             for instance in node.reads:

@@ -16,13 +16,25 @@ from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.executor import Call, Instance
 from tierplan.runtime.execution.gradients import complete, gather, given, parts_of, sink_of, take_over
-from tierplan.runtime.execution.state_parts import parameters_of
 from tierplan.runtime.execution.threads import threads_here
-from tierplan.runtime.execution.values import GradientThing, Held, InputThing, SavedThing, held_of
+from tierplan.runtime.execution.values import GradientThing, Held, InputThing, SavedThing, content_of, held_of
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.optim.groups import segments
+from tierplan.sim.contents import (
+    Clip,
+    Gradients,
+    Input,
+    InputGradient,
+    KeptActs,
+    Params,
+    RecomputedActs,
+    SavedActs,
+    States,
+    TiedGradients,
+    WideGradients,
+)
 
 __all__ = ["Bodies", "SizeError"]
 
@@ -171,7 +183,9 @@ class Bodies:
         new = self.place(target)
         new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
         if old.parts is not None:
-            gather(old, self._unit_of(source), new)
+            content = content_of(source)
+            assert isinstance(content, Gradients | TiedGradients)
+            gather(old, self._unit(content), new)
         elif isinstance(new.place, Extent):
             assert self.store is not None
             self.store.write(new.place, self._memory(source))
@@ -209,9 +223,9 @@ class Bodies:
     def _bind(self, call: Call) -> None:
         """Makes the parameters that the op reads those of the model."""
         for instance in call.reads:
-            kind, _, name = instance.buffer.content.partition("/")
-            if kind == "params":
-                self.units[self._index[name]].bind(held_of(instance).block.data.view(self.dtype))
+            content = content_of(instance)
+            if isinstance(content, Params):
+                self.units[self._index[content.unit]].bind(held_of(instance).block.data.view(self.dtype))
 
     def _forward(self, call: Call) -> None:
         index = self._index[call.op.unit]
@@ -225,19 +239,19 @@ class Bodies:
         sizes, plan = run.recorder.sizes, lane.plans[index]
         kept = sum(size for k, size in enumerate(sizes) if k not in plan.dropped | plan.leaving)
         for instance in call.writes:
-            kind, *rest = instance.buffer.content.split("/")
-            if kind == "x":
-                leaves = lane.hand_over(index + 1, instance.buffer.size_bytes)
-                expect(instance, sum(leaf.nbytes for leaf in leaves))
-                instance.value = Held(thing=InputThing(leaves))
-            elif kind == "acts" and rest[-1] == "keep":
-                expect(instance, kept)
-                kept = 0
-            elif kind == "acts":
-                slot = run.recorder.missing.pop(int(rest[-1]), None)
-                expect(instance, slot.size_bytes if slot else 0)
-                assert slot is not None
-                instance.value = Held(thing=SavedThing(slot))
+            match content_of(instance):
+                case Input():
+                    leaves = lane.hand_over(index + 1, instance.buffer.size_bytes)
+                    expect(instance, sum(leaf.nbytes for leaf in leaves))
+                    instance.value = Held(thing=InputThing(leaves))
+                case KeptActs():
+                    expect(instance, kept)
+                    kept = 0
+                case SavedActs(index=k):
+                    slot = run.recorder.missing.pop(k, None)
+                    expect(instance, slot.size_bytes if slot else 0)
+                    assert slot is not None
+                    instance.value = Held(thing=SavedThing(slot))
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
@@ -249,10 +263,10 @@ class Bodies:
     def _recompute(self, call: Call) -> None:
         index, lane = self._index[call.op.unit], self._lanes[call.step, call.op.micro_batch]
         self._bind(call)
-        outputs = [x for x in call.writes if x.buffer.content.startswith("x/")]
+        outputs = [x for x in call.writes if isinstance(content_of(x), Input)]
         made = lane.run_again(index, makes_output=bool(outputs))
         for instance in call.writes:
-            if instance.buffer.content.endswith("/re"):
+            if isinstance(content_of(instance), RecomputedActs):
                 expect(instance, made)
         for instance in outputs:
             leaves = lane.runs[index + 1].leaves
@@ -267,7 +281,7 @@ class Bodies:
         self._prepare_gradients(call)
         lane.run_backward(index)
         for instance in call.writes:
-            if instance.buffer.content.startswith("dx/"):
+            if isinstance(content_of(instance), InputGradient):
                 leaves = lane.runs[index].leaves
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
                 instance.value = Held(thing=GradientThing(leaves))
@@ -285,23 +299,26 @@ class Bodies:
         """
         self._sinks.clear()
         for instance in call.writes:
-            kind = instance.buffer.content.partition("/")[0]
-            if kind not in ("grads", "tied"):
+            content, over = content_of(instance), instance.over
+            if not isinstance(content, Gradients | TiedGradients):
                 continue
-            unit, over = self._unit_of(instance), instance.over
+            unit = self._unit(content)
             instance.value = held = Held(parts=[None] * len(unit.parameters)) if over is None else held_of(over)
             self._aim(unit, held, range(len(unit.parameters)))
             tied = self._tied(call, unit)
-            if tied is not None and kind == "grads" and tied is not held:
+            if tied is not None and isinstance(content, Gradients) and tied is not held:
                 self._aim(unit, tied, given(tied, unit))
 
-    def _unit_of(self, instance: Instance) -> ModelUnit:
-        return self.units[self._index[instance.buffer.content.split("/")[1]]]
+    def _unit(self, content: Gradients | TiedGradients) -> ModelUnit:
+        return self.units[self._index[content.unit]]
 
     def _tied(self, call: Call, unit: ModelUnit) -> Held | None:
         """The share in the unit's gradients that the op reads."""
-        found = (held_of(x) for x in call.reads if x.buffer.content.startswith(f"tied/{unit.name}/"))
-        return next(found, None)
+        for instance in call.reads:
+            content = content_of(instance)
+            if isinstance(content, TiedGradients) and content.unit == unit.name:
+                return held_of(instance)
+        return None
 
     def _aim(self, unit: ModelUnit, held: Held, which: Iterable[int]) -> None:
         for k in which:
@@ -317,8 +334,9 @@ class Bodies:
 
     def _finish_gradients(self, call: Call) -> None:
         for instance in call.writes:
-            if instance.buffer.content.startswith("grads/"):
-                unit, held = self._unit_of(instance), held_of(instance)
+            content = content_of(instance)
+            if isinstance(content, Gradients):
+                unit, held = self._unit(content), held_of(instance)
                 tied = self._tied(call, unit)
                 if tied is not None and tied is not held:
                     take_over(held, unit, tied)
@@ -365,13 +383,14 @@ class Bodies:
         unit = self.units[self._index[call.op.unit]]
         grads, params, clip = held_of(call.reads[0]), None, None
         for instance in call.reads[1:]:
-            if instance.buffer.content == "clip":
+            if content_of(instance) == Clip():
                 clip = held_of(instance).clip
         states, part = None, range(unit.num_parameters)
         for instance in call.writes:
             held = self.place(instance)
-            if instance.buffer.content.startswith("states/"):
-                states, part = held, parameters_of(instance.buffer.content, unit.num_parameters)
+            content = content_of(instance)
+            if isinstance(content, States):
+                states, part = held, content.parameters(unit.num_parameters)
             else:
                 params = held
                 if instance.over is None and not self.has_master:
@@ -389,7 +408,7 @@ class Bodies:
             if "master" in regions:
                 flat.copy_(regions["master"])
             return
-        is_wide = call.reads[0].buffer.content.endswith("/wide")
+        is_wide = isinstance(content_of(call.reads[0]), WideGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.parts is not None:
             assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"

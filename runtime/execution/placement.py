@@ -13,11 +13,12 @@ import torch
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.executor import Executor, Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import contents_of, join, parameters_of
-from tierplan.runtime.execution.values import Held, held_of
+from tierplan.runtime.execution.state_parts import join, states_of
+from tierplan.runtime.execution.values import Held, content_of, held_of
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import state_regions, update_flat
+from tierplan.sim.contents import Content, Gradients, Params, States
 
 __all__ = ["Placement", "TrainingError"]
 
@@ -42,7 +43,7 @@ class Placement:
 
         `weights` gives a unit's parameters where the model has none in memory.
         """
-        by_content: dict[str, Instance] = {x.buffer.content: x for x in self.executor.carried.values()}
+        by_content = self._by_content()
         for unit in self.bodies.units:
             if unit.num_parameters == 0:
                 continue
@@ -50,15 +51,15 @@ class Placement:
             flat = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts])
             del parts
             unit.unbind()
-            self.fill(by_content[f"params/{unit.name}"], flat.view(torch.uint8))
-            for content in contents_of(unit.name, by_content):
-                states, part = by_content[content], parameters_of(content, unit.num_parameters)
+            self.fill(by_content[Params(unit.name)], flat.view(torch.uint8))
+            for content in states_of(unit.name, by_content):
+                states, part = by_content[content], content.parameters(unit.num_parameters)
                 start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
                 regions = self._regions(start)
                 if "master" in regions:
                     regions["master"].copy_(flat[part.start : part.stop])
                 self.fill(states, start)
-            grads = by_content.get(f"grads/{unit.name}/mb0")
+            grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
                 grads.value = Held(self.bodies.allocate(grads), is_absent=True)
 
@@ -82,46 +83,50 @@ class Placement:
     def restore_model(self) -> None:
         """Every parameter is in ordinary memory again."""
         for instance in self.executor.carried.values():
-            kind, _, unit_name = instance.buffer.content.partition("/")
-            if kind == "params":
-                unit = self._unit(unit_name)
+            content = content_of(instance)
+            if isinstance(content, Params):
+                unit = self._unit(content.unit)
                 flat = torch.empty(unit.num_parameters, dtype=self.bodies.dtype)
-                flat.view(torch.uint8).copy_(self.content(instance.buffer.content))
+                flat.view(torch.uint8).copy_(self.content(content))
                 unit.unbind()
                 for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
                     p.data = view.clone()
 
-    def content(self, content: str) -> torch.Tensor:
-        """A copy of what outlives a step, in host memory: `params/L3`, `states/L3`; uint8.
+    def content(self, content: Params | States) -> torch.Tensor:
+        """A copy of a unit's parameters or of all its states, in host memory; uint8.
 
         A unit whose last update is still to come is given as it is after that.
         """
-        kind, _, name = content.partition("/")
-        if name in self.pending and kind in ("params", "states"):
-            return self._after_pending(name)[kind]
-        return self._as_it_is(content)
+        if content.unit not in self.pending:
+            return self._states(content.unit) if isinstance(content, States) else self._as_it_is(content)
+        params, states = self._after_pending(content.unit)
+        if isinstance(content, Params):
+            return params
+        assert states is not None
+        return states
 
-    def _as_it_is(self, content: str) -> torch.Tensor:
-        carried = {x.buffer.content: x for x in self.executor.carried.values()}
-        if content in carried:
-            return self.bodies.read(carried[content])
-        name = content.partition("/")[2]
-        parts = [self.bodies.read(carried[part]) for part in contents_of(name, carried)]
-        return join(parts, self._unit(name).num_parameters)
+    def _by_content(self) -> dict[Content, Instance]:
+        return {content_of(x): x for x in self.executor.carried.values()}
 
-    def _after_pending(self, name: str) -> dict[str, torch.Tensor]:
+    def _as_it_is(self, content: Content) -> torch.Tensor:
+        return self.bodies.read(self._by_content()[content])
+
+    def _states(self, name: str) -> torch.Tensor:
+        """A copy of all states of a unit, joined where they travel in parts."""
+        parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
+        return parts[0] if len(parts) == 1 else join(parts, self._unit(name).num_parameters)
+
+    def _after_pending(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
-        bodies = self.bodies
-        carried = {x.buffer.content: x for x in self.executor.carried.values()}
-        found = {"params": self._as_it_is(f"params/{name}")}
-        if contents_of(name, carried):
-            found["states"] = self._as_it_is(f"states/{name}")
-        grads = carried[f"grads/{name}/mb0"]
-        if not held_of(grads).is_absent:
-            done, states = self.executor.num_steps_done, found.get("states")
+        bodies, by_content = self.bodies, self._by_content()
+        params = self._as_it_is(Params(name))
+        states = self._states(name) if states_of(name, by_content) else None
+        grads = Gradients(name, 0)
+        if not held_of(by_content[grads]).is_absent:
+            done = self.executor.num_steps_done
             update_flat(
-                found["params"].view(bodies.dtype),
-                self._as_it_is(f"grads/{name}/mb0").view(bodies.dtype),
+                params.view(bodies.dtype),
+                self._as_it_is(grads).view(bodies.dtype),
                 self._regions(states) if states is not None else {},
                 bodies.optimizer,
                 step=done,
@@ -130,7 +135,7 @@ class Placement:
                 segments=bodies.segments[name],
                 label=name,
             )
-        return found
+        return params, states
 
     def _regions(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         return state_regions(states, optimizer=self.bodies.optimizer.name, has_master=self.bodies.has_master)

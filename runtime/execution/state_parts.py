@@ -6,23 +6,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tierplan.sim.parts import part_ranges, unit_and_part
+from tierplan.sim.contents import Content, States, parse_content
 
-__all__ = ["contents_of", "cut", "join", "parameters_of"]
+__all__ = ["cut", "join", "states_of"]
 
 FP32_BYTES = 4
 
 
-def contents_of(unit: str, contents: Iterable[str]) -> list[str]:
-    """The contents that hold a unit's states, in order: one for the whole, or one per part."""
-    found = [c for c in contents if c.startswith("states/") and unit_and_part(c)[0] == unit]
-    return sorted(found, key=lambda content: unit_and_part(content)[1])
-
-
-def parameters_of(content: str, num_parameters: int) -> range:
-    """The parameters, of all those of the unit, whose states this content holds."""
-    _, part, num_parts = unit_and_part(content)
-    return part_ranges(num_parameters, num_parts)[part]
+def states_of(unit: str, contents: Iterable[Content | str]) -> list[States]:
+    """A unit's states among these contents, in order: one for the whole, or one per part."""
+    parsed = (parse_content(str(content)) for content in contents)
+    return sorted((c for c in parsed if isinstance(c, States) and c.unit == unit), key=lambda c: c.part)
 
 
 def cut(states: torch.Tensor, part: range, num_parameters: int) -> torch.Tensor:

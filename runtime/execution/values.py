@@ -20,8 +20,9 @@ from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.execution.executor import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
+from tierplan.sim.contents import Content, parse_content
 
-__all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "held_of"]
+__all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "content_of", "held_of"]
 
 
 class Thing(ABC):
@@ -152,6 +153,11 @@ class Held:
     def block(self) -> Block:
         assert isinstance(self.place, Block)
         return self.place
+
+
+def content_of(instance: Instance) -> Content:
+    """What the bytes of a buffer are."""
+    return parse_content(instance.buffer.content)
 
 
 def held_of(instance: Instance) -> Held:

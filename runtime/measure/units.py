@@ -17,9 +17,24 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tierplan.hwmodels.names import COMPUTE, DEVICE
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.trainer import Trainer
-from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.builder import Builder
+from tierplan.sim.contents import (
+    Gradients,
+    Input,
+    InputGradient,
+    KeptActs,
+    Params,
+    RecomputedActs,
+    Shared,
+    TiedGradients,
+    backward_key,
+    forward_key,
+    recompute_key,
+    step_prefix,
+)
+from tierplan.sim.schedule import Schedule, Tier, validate
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
@@ -27,6 +42,8 @@ __all__ = ["profile_workload", "profiling_schedule", "with_times"]
 
 HUGE_BYTES = 1 << 50
 Drops = Literal["nothing", "all", "replayable"]
+KeyOf = Callable[[str, int], str]
+"""The key of a unit's op, from its name and a micro-batch."""
 
 
 def profile_workload(
@@ -91,32 +108,14 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         return unit.kind == "block" and (drops == "all" or (drops == "replayable" and t.replayable))
 
     training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
-    buffers: list[Buffer] = []
-    ops: list[Op] = []
-
-    def buffer(content: str, size_bytes: int, kind: str, *, home: bool = False, reuses: str | None = None) -> str:
-        name = f"{content}@{DEVICE}#{0 if reuses is None else int(reuses.rpartition('#')[2]) + 1}"
-        buffers.append(
-            Buffer(
-                name=name,
-                tier=DEVICE,
-                size_bytes=size_bytes,
-                content=content,
-                kind=kind,
-                initial=home,
-                reuses=reuses,
-                becomes=name if home else None,
-            )
-        )
-        return name
-
+    builder = Builder()
     units = workload.units
     params = {
-        u.name: buffer(f"params/{u.name}", u.num_parameters * training.param_bytes, "params", home=True)
+        u.name: builder.home(Params(u.name), DEVICE, u.num_parameters * training.param_bytes, "params")
         for u in units
         if u.num_parameters
     }
-    shared = buffer("shared/mb0", workload.shared_bytes, "acts") if workload.shared_bytes else None
+    shared = builder.buffer(Shared(0), DEVICE, workload.shared_bytes, "acts") if workload.shared_bytes else None
     inputs: dict[int, str] = {}
     acts: dict[int, list[str]] = {}
 
@@ -131,21 +130,23 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         if shared:
             (writes if i == 0 else reads).append(shared)
         if i + 1 < len(units):
-            inputs[i + 1] = buffer(f"x/{units[i + 1].name}/mb0", unit.output_bytes, "acts")
+            inputs[i + 1] = builder.buffer(Input(units[i + 1].name, 0), DEVICE, unit.output_bytes, "acts")
             writes.append(inputs[i + 1])
         acts[i] = []
         if kept := sum(t.size_bytes for t in unit.saved if not is_dropped(unit, t)):
-            acts[i] = [buffer(f"acts/{unit.name}/mb0/keep", kept, "acts")]
+            acts[i] = [builder.buffer(KeptActs(unit.name, 0), DEVICE, kept, "acts")]
         writes += acts[i]
-        ops.append(_op("fwd", "forward", unit, reads, writes))
+        key = forward_key(unit.name, 0)
+        builder.op(key, COMPUTE, "forward", work={}, reads=reads, writes=writes, unit=unit.name)
     dx: str | None = None
     tied: dict[str, str] = {}
     for i, unit in reversed(list(enumerate(units))):
         reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
         if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
-            made = buffer(f"acts/{unit.name}/mb0/re", dropped, "acts")
-            from_ = [*reads, *acts[i], *([shared] if shared else [])]
-            ops.append(_op("recompute", "recompute", unit, from_, [made]))
+            made = builder.buffer(RecomputedActs(unit.name, 0), DEVICE, dropped, "acts")
+            starts_from = [*reads, *acts[i], *([shared] if shared else [])]
+            key = recompute_key(unit.name, 0)
+            builder.op(key, COMPUTE, "recompute", work={}, reads=starts_from, writes=[made], unit=unit.name)
             acts[i] = [*acts[i], made]
         reads += acts[i]
         writes = []
@@ -154,43 +155,28 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         if shared and i > 0:
             reads.append(shared)
         if i > 0:
-            dx = buffer(f"dx/{unit.name}/mb0", unit.input_bytes, "acts")
+            dx = builder.buffer(InputGradient(unit.name, 0), DEVICE, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares:
             owner = next(u for u in units if u.name == unit.shares)
             size_bytes = owner.num_parameters * training.grad_bytes
             earlier = tied.get(owner.name)  # of another unit that shares them: added to
             reads += [earlier] if earlier else []
-            tied[owner.name] = buffer(f"tied/{owner.name}/mb0", size_bytes, "grads", reuses=earlier)
+            tied[owner.name] = builder.buffer(TiedGradients(owner.name, 0), DEVICE, size_bytes, "grads", reuses=earlier)
             writes.append(tied[owner.name])
         if unit.num_parameters:
             reads += [tied[unit.name]] if unit.name in tied else []
-            writes.append(buffer(f"grads/{unit.name}/mb0", unit.num_parameters * training.grad_bytes, "grads"))
-        ops.append(_op("bwd", "backward", unit, reads, writes))
-    return validate(
-        Schedule(
-            name=f"profile {workload.name}",
-            tiers=(Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name="host", capacity_bytes=HUGE_BYTES)),
-            buffers=tuple(buffers),
-            ops=tuple(ops),
-            meta={
-                "semantics": "in-backward",
-                "training": asdict(training),
-                "units": [u.record(["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units],
-            },
-        )
-    )
-
-
-def _op(phase: str, kind: str, unit: Unit, reads: list[str], writes: list[str]) -> Op:
-    return Op(
-        key=f"{phase}/{unit.name}/mb0",
-        stream=COMPUTE,
-        kind=kind,
-        unit=unit.name,
-        reads=tuple(dict.fromkeys(reads)),
-        writes=tuple(writes),
-    )
+            size_bytes = unit.num_parameters * training.grad_bytes
+            writes.append(builder.buffer(Gradients(unit.name, 0), DEVICE, size_bytes, "grads"))
+        key = backward_key(unit.name, 0)
+        builder.op(key, COMPUTE, "backward", work={}, reads=reads, writes=writes, unit=unit.name)
+    meta = {
+        "semantics": "in-backward",
+        "training": asdict(training),
+        "units": [u.record(["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units],
+    }
+    tiers = (Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name=HOST, capacity_bytes=HUGE_BYTES))
+    return validate(builder.schedule(f"profile {workload.name}", tiers, meta))
 
 
 def with_times(
@@ -213,13 +199,13 @@ def with_times(
     units = []
     for unit in workload.units:
         names = alike[_likeness(unit)]
-        forward = _seconds(kept, "fwd", names, num_kept)
-        backward = _seconds(kept, "bwd", names, num_kept)
+        forward = _seconds(kept, forward_key, names, num_kept)
+        backward = _seconds(kept, backward_key, names, num_kept)
         spread = max(_relative_spread(forward), _relative_spread(backward))
         unit = replace(unit, spread=spread, forward={"s": median(forward)}, backward={"s": median(backward)})
         if unit.kind == "block" and unit.saved_bytes:
-            drift = median(_seconds(again, "fwd", names, num_again)) / median(forward)
-            total_s = median(_seconds(again, "recompute", names, num_again)) / drift
+            drift = median(_seconds(again, forward_key, names, num_again)) / median(forward)
+            total_s = median(_seconds(again, recompute_key, names, num_again)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
             before = next(u for u in workload.units if u.name == unit.name)
             unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))
@@ -227,9 +213,10 @@ def with_times(
     return replace(workload, units=tuple(units))
 
 
-def _seconds(trace: Trace, phase: str, names: Sequence[str], num_steps: int) -> list[float]:
+def _seconds(trace: Trace, key_of: KeyOf, names: Sequence[str], num_steps: int) -> list[float]:
     spans = trace.by_key()
-    return [spans[f"s{k}/{phase}/{name}/mb0"].duration_ns / 1e9 for k in range(1, num_steps) for name in names]
+    keys = [step_prefix(k) + key_of(name, 0) for k in range(1, num_steps) for name in names]
+    return [spans[key].duration_ns / 1e9 for key in keys]
 
 
 def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float) -> tuple[SavedTensor, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.sim.contents import step_prefix
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Trace
@@ -102,8 +103,8 @@ def _repetition(
     spans = trace.by_key()
     moments_ns = np.array(
         [
-            [(spans[f"s{k}/{op.key}"].start_ns, spans[f"s{k}/{op.key}"].end_ns) for op in schedule.ops]
-            for k in range(num_steps)
+            [(spans[prefix + op.key].start_ns, spans[prefix + op.key].end_ns) for op in schedule.ops]
+            for prefix in map(step_prefix, range(num_steps))
         ],
         dtype=np.int64,
     ).reshape(num_steps, -1)

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 
 from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
+from tierplan.sim.contents import parse_key, split_step
 from tierplan.sim.trace import Span, Trace
 
 __all__ = ["plot_memory", "plot_step_time", "plot_timeline"]
@@ -36,8 +37,7 @@ COLOURS = {
 }
 """By what an op does on a computing stream, and by what it moves on the others."""
 VERBS = {"fwd": "forward", "bwd": "backward"}
-MOVED = {"param": "params", "grad": "grads", "state": "states", "act": "acts", "x": "acts", "input": "acts"}
-KEY = re.compile(r"(?:s(\d+)/)?([^/]*)/?([^/]*)")
+MOVED = {"params": "params", "grads": "grads", "states": "states", "acts": "acts", "x": "acts"}
 INK, WAIT_MEMORY, WAIT_INPUT, SLOWED = "#1b1f24", "#1b1f24", "#c9ced6", "#882255"
 
 
@@ -251,18 +251,15 @@ def _streams(trace: Trace) -> list[str]:
 
 def _what(span: Span) -> str:
     """What an op does or moves, as a name in COLOURS, from its key (docs/design.md, Kinds of op)."""
-    match = KEY.match(span.key)
-    verb = match[2] if match else ""
-    if (name := VERBS.get(verb, verb)) in COLOURS:
+    op = parse_key(span.key)
+    if not op.moved and (name := VERBS.get(op.verb, op.verb)) in COLOURS:
         return name
-    moved = verb.partition("_")[2]
-    return next((what for prefix, what in MOVED.items() if moved.startswith(prefix)), "other")
+    return MOVED.get(op.moved, "other")
 
 
 def _paleness(span: Span) -> float:
     """Alternates from one unit of the model to the next."""
-    match = KEY.match(span.key)
-    digits = re.sub(r"\D", "", match[3]) if match else ""
+    digits = re.sub(r"\D", "", "".join(parse_key(span.key).where[:1]))
     return 0.62 if digits and int(digits) % 2 else 1.0
 
 
@@ -272,11 +269,11 @@ def _bar(start_ns: float, end_ns: float, per_s: float, begin_s: float) -> tuple[
 
 def _step_ends(trace: Trace) -> Iterable[float]:
     """When each step of a trace of several steps ended, in seconds."""
-    ends: dict[str, int] = {}
+    ends: dict[int, int] = {}
     for span in trace.spans:
-        match = KEY.match(span.key)
-        if match and match[1] is not None:
-            ends[match[1]] = max(ends.get(match[1], 0), span.end_ns)
+        step = split_step(span.key).step
+        if step is not None:
+            ends[step] = max(ends.get(step, 0), span.end_ns)
     return [end_ns / 1e9 for end_ns in ends.values()]
 
 

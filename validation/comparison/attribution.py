@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.contents import split_step
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.validation.comparison.steps import cut_steps
@@ -73,6 +74,5 @@ def attribute(
 def _step_s(repeated: Schedule, duration_ns: Mapping[str, float]) -> float:
     costs = {}
     for op in repeated.ops:
-        _, _, key = op.key.partition("/")
-        costs[op.key] = Cost(duration_ns[key] / 1e9, 0.0)
+        costs[op.key] = Cost(duration_ns[split_step(op.key).key] / 1e9, 0.0)
     return cut_steps(simulate(repeated, costs)).step_s

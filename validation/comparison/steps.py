@@ -7,22 +7,14 @@ is the whole time, also where work of two steps overlaps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from tierplan.sim.contents import split_step
 from tierplan.sim.trace import Span, Trace
 
-__all__ = ["Steps", "cut_predicted", "cut_steps", "split_key"]
-
-_PREFIX = re.compile(r"s(\d+)/(.+)", re.DOTALL)
-
-
-def split_key(key: str) -> tuple[int, str]:
-    """The step and the op's own key: `s3/fwd/L0/mb0` gives `(3, "fwd/L0/mb0")`; a key without a step is of step 0."""
-    found = _PREFIX.fullmatch(key)
-    return (int(found[1]), found[2]) if found else (0, key)
+__all__ = ["Steps", "cut_predicted", "cut_steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +63,8 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
         raise ValueError(f"trace {trace.name!r} has no spans; there is nothing to compare")
     spans: dict[int, dict[str, Span]] = {}
     for span in trace.spans:
-        step, key = split_key(span.key)
-        spans.setdefault(step, {})[key] = span
+        op = split_step(span.key)
+        spans.setdefault(op.step or 0, {})[op.key] = span
     order = sorted(spans)
     end_ns: dict[int, int] = {}
     begin_ns: dict[int, int] = {}
@@ -90,5 +82,5 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
 
 def cut_predicted(trace: Trace, warmup_steps: int = 2) -> Steps:
     """As `cut_steps` for a simulated trace, which is short: at most half of its steps are warm-up."""
-    num_steps = len({split_key(span.key)[0] for span in trace.spans})
+    num_steps = len({split_step(span.key).step for span in trace.spans})
     return cut_steps(trace, min(warmup_steps, num_steps // 2))

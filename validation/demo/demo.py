@@ -291,7 +291,7 @@ def _about(result: DemoResult) -> dict[str, str]:
         f"{len(result.workload.blocks)} blocks, fp32",
         "Batch": f"{training.per_device_train_batch_size} sequences of {training.sequence_length} bytes",
         "Text": "the sources of Python's standard library on this machine",
-        "Device budget": f"{format_bytes(capacity['gpu0'])}; plain training in memory holds "
+        "Device budget": f"{format_bytes(capacity[DEVICE])}; plain training in memory holds "
         f"{format_bytes(result.in_memory_device_bytes)}",
         "Host budget": format_bytes(capacity["host"]),
         "Plan": f"{result.planned.plan.policy}, gap to the lower bound {format_frac(result.planned.gap)}",
@@ -317,7 +317,7 @@ def summary(result: DemoResult, out: Path) -> str:
         f"{about['Model']}; {about['Batch']}",
         f"plain training in memory holds {format_bytes(result.in_memory_measured_bytes)} (tracked), "
         f"{format_bytes(result.in_memory_device_bytes)} (predicted); "
-        f"the device budget is {format_bytes(_capacity(result, 'gpu0'))}: it does not fit",
+        f"the device budget is {format_bytes(_capacity(result, DEVICE))}: it does not fit",
         f"plan: {_where(result)}",
         "",
         f"{'':24}{'predicted':>14}{'measured':>14}{'error':>10}",

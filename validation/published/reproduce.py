@@ -26,6 +26,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
 from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.contents import OpKey, parse_key
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -277,6 +278,10 @@ def _phase(table: Settings, settings: Settings) -> float | Prediction:
     return prediction if settings["phase"] == "step" or not prediction.fits else seconds[settings["phase"]]
 
 
+def _is_of_backward(op: OpKey) -> bool:
+    return op.verb in ("bwd", "widen") or (op.verb, op.moved) == ("offload", "grads")
+
+
 @lru_cache(maxsize=4)
 def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
     """The prediction for a scenario (as JSON), and the seconds of the phases of one step."""
@@ -286,10 +291,11 @@ def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
     if prediction.schedule is None or not prediction.fits:
         return prediction, {}
     trace = simulate_on(prediction.schedule, machine)
-    forward_end_s = min(s.start_ns for s in trace.spans if s.key.startswith(("recompute/", "bwd/"))) / 1e9
-    backward = ("bwd/", "offload_grads/", "widen/")
-    ends_ns = [s.end_ns for s in trace.spans if s.key.startswith(backward)]
-    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if op.key.startswith("write_grads/")}
+    forward_end_s = min(s.start_ns for s in trace.spans if parse_key(s.key).verb in ("recompute", "bwd")) / 1e9
+    ends_ns = [s.end_ns for s in trace.spans if _is_of_backward(parse_key(s.key))]
+    keys = {op.key: parse_key(op.key) for op in prediction.schedule.ops}
+    written = {key for key, k in keys.items() if (k.verb, k.moved) == ("write", "grads")}
+    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if op.key in written}
     devices = prediction.plan.devices if prediction.plan else 1
     own = min(prediction.num_parameters // devices, SUB_GROUP_PARAMETERS)
     buffered = 4.0 * OPTIMIZER_BUFFERS * own * devices  # fp32 in pinned buffers
@@ -357,7 +363,7 @@ def _weight_swap(table: Settings, settings: Settings) -> float:
 
 def _compute_only(table: Settings, settings: Settings) -> float:
     trace = _one_iteration(table, settings)[1]
-    return sum(s.duration_ns for s in trace.spans if s.key.startswith(("fwd/", "recompute/", "bwd/"))) / 1e9
+    return sum(s.duration_ns for s in trace.spans if parse_key(s.key).verb in ("fwd", "recompute", "bwd")) / 1e9
 
 
 def _speedup(table: Settings, settings: Settings) -> float:

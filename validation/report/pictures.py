@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tierplan.sim.contents import split_step
 from tierplan.sim.output.text import format_bytes, format_frac, format_s
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.steps import Steps
@@ -86,7 +87,7 @@ def _lane(spans: Sequence[Span], kinds: Mapping[str, str], window: Window, lengt
         begin, end = max(span.start_ns, window.begin_ns), min(span.end_ns, window.end_ns)
         if end <= begin:
             continue
-        key = span.key.partition("/")[2] if span.key[:1] == "s" and span.key[1:2].isdigit() else span.key
+        key = split_step(span.key).key
         kind = kinds.get(key, "")
         x, x_end = (begin - window.begin_ns) * scale, (end - window.begin_ns) * scale
         if boxes:

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.runtime.execution.state_parts import contents_of, cut, join, parameters_of
+from tierplan.runtime.execution.state_parts import cut, join, states_of
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer
-from tierplan.sim.parts import part_content, part_ranges
+from tierplan.sim.contents import States, part_ranges
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
@@ -43,25 +41,14 @@ def num_updates(schedule: Schedule, unit: str) -> int:
     return sum(op.kind == "update" and op.unit == unit for op in schedule.ops)
 
 
-@given(num_parameters=st.integers(1, 300_000), num_parts=st.integers(1, 40))
-def test_parts_are_the_whole_and_the_same_for_planner_and_runtime(num_parameters: int, num_parts: int) -> None:
-    parts = part_ranges(num_parameters, num_parts)
-    borders = [0, *(part.stop for part in parts)]
-    assert borders == [*(part.start for part in parts), num_parameters]
-    assert len(parts) <= num_parts
-    assert all(len(part) % 1024 == 0 for part in parts[:-1])
-    for k, part in enumerate(parts):
-        assert parameters_of(part_content("L3", k, len(parts)), num_parameters) == part
-
-
 def test_states_cut_into_parts_join_to_the_whole() -> None:
     num_parameters = 10_007
     whole = torch.arange(3 * num_parameters, dtype=torch.float32).view(torch.uint8)
     parts = [cut(whole, part, num_parameters) for part in part_ranges(num_parameters, 4)]
     assert torch.equal(join(parts, num_parameters), whole)
     assert parts[1].view(torch.float32)[:2].tolist() == [3072, 3073]
-    contents = [part_content("L1", k, 12) for k in reversed(range(12))]
-    assert contents_of("L1", ["states/L11", *contents, "params/L1"]) == contents[::-1]
+    states = [States("L1", k, 12) for k in reversed(range(12))]
+    assert states_of("L1", ["states/L11", *states, "params/L1"]) == states[::-1]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -114,10 +101,10 @@ def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: P
     places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
     with Trainer(lower(plan, workload, machine()), model, **places) as first:
         first.run(batches, 3)
-        before = first.content("states/L1")
+        before = first.content(States("L1"))
     with Trainer(lower(other, workload, machine()), copy.deepcopy(resumed), resume=True, **places) as second:
         second.run(batches, 0)
-        assert torch.equal(second.content("states/L1"), before)
+        assert torch.equal(second.content(States("L1")), before)
     with Trainer(lower(other, workload, machine()), resumed, resume=True, **places) as second:
         second.run(batches, 3)
         second.restore_model()

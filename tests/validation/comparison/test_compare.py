@@ -11,11 +11,12 @@ import pytest
 
 from tests.validation.toy import RATES, toy_costs, toy_schedule, toy_trace
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.contents import split_step
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import unroll
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
-from tierplan.validation.comparison.steps import cut_steps, split_key
+from tierplan.validation.comparison.steps import cut_steps
 
 SCHEDULE = toy_schedule()
 PREDICTED = toy_trace(SCHEDULE)
@@ -67,10 +68,8 @@ def test_step_time_is_the_median_after_warm_up() -> None:
 
 
 def test_keys_without_a_step_are_one_step() -> None:
-    assert split_key("s12/fwd/L0") == (12, "fwd/L0")
-    assert split_key("shared/L0") == (0, "shared/L0")
     one = toy_trace(SCHEDULE, 1)
-    bare = replace(one, spans=tuple(s._replace(key=split_key(s.key)[1]) for s in one.spans))
+    bare = replace(one, spans=tuple(s._replace(key=split_step(s.key).key) for s in one.spans))
     assert compare(SCHEDULE, bare, one).step_error_frac == 0
 
 

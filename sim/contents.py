@@ -1,0 +1,438 @@
+"""What buffers hold and how ops are called: contents, names and keys, made and taken apart here and nowhere else.
+
+A *content* says what the bytes of a buffer are, the same in every tier that they visit: `params/L3`, `x/L3/mb0`. Each
+kind is a record, whose text is `str(content)`; `parse_content` gives the record back. A *buffer's name* is its content,
+its tier and a version: `params/L3@host#0`. An *op's key* says what is done to what, and when in the step:
+`fetch_params/L3/bwd/mb0`. In several steps joined to one schedule, keys and names begin with the step: `s2/fwd/L3/mb0`.
+
+    ContentError(ValueError)   a text that is no content of a training step
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tierplan.hwmodels.names import device, device_index
+
+__all__ = [
+    "Clip",
+    "Content",
+    "ContentError",
+    "Gradients",
+    "Input",
+    "InputGradient",
+    "KeptActs",
+    "Norm",
+    "OpKey",
+    "PackActs",
+    "Params",
+    "RecomputedActs",
+    "SavedActs",
+    "Shared",
+    "States",
+    "StepKey",
+    "TiedGradients",
+    "Transient",
+    "WideGradients",
+    "backward_key",
+    "buffer_name",
+    "copy_key",
+    "device_name",
+    "forward_key",
+    "micro_batch_name",
+    "op_key",
+    "pack_name",
+    "parse_content",
+    "parse_key",
+    "part_ranges",
+    "recompute_key",
+    "split_step",
+    "step_prefix",
+]
+
+
+class ContentError(ValueError):
+    """A text that is no content of a training step."""
+
+
+# ---- contents ----
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Parameters of a unit in one flat buffer."""
+
+    unit: str
+    device: int | None = None
+    """Whose copy it is, where every device has one of its own."""
+
+    def __str__(self) -> str:
+        return _path("params", self.unit, _copy_of(self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Optimizer states of a unit in one flat buffer, or one part of them, where they travel piece by piece.
+
+    A part has the states of consecutive parameters, region by region as the whole has them (`master | first | second`).
+    """
+
+    unit: str
+    part: int = 0
+    num_parts: int = 1
+    device: int | None = None
+
+    def __str__(self) -> str:
+        return _path("states", self.unit, self._part, _copy_of(self.device))
+
+    @property
+    def update_key(self) -> str:
+        """The key of the update that writes these states: `update/L3/1of4`."""
+        return _path("update", self.unit, self._part, _copy_of(self.device))
+
+    @property
+    def _part(self) -> str:
+        return f"{self.part}of{self.num_parts}" if self.num_parts > 1 else ""
+
+    def parameters(self, num_parameters: int) -> range:
+        """The parameters, of all those of the unit, whose states these are."""
+        return part_ranges(num_parameters, self.num_parts)[self.part]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of a unit's (or a pack's) parameters; those of micro-batch 0 are the ones that others are added to."""
+
+    unit: str
+    micro_batch: int | None = None
+    device: int | None = None
+
+    def __str__(self) -> str:
+        batch = "" if self.micro_batch is None else micro_batch_name(self.micro_batch)
+        return _path("grads", self.unit, batch, _copy_of(self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class WideGradients:
+    """The fp32 copy of a unit's gradients, on its way to NVMe."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return _path("grads", self.unit, "wide")
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGradients:
+    """What a tied head adds to the gradient of the parameters of `unit`."""
+
+    unit: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("tied", self.unit, micro_batch_name(self.micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A unit's input."""
+
+    unit: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("x", self.unit, micro_batch_name(self.micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class InputGradient:
+    """The gradient of a unit's input."""
+
+    unit: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("dx", self.unit, micro_batch_name(self.micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedActs:
+    """One saved tensor, which goes its own way to the host or NVMe."""
+
+    unit: str
+    micro_batch: int
+    index: int
+    """Of `Unit.saved`."""
+
+    def __str__(self) -> str:
+        return _path("acts", self.unit, micro_batch_name(self.micro_batch), str(self.index))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptActs:
+    """All saved tensors of a unit that stay on the device, together."""
+
+    unit: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("acts", self.unit, micro_batch_name(self.micro_batch), "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedActs:
+    """All saved tensors of a unit that were dropped and made again, together."""
+
+    unit: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("acts", self.unit, micro_batch_name(self.micro_batch), "re")
+
+
+@dataclass(frozen=True, slots=True)
+class PackActs:
+    """All that a pack's recomputation makes."""
+
+    pack: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("acts", self.pack, micro_batch_name(self.micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is made once and used by every block: masks, rotary tables."""
+
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return _path("shared", micro_batch_name(self.micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of each parameter's gradient in one unit."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return _path("norm", self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The coefficient of exact clipping by the global norm."""
+
+    def __str__(self) -> str:
+        return "clip"
+
+
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """What an op needs while it runs, beside its other buffers."""
+
+    key: str
+    """Of the op."""
+
+    def __str__(self) -> str:
+        return _path("work", self.key)
+
+
+Content = (
+    Params
+    | States
+    | Gradients
+    | WideGradients
+    | TiedGradients
+    | Input
+    | InputGradient
+    | SavedActs
+    | KeptActs
+    | RecomputedActs
+    | PackActs
+    | Shared
+    | Norm
+    | Clip
+    | Transient
+)
+
+_MICRO_BATCH = re.compile(r"mb(\d+)")
+_PART = re.compile(r"(\d+)of(\d+)")
+
+
+@lru_cache(maxsize=4096)
+def parse_content(text: str) -> Content:
+    """The content whose text this is. Raises `ContentError` for a text that is none's."""
+    kind, _, rest = text.partition("/")
+    if kind == "work" and rest:
+        return Transient(rest)
+    where = rest.split("/") if rest else []
+    content: Content | None = None
+    match kind, where:
+        case "clip", []:
+            content = Clip()
+        case "norm", [unit]:
+            content = Norm(unit)
+        case "shared", [batch]:
+            content = Shared(_number(batch))
+        case "params", [unit, *copy]:
+            content = Params(unit, _device_of(copy))
+        case "states", [unit, part, *copy] if match := _PART.fullmatch(part):
+            content = States(unit, int(match[1]), int(match[2]), _device_of(copy))
+        case "states", [unit, *copy]:
+            content = States(unit, device=_device_of(copy))
+        case "grads", [unit, "wide"]:
+            content = WideGradients(unit)
+        case "grads", [unit, batch, *copy] if _MICRO_BATCH.fullmatch(batch):
+            content = Gradients(unit, _number(batch), _device_of(copy))
+        case "grads", [unit, *copy]:
+            content = Gradients(unit, None, _device_of(copy))
+        case "tied", [unit, batch]:
+            content = TiedGradients(unit, _number(batch))
+        case "x", [unit, batch]:
+            content = Input(unit, _number(batch))
+        case "dx", [unit, batch]:
+            content = InputGradient(unit, _number(batch))
+        case "acts", [unit, batch, "keep"]:
+            content = KeptActs(unit, _number(batch))
+        case "acts", [unit, batch, "re"]:
+            content = RecomputedActs(unit, _number(batch))
+        case "acts", [unit, batch, index] if index.isdecimal():
+            content = SavedActs(unit, _number(batch), int(index))
+        case "acts", [pack, batch]:
+            content = PackActs(pack, _number(batch))
+    if content is None or str(content) != text:
+        raise ContentError(
+            f"{text!r} is no content of a training step; docs/design.md lists them under 'Contents of buffers'"
+        )
+    return content
+
+
+def _number(batch: str) -> int:
+    match = _MICRO_BATCH.fullmatch(batch)
+    return int(match[1]) if match else -1
+
+
+def _device_of(copy: list[str]) -> int | None:
+    return device_index(copy[0]) if copy else None
+
+
+def _copy_of(index: int | None) -> str:
+    return "" if index is None else device(index)
+
+
+GRAIN = 1024
+"""Parts are multiples of so many parameters: whole vectors, which keeps the optimizer's bits, and whole pages of 4 KiB
+for states of any number of fp32 values."""
+
+
+def part_ranges(num_parameters: int, num_parts: int) -> list[range]:
+    """The parameters of each part: equal but for the last, and fewer parts where the unit has too few parameters."""
+    each = max(1, -(-num_parameters // (num_parts * GRAIN))) * GRAIN
+    return [range(begin, min(begin + each, num_parameters)) for begin in range(0, num_parameters, each)]
+
+
+# ---- names of buffers ----
+
+
+def buffer_name(content: Content | str, tier: str, version: int | None = None) -> str:
+    """`params/L3@host#0`; without a version where there is never more than one."""
+    return f"{content}@{tier}" + ("" if version is None else f"#{version}")
+
+
+def device_name(name: str, index: int) -> str:
+    """The name or the key that stands for this one on a device, where each device has its own: `fwd/L3/mb0/gpu1`."""
+    return _path(name, device(index))
+
+
+# ---- keys of ops ----
+
+
+@dataclass(frozen=True, slots=True)
+class OpKey:
+    """What the key of an op says."""
+
+    verb: str
+    """`fwd`, `recompute`, `bwd`, `update`, ...; of a copy `fetch`, `offload`, `read` or `write`."""
+    moved: str = ""
+    """Of a copy or a collective, the kind of content: `params`, `acts`, `x`."""
+    where: tuple[str, ...] = ()
+    """The unit first, then what tells this op from others of the unit: phase, micro-batch, part, device."""
+
+
+def op_key(verb: Content | str, *where: str) -> str:
+    """A key, or what is said of a copy in it, of these words; empty ones are left out."""
+    return _path(str(verb), *where)
+
+
+def copy_key(verb: str, moved: Content | str) -> str:
+    """The key of a copy: `fetch_x/L3/mb0`. `moved` is the content, or says in addition what it is brought for."""
+    return f"{verb}_{moved}"
+
+
+def forward_key(unit: str, micro_batch: int) -> str:
+    """The key of a unit's (or a pack's) forward: `fwd/L3/mb0`."""
+    return op_key("fwd", unit, micro_batch_name(micro_batch))
+
+
+def recompute_key(unit: str, micro_batch: int) -> str:
+    return op_key("recompute", unit, micro_batch_name(micro_batch))
+
+
+def backward_key(unit: str, micro_batch: int) -> str:
+    return op_key("bwd", unit, micro_batch_name(micro_batch))
+
+
+def micro_batch_name(micro_batch: int) -> str:
+    """`mb0`: as a micro-batch is called in contents and keys."""
+    return f"mb{micro_batch}"
+
+
+def pack_name(first_unit: str, last_unit: str) -> str:
+    """`L0-L3`: as a pack is called."""
+    return f"{first_unit}-{last_unit}"
+
+
+_ONE_WORD = ("all_reduce",)
+
+
+def parse_key(key: str) -> OpKey:
+    """The parts of a key, without that of the step. Any text has some: a schedule may have keys of its own."""
+    head, *where = split_step(key).key.split("/")
+    verb, _, moved = (head, "", "") if head in _ONE_WORD else head.partition("_")
+    return OpKey(verb, moved, tuple(where))
+
+
+def _path(*words: str) -> str:
+    return "/".join(word for word in words if word)
+
+
+# ---- several steps in one schedule ----
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The key of an op, or the name of a buffer, in a schedule or trace of several steps."""
+
+    step: int | None
+    """None where it names no step: that of a single step."""
+    key: str
+    """Without the step."""
+
+
+_STEP = re.compile(r"s(\d+)/(.+)", re.DOTALL)
+
+
+def step_prefix(step: int) -> str:
+    """What the keys and names of a step begin with: `s2/`."""
+    return f"s{step}/"
+
+
+def split_step(key: str) -> StepKey:
+    """`s3/fwd/L0/mb0` is `fwd/L0/mb0` of step 3."""
+    match = _STEP.fullmatch(key)
+    return StepKey(int(match[1]), match[2]) if match else StepKey(None, key)
