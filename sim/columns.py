@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, no_successor
 
 __all__ = ["BufferLabel", "Labels", "Lists", "OpLabel", "ScheduleColumns", "Work", "columns_of", "lists_of"]
 
@@ -119,6 +119,57 @@ class ScheduleColumns:
             reads=_gathered(self.reads, order),
             writes=_gathered(self.writes, order),
             after=after._replace(items=place[after.items]),
+            labels=labels,
+        )
+
+    def unrolled(self, num_steps: int) -> ScheduleColumns:
+        """`num_steps` steps as one schedule, as `schedule.unroll`, without a name being made."""
+        num_ops, initial = self.num_ops, self.buffer_initial
+        if num_steps < 1:
+            raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
+        outlives = np.flatnonzero(self.buffer_becomes >= 0).astype(np.int32)
+        successor = np.full(self.num_buffers, -1, np.int32)
+        successor[self.buffer_becomes[outlives]] = outlives
+        if num_steps > 1 and (lost := np.flatnonzero(initial & (successor < 0)).tolist()):
+            names = self.labels().buffers
+            raise no_successor(names[b].name for b in lost)
+        fresh = np.flatnonzero(~initial)
+        made = [np.arange(self.num_buffers), *[fresh] * (num_steps - 1)]  # by step: initial buffers come once
+        instances = [np.arange(self.num_buffers, dtype=np.int32)]  # by step: the number of each buffer in the whole
+        for step in range(1, num_steps):
+            instance = instances[-1][successor]
+            instance[fresh] = self.num_buffers + (step - 1) * len(fresh) + np.arange(len(fresh), dtype=np.int32)
+            instances.append(instance)
+        origin = np.concatenate(made)
+        becomes = np.full(len(origin), -1, np.int32)
+        becomes[instances[-1][outlives]] = self.buffer_becomes[outlives]
+
+        def labels() -> Labels:
+            one = self.labels()
+            steps = [(f"s{step}/", [one.buffers[b] for b in buffers.tolist()]) for step, buffers in enumerate(made)]
+            return Labels(
+                name=f"{one.name} x{num_steps}",
+                ops=[op._replace(key=prefix + op.key) for prefix, _ in steps for op in one.ops],
+                buffers=[b._replace(name=prefix + b.name) for prefix, buffers in steps for b in buffers],
+                meta={**one.meta, "num_steps": num_steps},
+            )
+
+        return replace(
+            self,
+            op_work=np.tile(self.op_work, num_steps),
+            reads=_joined(self.reads, [instance[self.reads.items] for instance in instances]),
+            writes=_joined(self.writes, [instance[self.writes.items] for instance in instances]),
+            after=_joined(self.after, [self.after.items + step * num_ops for step in range(num_steps)]),
+            buffer_tier=self.buffer_tier[origin],
+            buffer_bytes=self.buffer_bytes[origin],
+            buffer_initial=self.buffer_initial[origin],
+            buffer_reuses=np.concatenate(
+                [
+                    _numbers_in(instance, self.buffer_reuses[buffers])
+                    for instance, buffers in zip(instances, made, strict=True)
+                ]
+            ),
+            buffer_becomes=becomes,
             labels=labels,
         )
 
@@ -231,6 +282,17 @@ def _gathered(lists: Lists, order: Int32) -> Lists:
     np.cumsum(lengths, out=begins[1:])
     at = np.repeat(lists.begins[:-1][order] - begins[:-1], lengths) + np.arange(begins[-1], dtype=np.int32)
     return Lists(begins, lists.items[at])
+
+
+def _joined(lists: Lists, items: Sequence[npt.NDArray[np.integer]]) -> Lists:
+    """Lists of the same lengths, so many times over, with these items."""
+    lengths = np.tile(np.diff(lists.begins), len(items))
+    return Lists(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), np.concatenate(items).astype(np.int32))
+
+
+def _numbers_in(instance: Int32, buffers: Int32) -> Int32:
+    """The numbers that buffers have in a step; -1 stays."""
+    return np.where(buffers >= 0, instance[buffers], np.int32(-1))
 
 
 def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -262,6 +262,14 @@ def _check_reuse(
         raise ScheduleError(f"op {late!r} reads {b.reuses!r} after {writer.key!r} has written {b.name!r} over it")
 
 
+def no_successor(buffers: Iterable[str]) -> ScheduleError:
+    """What is wrong with initial buffers that the next step would lack."""
+    return ScheduleError(
+        f"initial buffer {min(buffers)!r} has no buffer that becomes it, so a second step would lack it; "
+        "declare `becomes` on the buffer that outlives the step"
+    )
+
+
 def unroll(schedule: Schedule, num_steps: int) -> Schedule:
     """`num_steps` steps as one schedule: keys and buffers get the prefix `s0/`, `s1/`, ...
 
@@ -272,11 +280,8 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
         raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
     initial = {b.name for b in schedule.buffers if b.initial}
     successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
-    if num_steps > 1 and (lost := sorted(initial - successor.keys())):
-        raise ScheduleError(
-            f"initial buffer {lost[0]!r} has no buffer that becomes it, so a second step would lack it; "
-            "declare `becomes` on the buffer that outlives the step"
-        )
+    if num_steps > 1 and (lost := initial - successor.keys()):
+        raise no_successor(lost)
 
     prefix = [step_prefix(step) for step in range(num_steps + 1)]
 
