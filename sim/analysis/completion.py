@@ -212,7 +212,9 @@ class _Execution:
             return self._short_of(t, BEFORE_THE_STEP, self.used_bytes[t], self.capacity_bytes[t], graph.initial)
         i = self.ended.index(False)
         for t in graph.needs[i]:
-            op, wanted_bytes, _ = graph.requests[t][min(self.next_grant[t], len(graph.requests[t]) - 1)]
+            if self.next_grant[t] == len(graph.requests[t]):
+                continue  # all are granted
+            op, wanted_bytes, _ = graph.requests[t][self.next_grant[t]]
             free_bytes = self.capacity_bytes[t] - self.used_bytes[t]
             if op == i and wanted_bytes > free_bytes:
                 return self._short_of(t, graph.schedule.ops[i].key, wanted_bytes, free_bytes, self._held())

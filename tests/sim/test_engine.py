@@ -376,6 +376,17 @@ def test_what_is_there_before_the_step_must_fit() -> None:
         run([buffer("w", initial=True, size_bytes=8, becomes="w")], [op("o", reads="w")], capacity_bytes=7)
 
 
+def test_a_tier_that_has_granted_is_not_the_one_that_is_short() -> None:
+    """The op takes 3 of 4 bytes in one tier, the last ones asked for there; it is the other that lacks them."""
+    buffers = (buffer("a", tier="one", size_bytes=3), buffer("b", tier="two", size_bytes=5))
+    tiers = (Tier(name="one", capacity_bytes=4), Tier(name="two", capacity_bytes=4))
+    schedule = validate(Schedule(name="x", tiers=tiers, buffers=buffers, ops=(op("o", writes="a b"),)))
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(schedule, {"o": Cost(0.0, 1.0)})
+    assert (caught.value.tier, caught.value.wanted_bytes, caught.value.free_bytes) == ("two", 5, 4)
+    assert caught.value.needed_bytes == 5
+
+
 def test_when_two_tiers_are_short_it_says_so() -> None:
     buffers = (buffer("a", tier="one", size_bytes=5), buffer("b", tier="two", size_bytes=5))
     tiers = (Tier(name="one", capacity_bytes=4), Tier(name="two", capacity_bytes=4))
