@@ -17,6 +17,7 @@ Around it:
 The rooms:
 
     workloads      one training step of a model as amounts: operations, bytes, saved tensors
+    compiled       the engine once more, on columns and compiled, for those who ask about thousands of schedules
     analysis       what a simulation says: steady step time, completion, order, causes, scatter
     output         how results are drawn and written
 """

@@ -231,22 +231,8 @@ def _checked(
             raise SimulationError(f"op {op.key!r} has no cost; price all ops of the schedule")
         found.append(cost)
         if id(cost) not in known_ns:
-            for what, seconds in (("latency_s", cost.latency_s), ("work_s", cost.work_s)):
-                if not (math.isfinite(seconds) and seconds >= 0):
-                    raise SimulationError(f"op {op.key!r} costs {what} = {seconds}; it must be finite and 0 or more")
-            if not 0 < cost.share < math.inf:
-                raise SimulationError(f"op {op.key!r} has a share of {cost.share}; it must be finite and above 0")
-            for name, need in cost.demand.items():
-                if not 0 <= need < math.inf:
-                    raise SimulationError(
-                        f"op {op.key!r} takes {need:g} per second of shared limit {name!r}; "
-                        "it must be finite and 0 or more"
-                    )
-                if need > 0 and not limits.get(name, 0.0) > 0:
-                    raise SimulationError(
-                        f"op {op.key!r} takes {need:g} per second of shared limit {name!r}, which is "
-                        f"{limits.get(name, 'unknown')}; it would never end. Give the limit a value above 0"
-                    )
+            if fault := cost.fault(limits):
+                raise SimulationError(f"op {op.key!r} {fault}")
             known_ns[id(cost)] = alone_ns(cost)
     return found, [known_ns[id(cost)] for cost in found]
 

@@ -41,6 +41,7 @@ ONLY_IN = {
     "pulp": "planner/milp/",
     "highspy": "planner/milp/",
     "simpy": "sim/engine.py",
+    "numba": "sim/compiled/compiler.py",
 }
 MOST_MODULES = 13
 """In one folder: about what a reader takes in at a glance."""

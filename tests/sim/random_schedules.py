@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from tierplan.hwmodels.costs import Cost
@@ -13,7 +15,14 @@ TIERS = ("fast", "slow")
 
 
 @st.composite
-def schedules(draw: st.DrawFn, *, max_ops: int = 14, roomy: bool = False, lasting: bool = True) -> Schedule:
+def schedules(
+    draw: st.DrawFn,
+    *,
+    max_ops: int = 14,
+    streams: Sequence[str] = STREAMS,
+    roomy: bool = False,
+    lasting: bool = True,
+) -> Schedule:
     """Random ops that read earlier buffers and write one or two; some write over what they read, some buffers stay.
 
     With `roomy`, the tiers hold everything at once. With `lasting`, initial buffers have successors, so that the
@@ -57,7 +66,7 @@ def schedules(draw: st.DrawFn, *, max_ops: int = 14, roomy: bool = False, lastin
             alive.append(name)
             writes.append(name)
         after = draw(st.lists(st.sampled_from([op.key for op in ops]), unique=True, max_size=1)) if ops else []
-        stream = draw(st.sampled_from(STREAMS))
+        stream = draw(st.sampled_from(streams))
         ops.append(
             Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes), after=tuple(after))
         )
@@ -95,3 +104,25 @@ durations = st.integers(0, 9).map(float)
 def costs(schedule: Schedule, seconds: list[float]) -> dict[str, Cost]:
     """The same durations over and over, one per op."""
     return {op.key: Cost(0.0, seconds[i % len(seconds)]) for i, op in enumerate(schedule.ops)}
+
+
+LIMITS = {"bus": 3.0, "drive": 0.7}
+"""Shared limits, in units per second."""
+
+seconds = st.one_of(durations, st.sampled_from([0.1, 1 / 3, 0.7e-9, 1.5e-9, 2.5e-9]), st.floats(0, 5))
+"""Whole ones, so that much happens at once, and others, so that much is rounded."""
+fixed_costs = st.builds(Cost, st.sampled_from([0.0, 0.0, 1.0, 2e-9, 0.3]), seconds)
+sharing_costs = st.builds(
+    Cost,
+    st.sampled_from([0.0, 0.0, 1.0, 2e-9, 0.3]),
+    seconds,
+    st.dictionaries(st.sampled_from(sorted(LIMITS)), st.sampled_from([0.0, 0.3, 1.0, 2.0, 7.7]), max_size=2),
+    st.sampled_from([1.0, 1.0, 2.0, 0.3]),
+)
+"""Ops that run beside each other take of the same limits, more than there is or less."""
+cost_lists = st.lists(fixed_costs | sharing_costs, min_size=1, max_size=14)
+
+
+def costs_in_turn(schedule: Schedule, choices: list[Cost]) -> dict[str, Cost]:
+    """The same costs over and over, one per op."""
+    return {op.key: choices[i % len(choices)] for i, op in enumerate(schedule.ops)}

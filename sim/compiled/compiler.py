@@ -1,0 +1,37 @@
+"""Compiles functions on arrays with numba. Without numba they run as plain Python: same results, much slower.
+
+Machine code is kept between processes, beside the source or where `NUMBA_CACHE_DIR` says. numba notices when the file
+of a function has changed, but not when that of another one has which it calls: so compiled functions call only those
+of their own file, and use no constant of another one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+try:
+    import numba
+except ImportError:
+    numba = None
+    warnings.warn(
+        "numba is not installed: schedules are simulated by plain Python, with the same results, much slower; "
+        "install it with `pip install numba`",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+__all__ = ["compiled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """The function, compiled when it is first called."""
+    if numba is None:
+        return function
+    try:
+        return numba.njit(cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # there is nowhere to keep it: a read-only place, no home
+        return numba.njit(function)  # type: ignore[no-any-return]

@@ -1,0 +1,267 @@
+"""The graph of a schedule in arrays: what `tierplan.sim.graph` has in lists, derived by one compiled function.
+
+Ops, tiers and buffers are numbered by their place in the schedule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tierplan.sim.columns import Bool, Int32, Int64, Lists, ScheduleColumns
+from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.schedule import ScheduleError
+
+__all__ = ["LARGEST", "GraphColumns", "graph_columns"]
+
+LARGEST = 1 << 61
+"""Bytes and nanoseconds beyond this are refused, so that sums of two fit into 64 bits."""
+ROUNDINGS = ("exact", "page", "power-of-two")
+
+
+class GraphColumns(NamedTuple):
+    """Per op unless said."""
+
+    stream: Int32
+    """Its stream. Streams are numbered in order of first use."""
+    first_on_stream: Int32
+    """Per stream: its first op (rule 1)."""
+    next_on_stream: Int32
+    """The op behind it on its stream; -1 for the last."""
+    num_inputs: Int32
+    """How many ops must have ended (rule 2): writers of what is read, `after`, other readers of what is reused."""
+    followers: Lists
+    """Ops that have this one among their inputs."""
+    requests: Int32
+    """Its requests for memory are numbered from `requests[i]` to `requests[i + 1]`: at most one per tier."""
+    request_op: Int32
+    """Per request."""
+    request_tier: Int32
+    """Per request."""
+    request_bytes: Int64
+    """Per request."""
+    request_next: Int32
+    """Per request: the next one in the same tier, in list order (rule 3); -1 for the last."""
+    first_request: Int32
+    """Per tier; -1 for none."""
+    reads: Lists
+    """Buffers that it reads."""
+    writes: Lists
+    """Buffers that it writes."""
+    num_readers: Int32
+    """Per buffer: ops that read it."""
+    is_freed: Bool
+    """Per buffer: whether it is freed when its last reader ends (its writer, if it has none). The others outlive the
+    step, or their bytes live on in a buffer that takes them over."""
+    buffer_tier: Int32
+    """Per buffer."""
+    held_bytes: Int64
+    """Per buffer: what it holds in its tier."""
+    initial_bytes: Int64
+    """Per tier: what it holds before the first op; nothing for an initial buffer that nobody reads or keeps."""
+    capacity_bytes: Int64
+    """Per tier."""
+
+
+def graph_columns(columns: ScheduleColumns) -> GraphColumns:
+    """The graph of a schedule, which is taken to be valid.
+
+    Raises `ScheduleError` where bytes are beyond all reason, rather than count them wrongly.
+    """
+    # A power of two may be twice the size.
+    if float(np.sum(columns.buffer_bytes, dtype=np.float64)) * 2 > LARGEST:
+        raise ScheduleError(
+            f"schedule {columns.labels().name!r} has buffers of {np.sum(columns.buffer_bytes, dtype=np.float64):.3g} "
+            f"bytes in all; more than {LARGEST / 2:.3g} are not counted: make the model or the batch smaller"
+        )
+    streams = {name: s for s, name in enumerate(dict.fromkeys(work.stream for work in columns.works))}
+    return _graph(
+        np.array([streams[work.stream] for work in columns.works], np.int32)[columns.op_work],
+        len(streams),
+        columns.reads,
+        columns.writes,
+        columns.after,
+        columns.buffer_tier,
+        columns.buffer_bytes,
+        columns.buffer_initial,
+        columns.buffer_reuses,
+        columns.buffer_becomes,
+        np.array([ROUNDINGS.index(t.rounding) for t in columns.tiers], np.int32),
+        np.array([min(t.capacity_bytes, LARGEST) for t in columns.tiers], np.int64),
+    )
+
+
+@compiled
+def _held_bytes(size_bytes: int, rounding: int) -> int:
+    """As `machine.held_bytes`."""
+    if size_bytes <= 0 or rounding == 0:
+        return size_bytes
+    if rounding == 1:
+        return -(-size_bytes // 4096) * 4096
+    power = 1
+    while power < size_bytes:
+        power *= 2
+    return power
+
+
+@compiled
+def _graph(
+    op_stream: Int32,
+    num_streams: int,
+    reads: Lists,
+    writes: Lists,
+    after: Lists,
+    buffer_tier: Int32,
+    buffer_bytes: Int64,
+    initial: Bool,
+    reuses: Int32,
+    becomes: Int32,
+    roundings: Int32,
+    capacity_bytes: Int64,
+) -> GraphColumns:
+    num_ops, num_buffers, num_tiers = len(op_stream), len(buffer_tier), len(capacity_bytes)
+
+    # Streams, in order of first use.
+    number = np.full(num_streams, -1, np.int32)
+    first_on_stream = np.empty(num_streams, np.int32)
+    last_on_stream = np.empty(num_streams, np.int32)
+    stream = np.empty(num_ops, np.int32)
+    next_on_stream = np.full(num_ops, -1, np.int32)
+    num_used = 0
+    for i in range(num_ops):
+        s = number[op_stream[i]]
+        if s < 0:
+            s = number[op_stream[i]] = num_used
+            first_on_stream[s] = i
+            num_used += 1
+        else:
+            next_on_stream[last_on_stream[s]] = i
+        last_on_stream[s] = i
+        stream[i] = s
+
+    # Buffers: what they hold, who writes and reads them, whether they are freed.
+    held_bytes = np.empty(num_buffers, np.int64)
+    is_freed = np.empty(num_buffers, np.bool_)
+    for b in range(num_buffers):
+        held_bytes[b] = _held_bytes(buffer_bytes[b], roundings[buffer_tier[b]])
+        is_freed[b] = becomes[b] < 0
+    for b in range(num_buffers):
+        if reuses[b] >= 0:
+            is_freed[reuses[b]] = False
+    num_readers = np.zeros(num_buffers, np.int32)
+    for b in reads.items:
+        num_readers[b] += 1
+    initial_bytes = np.zeros(num_tiers, np.int64)
+    for b in range(num_buffers):
+        if initial[b] and (num_readers[b] > 0 or not is_freed[b]):
+            initial_bytes[buffer_tier[b]] += held_bytes[b]
+    writer = np.full(num_buffers, -1, np.int32)
+    reader_begins = np.zeros(num_buffers + 1, np.int32)
+    for b in range(num_buffers):
+        reader_begins[b + 1] = reader_begins[b] + num_readers[b]
+    readers = np.empty(len(reads.items), np.int32)
+    num_readers_so_far = np.zeros(num_buffers, np.int32)
+
+    # Inputs, each once, and requests, in one walk over the list.
+    room = len(reads.items) + len(after.items)
+    for b in range(num_buffers):
+        if reuses[b] >= 0:
+            room += num_readers[reuses[b]]
+    inputs = np.empty(room, np.int32)
+    num_inputs = np.zeros(num_ops, np.int32)
+    num_followers = np.zeros(num_ops, np.int32)
+    seen = np.full(num_ops, -1, np.int32)  # the last op that has this one among its inputs
+    end = 0
+    requests = np.zeros(num_ops + 1, np.int32)
+    request_op = np.empty(len(writes.items), np.int32)
+    request_tier = np.empty(len(writes.items), np.int32)
+    request_bytes = np.empty(len(writes.items), np.int64)
+    request_next = np.full(len(writes.items), -1, np.int32)
+    first_request = np.full(num_tiers, -1, np.int32)
+    last_request = np.full(num_tiers, -1, np.int32)
+    num_requests = 0
+    for i in range(num_ops):
+        begin = end
+        seen[i] = i  # an op does not wait for itself
+        for k in range(after.begins[i], after.begins[i + 1]):
+            j = after.items[k]
+            if seen[j] != i:
+                seen[j] = i
+                inputs[end] = j
+                end += 1
+        for k in range(reads.begins[i], reads.begins[i + 1]):
+            b = reads.items[k]
+            readers[reader_begins[b] + num_readers_so_far[b]] = i
+            num_readers_so_far[b] += 1
+            j = writer[b]
+            if j >= 0 and seen[j] != i:
+                seen[j] = i
+                inputs[end] = j
+                end += 1
+        first_of_op = num_requests
+        for k in range(writes.begins[i], writes.begins[i + 1]):
+            b = writes.items[k]
+            writer[b] = i
+            old = reuses[b]
+            if old >= 0:
+                for at in range(reader_begins[old], reader_begins[old] + num_readers_so_far[old]):
+                    j = readers[at]
+                    if seen[j] != i:
+                        seen[j] = i
+                        inputs[end] = j
+                        end += 1
+            elif held_bytes[b] > 0:
+                t = buffer_tier[b]
+                r = last_request[t]
+                if r >= first_of_op:
+                    request_bytes[r] += held_bytes[b]
+                else:
+                    if r < 0:
+                        first_request[t] = num_requests
+                    else:
+                        request_next[r] = num_requests
+                    last_request[t] = num_requests
+                    request_op[num_requests] = i
+                    request_tier[num_requests] = t
+                    request_bytes[num_requests] = held_bytes[b]
+                    num_requests += 1
+        requests[i + 1] = num_requests
+        num_inputs[i] = end - begin
+        for k in range(begin, end):
+            num_followers[inputs[k]] += 1
+
+    # Followers from inputs.
+    follower_begins = np.zeros(num_ops + 1, np.int32)
+    for i in range(num_ops):
+        follower_begins[i + 1] = follower_begins[i] + num_followers[i]
+    followers = np.empty(end, np.int32)
+    place = follower_begins[:-1].copy()
+    k = 0
+    for i in range(num_ops):
+        for _ in range(num_inputs[i]):
+            j = inputs[k]
+            followers[place[j]] = i
+            place[j] += 1
+            k += 1
+    return GraphColumns(
+        stream,
+        first_on_stream[:num_used],
+        next_on_stream,
+        num_inputs,
+        Lists(follower_begins, followers),
+        requests,
+        request_op[:num_requests],
+        request_tier[:num_requests],
+        request_bytes[:num_requests],
+        request_next[:num_requests],
+        first_request,
+        reads,
+        writes,
+        num_readers,
+        is_freed,
+        buffer_tier,
+        held_bytes,
+        initial_bytes,
+        capacity_bytes,
+    )

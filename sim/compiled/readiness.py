@@ -1,0 +1,164 @@
+"""The first simulation of `tierplan.sim.analysis.ordering`, compiled: which op starts when memory goes to who is ready.
+
+Every stream keeps its order; a tier serves whoever is ready, as far as all ops that have not started still fit when
+they run one by one in list order (the banker's rule with the list order as the safe sequence).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierplan.sim.columns import Int32, Int64
+from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.compiled.graph_columns import GraphColumns
+from tierplan.sim.compiled.rules import Float64
+
+__all__ = ["ready_order"]
+
+
+@compiled
+def _earlier(i: int, j: int, until_s: Float64) -> bool:
+    """Whether running op i ends before j; the one listed first, if at the same time."""
+    return until_s[i] < until_s[j] or (until_s[i] == until_s[j] and i < j)
+
+
+@compiled
+def _slack(graph: GraphColumns) -> Int64:
+    """Per tier and list position: what stays free at that op when ops run one by one in list order."""
+    requests, request_tier, request_bytes = graph.requests, graph.request_tier, graph.request_bytes
+    read_begins, read = graph.reads
+    write_begins, written = graph.writes
+    num_readers, is_freed = graph.num_readers, graph.is_freed
+    buffer_tier, held_bytes = graph.buffer_tier, graph.held_bytes
+    num_ops, num_tiers = len(graph.stream), len(graph.capacity_bytes)
+    free_bytes = graph.capacity_bytes - graph.initial_bytes
+    readers_left = num_readers.copy()
+    slack = np.empty((num_tiers, num_ops), np.int64)
+    for i in range(num_ops):
+        for r in range(requests[i], requests[i + 1]):
+            free_bytes[request_tier[r]] -= request_bytes[r]
+        slack[:, i] = free_bytes
+        for k in range(write_begins[i], write_begins[i + 1]):
+            b = written[k]
+            if is_freed[b] and num_readers[b] == 0:
+                free_bytes[buffer_tier[b]] += held_bytes[b]
+        for k in range(read_begins[i], read_begins[i + 1]):
+            b = read[k]
+            readers_left[b] -= 1
+            if is_freed[b] and readers_left[b] == 0:
+                free_bytes[buffer_tier[b]] += held_bytes[b]
+    return slack
+
+
+@compiled
+def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
+    """Ops in order of start, when op i takes `seconds[i]`; none where not even one op at a time fits into memory."""
+    slack = _slack(graph)
+    if slack.size > 0 and slack.min() < 0:
+        return np.empty(0, np.int32)
+    # Taken apart here: numba counts references whenever a field is taken.
+    stream, next_on_stream = graph.stream, graph.next_on_stream
+    follower_begins, follower = graph.followers
+    requests, request_tier, request_bytes = graph.requests, graph.request_tier, graph.request_bytes
+    read_begins, read = graph.reads
+    write_begins, written = graph.writes
+    num_readers, is_freed = graph.num_readers, graph.is_freed
+    buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
+    num_ops, num_tiers, num_streams = len(stream), len(capacity_bytes), len(graph.first_on_stream)
+
+    used_bytes, readers_left, waiting_for = graph.initial_bytes.copy(), num_readers.copy(), graph.num_inputs.copy()
+    wanted_bytes = used_bytes.copy()
+    for r in range(len(request_tier)):
+        wanted_bytes[request_tier[r]] += request_bytes[r]
+    can_be_short = wanted_bytes > capacity_bytes  # the other tiers hold everything at once
+    freed_at = np.full(len(buffer_tier), -1, np.int32)  # list position of the last op that keeps the buffer
+    for i in range(num_ops):
+        for k in range(write_begins[i], write_begins[i + 1]):
+            if num_readers[written[k]] == 0:
+                freed_at[written[k]] = i
+        for k in range(read_begins[i], read_begins[i + 1]):
+            freed_at[read[k]] = i
+
+    order, num_started, frontier = np.empty(num_ops, np.int32), 0, 0
+    is_started, is_blocked = np.zeros(num_ops, np.bool_), np.empty(num_tiers, np.bool_)
+    idle, num_idle = graph.first_on_stream.copy(), num_streams  # next ops of idle streams, in list order
+    idle.sort()
+    running, num_running = np.empty(num_streams, np.int32), 0
+    until_s, now_s = np.empty(num_ops), 0.0
+    while num_started < num_ops:
+        # All that is ready and fits starts, in list order; what does not fit keeps its tiers from those behind it.
+        is_blocked[:] = False
+        num_still_idle = 0
+        for at in range(num_idle):
+            i = idle[at]
+            fits = waiting_for[i] == 0
+            if fits:
+                for r in range(requests[i], requests[i + 1]):
+                    tier = request_tier[r]
+                    fits = fits and not is_blocked[tier]
+                    if fits and can_be_short[tier]:
+                        fits = used_bytes[tier] + request_bytes[r] <= capacity_bytes[tier]
+                        for k in range(frontier, i):
+                            fits = fits and slack[tier, k] >= request_bytes[r]
+                if not fits:
+                    for r in range(requests[i], requests[i + 1]):
+                        is_blocked[request_tier[r]] = True
+            if not fits:
+                idle[num_still_idle] = i
+                num_still_idle += 1
+                continue
+            for r in range(requests[i], requests[i + 1]):
+                tier = request_tier[r]
+                used_bytes[tier] += request_bytes[r]
+                if can_be_short[tier]:
+                    for k in range(frontier, i):
+                        slack[tier, k] -= request_bytes[r]
+            is_started[i] = True
+            order[num_started] = i
+            num_started += 1
+            until_s[i] = now_s + seconds[i]
+            running[num_running] = i
+            num_running += 1
+            while frontier < num_ops and is_started[frontier]:
+                frontier += 1
+        if num_still_idle < num_idle:
+            num_idle = num_still_idle
+            continue
+
+        # Nothing more starts now: the op that ends first ends.
+        first = 0
+        for k in range(1, num_running):
+            if _earlier(running[k], running[first], until_s):
+                first = k
+        i = running[first]
+        num_running -= 1
+        running[first] = running[num_running]
+        now_s = until_s[i]
+        for k in range(write_begins[i], write_begins[i + 1]):
+            b = written[k]
+            if is_freed[b] and num_readers[b] == 0:
+                tier = buffer_tier[b]
+                used_bytes[tier] -= held_bytes[b]
+                if can_be_short[tier]:
+                    for at in range(frontier, i + 1):
+                        slack[tier, at] += held_bytes[b]
+        for k in range(read_begins[i], read_begins[i + 1]):
+            b = read[k]
+            readers_left[b] -= 1
+            if is_freed[b] and readers_left[b] == 0:
+                tier = buffer_tier[b]
+                used_bytes[tier] -= held_bytes[b]
+                if can_be_short[tier]:
+                    for at in range(frontier, freed_at[b] + 1):
+                        slack[tier, at] += held_bytes[b]
+        for k in range(follower_begins[i], follower_begins[i + 1]):
+            waiting_for[follower[k]] -= 1
+        j = next_on_stream[i]
+        if j >= 0:
+            at = num_idle
+            while at > 0 and idle[at - 1] > j:
+                idle[at] = idle[at - 1]
+                at -= 1
+            idle[at] = j
+            num_idle += 1
+    return order

@@ -1,0 +1,425 @@
+"""The four rules over arrays, compiled: the same times as `tierplan.sim.engine` to the nanosecond.
+
+One op's life: its stream reaches it (rule 1), what it waits for has ended (rule 2: it is *eligible*), each tier grants
+its request in list order (rule 3), it starts, works, and ends; bytes come back when the last reader of a buffer ends
+(rule 4). Ops that take of shared limits are flows, whose speeds are divided anew when one begins or ends
+(`tierplan.sim.sharing`).
+
+What happens in the same nanosecond happens in SimPy's order: events fire in the order in which they were set up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierplan.sim.columns import Bool, Int32, Int64
+from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.compiled.graph_columns import GraphColumns
+
+__all__ = ["Execution", "Prices", "Stuck", "execute", "no_time", "stuck"]
+
+Float64 = npt.NDArray[np.float64]
+TOO_LATE = 1 << 61
+"""Nanoseconds (73 years) beyond which no clock goes: sums of two still fit into 64 bits."""
+
+NUM_KNOWN = 1 << 10
+"""Sets of flows whose speeds are remembered."""
+
+
+class Prices(NamedTuple):
+    """What ops cost. `op_price` is per op, all else per distinct price."""
+
+    op_price: Int32
+    """Its place in the other arrays."""
+    alone_s: Float64
+    """Seconds with nothing beside it."""
+    latency_ns: Int64
+    work_ns: Int64
+    is_flow: Bool
+    """Whether it takes of shared limits."""
+    share: Float64
+    """Weight under contention."""
+    demand: Float64
+    """Per price and shared limit: units per second at full speed."""
+    limits: Float64
+    """Per shared limit: units per second."""
+
+
+class Execution(NamedTuple):
+    """What happened, or how far it went. Per op unless said."""
+
+    free_ns: Int64
+    """Its stream reached it; -1 where it never did."""
+    ready_ns: Int64
+    """All that it waits for had ended."""
+    start_ns: Int64
+    """-1 where it never did."""
+    end_ns: Int64
+    """-1 where it never did."""
+    peak_bytes: Int64
+    """Per tier."""
+    used_bytes: Int64
+    """Per tier, at the end."""
+    next_request: Int32
+    """Per tier: the request that was not granted; -1 where all were."""
+    is_too_late: bool
+    """The clock would have gone beyond `TOO_LATE`; the execution was left there."""
+
+
+class Stuck(NamedTuple):
+    """What memory is short for: the first op in the list that does not end waits for it, and nothing will free more."""
+
+    op: int
+    """-1 where already what is there before the step does not fit."""
+    tier: int
+    wanted_bytes: int
+    """By the op, or by all that is there before the step."""
+    free_bytes: int
+    """For the op, or the whole capacity for what is there before the step."""
+
+
+def stuck(graph: GraphColumns, execution: Execution) -> Stuck | None:
+    """Where an execution stuck; None if it came to its end."""
+    over = np.flatnonzero(graph.initial_bytes > graph.capacity_bytes)
+    if over.size:
+        tier = int(over[0])
+        return Stuck(-1, tier, int(graph.initial_bytes[tier]), int(graph.capacity_bytes[tier]))
+    left = np.flatnonzero(execution.end_ns < 0)
+    if not left.size:
+        return None
+    # All ops before it have ended, so it is next on its stream, its inputs are complete, and it is next for memory.
+    op = int(left[0])
+    for r in range(graph.requests[op], graph.requests[op + 1]):
+        tier, wanted_bytes = int(graph.request_tier[r]), int(graph.request_bytes[r])
+        free_bytes = int(graph.capacity_bytes[tier] - execution.used_bytes[tier])
+        if execution.next_request[tier] == r and wanted_bytes > free_bytes:
+            return Stuck(op, tier, wanted_bytes, free_bytes)
+    raise AssertionError(f"op {op} of the list never ran though no tier is short; was the schedule validated?")
+
+
+def no_time(num_ops: int) -> Prices:
+    """Prices of 0. Whether a schedule completes does not depend on how long its ops take."""
+    nothing = np.zeros(1, np.int64)
+    return Prices(
+        op_price=np.zeros(num_ops, np.int32),
+        alone_s=np.zeros(1),
+        latency_ns=nothing,
+        work_ns=nothing,
+        is_flow=np.zeros(1, np.bool_),
+        share=np.ones(1),
+        demand=np.zeros((1, 0)),
+        limits=np.zeros(0),
+    )
+
+
+@compiled
+def _with_room(events: Int64, size: int) -> Int64:
+    """The heap, with room for one event more."""
+    if size < len(events):
+        return events
+    more = np.empty((2 * size, 3), np.int64)
+    more[:size] = events
+    return more
+
+
+@compiled
+def _push(events: Int64, size: int, time_ns: int, number: int, what: int) -> None:
+    """Adds an event to the heap `events[:size]`, by time and then by number."""
+    k = size
+    while k > 0:
+        above = (k - 1) // 2
+        if events[above, 0] < time_ns or (events[above, 0] == time_ns and events[above, 1] < number):
+            break
+        events[k, 0], events[k, 1], events[k, 2] = events[above, 0], events[above, 1], events[above, 2]
+        k = above
+    events[k, 0], events[k, 1], events[k, 2] = time_ns, number, what
+
+
+@compiled
+def _pop(events: Int64, size: int) -> None:
+    """Takes the first event from the heap `events[:size]`; the rest is `events[: size - 1]`."""
+    size -= 1
+    time_ns, number = events[size, 0], events[size, 1]
+    k = 0
+    while 2 * k + 1 < size:
+        below = 2 * k + 1
+        other = below + 1
+        if other < size and (
+            events[other, 0] < events[below, 0]
+            or (events[other, 0] == events[below, 0] and events[other, 1] < events[below, 1])
+        ):
+            below = other
+        if time_ns < events[below, 0] or (time_ns == events[below, 0] and number < events[below, 1]):
+            break
+        events[k, 0], events[k, 1], events[k, 2] = events[below, 0], events[below, 1], events[below, 2]
+        k = below
+    events[k, 0], events[k, 1], events[k, 2] = time_ns, number, events[size, 2]
+
+
+@compiled
+def _divide(
+    prices_of: Int32, share: Float64, demand: Float64, limits: Float64, speeds: Float64, left: Float64, grows: Bool
+) -> None:
+    """Max-min fair speeds of the flows that run together, as `sharing.max_min_speeds`, in the same order of sums.
+
+    `prices_of` has the price of each flow; `speeds` is the result, `left` and `grows` are room to work in.
+    """
+    num, num_limits, num_growing = len(prices_of), len(limits), 0
+    left[:] = limits
+    for k in range(num):
+        speeds[k], grows[k] = 0.0, True
+        for limit in range(num_limits):
+            if demand[prices_of[k], limit] > 0 and limits[limit] <= 0:
+                grows[k] = False
+        num_growing += grows[k]
+    while num_growing > 0:
+        level = np.inf
+        for k in range(num):
+            if grows[k]:
+                level = min(level, (1.0 - speeds[k]) / share[prices_of[k]])
+        for limit in range(num_limits):
+            pull = _pull(limit, prices_of, share, demand, grows)
+            if pull > 0:
+                level = min(level, left[limit] / pull)
+        for limit in range(num_limits):
+            left[limit] -= level * _pull(limit, prices_of, share, demand, grows)
+        for k in range(num):
+            if grows[k]:
+                speeds[k] += level * share[prices_of[k]]
+                stops = speeds[k] >= 1.0 - 1e-12
+                for limit in range(num_limits):
+                    if demand[prices_of[k], limit] > 0 and left[limit] <= 1e-12 * limits[limit]:
+                        stops = True
+                if stops:
+                    grows[k] = False
+                    num_growing -= 1
+    for k in range(num):
+        if speeds[k] > 1.0 - 1e-12:
+            speeds[k] = 1.0
+
+
+@compiled
+def _pull(limit: int, prices_of: Int32, share: Float64, demand: Float64, grows: Bool) -> float:
+    """What the growing flows take of a limit for each unit by which their level rises."""
+    pull = 0.0
+    for k in range(len(prices_of)):
+        if grows[k] and demand[prices_of[k], limit] > 0:
+            pull += demand[prices_of[k], limit] * share[prices_of[k]]
+    return pull
+
+
+@compiled
+def _advance(num: int, elapsed_ns: int, left_ns: Float64, speeds: Float64) -> None:
+    """All flows have worked for so long."""
+    if elapsed_ns:
+        for k in range(num):
+            left_ns[k] -= elapsed_ns * speeds[k]
+
+
+@compiled
+def execute(graph: GraphColumns, prices: Prices) -> Execution:
+    """Executes a schedule as far as it goes. Where not all ops have ended, memory is short."""
+    # Taken apart here: numba counts references whenever a field is taken.
+    first_on_stream, next_on_stream, num_inputs = graph.first_on_stream, graph.next_on_stream, graph.num_inputs
+    follower_begins, follower = graph.followers
+    requests, request_op, request_tier = graph.requests, graph.request_op, graph.request_tier
+    request_bytes, request_next = graph.request_bytes, graph.request_next
+    read_begins, read = graph.reads
+    write_begins, written = graph.writes
+    num_readers, is_freed = graph.num_readers, graph.is_freed
+    buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
+    op_price, _, latency_ns, work_ns, is_flow, share, demand, limits = prices
+    num_ops, num_tiers, num_streams = len(op_price), len(capacity_bytes), len(first_on_stream)
+
+    free_ns, ready_ns = np.full(num_ops, -1, np.int64), np.zeros(num_ops, np.int64)
+    start_ns, end_ns = np.full(num_ops, -1, np.int64), np.full(num_ops, -1, np.int64)
+    used_bytes, peak_bytes = graph.initial_bytes.copy(), graph.initial_bytes.copy()
+    next_request, is_short = graph.first_request.copy(), np.zeros(num_tiers, np.bool_)
+    waiting_for, readers_left, grants_left = num_inputs.copy(), num_readers.copy(), requests[1:] - requests[:-1]
+    is_eligible = np.zeros(num_ops, np.bool_)
+
+    # What is due now, first things first: tiers that may grant, ops that have become eligible, ops that have ended,
+    # ops that may start. Each in the order in which it came to be due.
+    granting, num_granting, num_granted = np.empty(num_tiers, np.int32), 0, 0
+    asking, num_asking, num_asked = np.empty(num_ops, np.int32), 0, 0
+    ending, num_ending, num_ended = np.empty(num_streams, np.int32), 0, 0
+    starting, num_starting, num_started = np.empty(num_ops, np.int32), 0, 0
+
+    # What is to come: rows of (time, number, what). Op i ends: i; its latency ends: num_ops + i; flows' timer: -1
+    events, num_events, number = np.empty((4 * num_streams + 16, 3), np.int64), 0, 0
+    now_ns, is_too_late = 0, False
+
+    # Flows, in the order in which they began: at most one per stream. One timer counts, for the earliest end.
+    flows, flow_price, num_flows = np.empty(num_streams, np.int32), np.empty(num_streams, np.int32), 0
+    left_ns, speeds = np.empty(num_streams), np.empty(num_streams)
+    left, grows = np.empty(len(limits)), np.empty(num_streams, np.bool_)
+    known_num, known_price = np.zeros(NUM_KNOWN, np.int32), np.empty((NUM_KNOWN, num_streams), np.int32)
+    known_speeds = np.empty((NUM_KNOWN, num_streams))
+    since_ns, next_end_ns, timer_ns = 0, -1, -1
+    are_ending = False  # flows that begin because of flows' ends are divided among once, behind all of these
+
+    if (used_bytes <= capacity_bytes).all():
+        for i in first_on_stream:
+            free_ns[i] = 0
+            if waiting_for[i] == 0:
+                asking[num_asking] = i
+                num_asking += 1
+    while True:
+        begins, is_divided = -1, False
+
+        if num_granted < num_granting:  # rule 3: in list order, as far as the next op is eligible and fits
+            tier = granting[num_granted]
+            num_granted += 1
+            r = next_request[tier]
+            while r >= 0 and is_eligible[request_op[r]]:
+                if used_bytes[tier] + request_bytes[r] > capacity_bytes[tier]:
+                    is_short[tier] = True
+                    break
+                used_bytes[tier] += request_bytes[r]
+                peak_bytes[tier] = max(peak_bytes[tier], used_bytes[tier])
+                i = request_op[r]
+                grants_left[i] -= 1
+                if grants_left[i] == 0:
+                    starting[num_starting] = i
+                    num_starting += 1
+                r = request_next[r]
+            next_request[tier] = r
+
+        elif num_asked < num_asking:  # rules 1 and 2 let the op start once it has been granted its memory
+            i = asking[num_asked]
+            num_asked += 1
+            is_eligible[i] = True
+            num_granting = num_granted = 0
+            for r in range(requests[i], requests[i + 1]):
+                granting[num_granting] = request_tier[r]
+                num_granting += 1
+            if num_granting == 0:
+                starting[num_starting] = i
+                num_starting += 1
+
+        elif num_ended < num_ending:  # rule 4: bytes come back; followers and the stream go on
+            i = ending[num_ended]
+            num_ended += 1
+            end_ns[i] = now_ns
+            num_granting = num_granted = 0
+            for k in range(write_begins[i], write_begins[i + 1]):
+                b = written[k]
+                if is_freed[b] and num_readers[b] == 0:
+                    tier = buffer_tier[b]
+                    used_bytes[tier] -= held_bytes[b]
+                    if is_short[tier]:
+                        is_short[tier] = False
+                        granting[num_granting] = tier
+                        num_granting += 1
+            for k in range(read_begins[i], read_begins[i + 1]):
+                b = read[k]
+                readers_left[b] -= 1
+                if is_freed[b] and readers_left[b] == 0:
+                    tier = buffer_tier[b]
+                    used_bytes[tier] -= held_bytes[b]
+                    if is_short[tier]:
+                        is_short[tier] = False
+                        granting[num_granting] = tier
+                        num_granting += 1
+            for k in range(follower_begins[i], follower_begins[i + 1]):
+                j = follower[k]
+                waiting_for[j] -= 1
+                if waiting_for[j] == 0:
+                    ready_ns[j] = now_ns
+                    if free_ns[j] >= 0:
+                        asking[num_asking] = j
+                        num_asking += 1
+            j = next_on_stream[i]
+            if j >= 0:
+                free_ns[j] = now_ns
+                if waiting_for[j] == 0:
+                    asking[num_asking] = j
+                    num_asking += 1
+
+        elif num_started < num_starting:
+            i = starting[num_started]
+            num_started += 1
+            start_ns[i] = now_ns
+            p = op_price[i]
+            if is_flow[p] and latency_ns[p] == 0:
+                begins = i
+            else:
+                duration_ns = latency_ns[p] if is_flow[p] else latency_ns[p] + work_ns[p]
+                events = _with_room(events, num_events)
+                _push(events, num_events, now_ns + duration_ns, number, num_ops + i if is_flow[p] else i)
+                num_events, number = num_events + 1, number + 1
+
+        elif are_ending:
+            are_ending, is_divided = False, num_flows > 0
+
+        elif num_events == 0:
+            break
+
+        else:
+            now_ns, what = events[0, 0], events[0, 2]
+            _pop(events, num_events)
+            num_events -= 1
+            num_ending = num_ended = 0
+            if now_ns > TOO_LATE:
+                is_too_late = True
+                break
+            if what >= num_ops:
+                begins = what - num_ops
+            elif what >= 0:
+                ending[0], num_ending = what, 1
+            elif now_ns == timer_ns and next_end_ns > timer_ns:  # flows that began since have slowed the others
+                timer_ns = next_end_ns
+                events = _with_room(events, num_events)
+                _push(events, num_events, timer_ns, number, -1)
+                num_events, number = num_events + 1, number + 1
+            elif now_ns == timer_ns:  # otherwise an earlier end has replaced this timer
+                timer_ns, are_ending = -1, True
+                _advance(num_flows, now_ns - since_ns, left_ns, speeds)
+                since_ns = now_ns
+                num_left = 0
+                for k in range(num_flows):
+                    if left_ns[k] <= 1e-3:
+                        ending[num_ending] = flows[k]
+                        num_ending += 1
+                    else:
+                        flows[num_left], flow_price[num_left], left_ns[num_left] = flows[k], flow_price[k], left_ns[k]
+                        num_left += 1
+                num_flows = num_left
+
+        if begins >= 0:
+            _advance(num_flows, now_ns - since_ns, left_ns, speeds)
+            since_ns = now_ns
+            p = op_price[begins]
+            flows[num_flows], flow_price[num_flows], left_ns[num_flows] = begins, p, work_ns[p]
+            num_flows += 1
+            is_divided = not are_ending
+        if is_divided:
+            slot = 0
+            for k in range(num_flows):
+                slot = (31 * slot + flow_price[k]) % NUM_KNOWN
+            is_known = known_num[slot] == num_flows
+            for k in range(num_flows):
+                is_known = is_known and known_price[slot, k] == flow_price[k]
+            if not is_known:
+                known_num[slot] = num_flows
+                known_price[slot, :num_flows] = flow_price[:num_flows]
+                _divide(known_price[slot, :num_flows], share, demand, limits, known_speeds[slot], left, grows)
+            soonest_ns = np.inf
+            for k in range(num_flows):
+                speeds[k] = known_speeds[slot, k]
+            for k in range(num_flows):
+                soonest_ns = min(soonest_ns, left_ns[k] / speeds[k])
+            if soonest_ns > TOO_LATE:
+                is_too_late = True
+                break
+            next_end_ns = now_ns + max(0, math.ceil(soonest_ns - 1e-3))  # whole ns, but for float dust
+            if timer_ns < 0 or next_end_ns < timer_ns:
+                timer_ns = next_end_ns
+                events = _with_room(events, num_events)
+                _push(events, num_events, timer_ns, number, -1)
+                num_events, number = num_events + 1, number + 1
+    return Execution(free_ns, ready_ns, start_ns, end_ns, peak_bytes, used_bytes, next_request, is_too_late)
