@@ -11,7 +11,7 @@ from tests.sim.compiled.agreement import assert_agree, both_engines_agree
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.unitwise import lower
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
