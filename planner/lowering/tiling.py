@@ -60,6 +60,7 @@ def _cut(unit: Unit, parts: int) -> Unit:
         unit,
         forward=_divided(unit.forward, parts),
         backward=_divided(unit.backward, parts),
+        recompute=None if unit.recompute is None else _divided(unit.recompute, parts),
         saved=tuple(_cut_tensor(t, parts) for t in unit.saved),
         input_bytes=-(-unit.input_bytes // parts),
         output_bytes=-(-unit.output_bytes // parts),

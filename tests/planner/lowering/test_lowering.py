@@ -8,9 +8,11 @@ from itertools import product
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.milp.amounts import problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.compute_order import walk
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
 from tierplan.sim.workloads.workload import Workload
@@ -339,3 +341,33 @@ def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() ->
 
     assert work(0) == {"matmul_bf16_flops": 1e8}
     assert work(1) == {"matmul_bf16_flops": 1e9}
+
+
+@pytest.mark.parametrize("pieces", [{"order": "vertical", "tiles": 4}, {"operator_tiles": 4}])
+def test_a_measured_recomputation_is_cut_with_its_unit(pieces: dict[str, object]) -> None:
+    """Four tiles recompute what the whole does, in the schedule and in the program: no tile pays for the unit."""
+    workload = toy_workload(per_device_train_batch_size=4)
+    seconds = {"s": 0.8}
+    saved_s = {"s": 0.8 / 4}
+    blocks = (
+        replace(u, recompute=seconds, saved=tuple(replace(t, recompute=saved_s) for t in u.saved))
+        if u.kind == "block"
+        else u
+        for u in workload.units
+    )
+    workload = replace(workload, units=tuple(blocks))
+
+    def recomputed_s(**settings: object) -> float:
+        schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute"), **settings), workload, toy_machine())
+        return sum(op.work["s"] for op in schedule.ops if op.kind == "recompute")
+
+    assert recomputed_s(**pieces) == pytest.approx(recomputed_s()) == pytest.approx(4 * 0.8)
+    if "tiles" in pieces:
+        p = problem(workload, toy_machine(), semantics="in-backward", order="vertical", tiles=4)
+        by_the_program_s = p.turn * sum(g.recompute_s for u in p.units for g in u.groups if g.recomputable)
+        assert by_the_program_s == pytest.approx(recomputed_s(**pieces))
+
+
+def test_a_recomputation_that_was_not_measured_stays_so_when_it_is_cut() -> None:
+    workload = toy_workload(per_device_train_batch_size=2)
+    assert all(u.recompute is None for cut in (cut_batches, cut_operators) for u in cut(workload, 2).units)
