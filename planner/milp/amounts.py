@@ -317,7 +317,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         bwd_fixed_gb=(unit.backward_work_bytes + unit.output_bytes + transient_input) / GB,
         tied_gb=workload.units[names[unit.shares]].num_parameters * t.grad_bytes / GB if unit.shares else 0.0,
         fwd_reads_params=owner >= 0,
-        bwd_reads_params=owner >= 0 and unit.kind != "embed",
+        bwd_reads_params=owner >= 0 and unit.saves_parameters,
     )
 
 

@@ -145,7 +145,7 @@ def parameter_queues(cols: Columns) -> list[Terms]:
             if need_first:
                 lp.row([*present, *minus(need_first)], low=0.0, family="parameters before compute")
             lp.row([*cols.flow(s, "uW"), *minus(early)], low=0.0, family="early part")
-            if window.last == n - 1 and window.phase == "fwd":
+            if window.last == n - 1 and window.phase == "fwd" and cols.units[n - 1].bwd_reads_params:
                 need, need_read = [], []  # they stay: the head's turn fetches once
             ahead = [(1.0, cols.queue(ahead, cols.flow(s, "uW"), need, "parameters fetched"))]
             if p.has_nvme:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -14,6 +15,8 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound, shortages
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.sim.workloads.workload import Workload
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
@@ -138,6 +141,59 @@ def test_a_shortage_names_the_least_memory_that_would_do(tier):
     assert short.short_bytes == short.needed_bytes - short.capacity_bytes > 0
     assert with_capacity(int(short.needed_bytes * 1.001) + 1000)
     assert not with_capacity(int(short.needed_bytes * 0.98))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+def test_no_plan_beats_the_bound_where_backward_reads_no_parameters(accumulation, semantics):
+    """Tables of embeddings anywhere in the chain, under any kind, on links that are slow enough to be what binds."""
+    num_ran = num_tables = 0
+    for seed in range(10):
+        rng = random.Random(100 * accumulation + seed)
+        workload = with_tables(rng, random_chain(rng, 5, accumulation=accumulation))
+        num_tables += sum(not u.saves_parameters for u in workload.units)
+        machine = small_machine(
+            device_mb=rng.choice((60, 120, 400)),
+            link_mb_per_s=rng.choice((20, 50, 100)),
+            adam_m_per_s=1000,
+            nvme_mb=rng.choice((0, 10_000)),
+            read_mb_per_s=200,
+            write_mb_per_s=200,
+        )
+        evaluate = Evaluator(workload, machine, Budget(1e9))
+        for order in ("horizontal", "vertical"):
+            p = problem(workload, machine, semantics=semantics, order=order)
+            bound = lower_bound(p)
+            for _ in range(10):
+                tried = evaluate(fetching(random_plan(rng, p)))
+                if tried.step_s is not None:
+                    num_ran += 1
+                    assert bound.feasible
+                    assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
+    assert num_ran > 60
+    assert num_tables > 15
+
+
+def with_tables(rng: random.Random, workload: Workload) -> Workload:
+    """Some units are only tables and hardly compute, whatever their kind; the ends may be an embed and a head."""
+    units = []
+    for u, unit in enumerate(workload.units):
+        ends: dict[int, Literal["embed", "head"]] = {0: "embed", len(workload.units) - 1: "head"}
+        kind = ends.get(u, "block") if rng.random() < 0.5 else "block"
+        unit = replace(unit, kind=kind, saved=unit.saved if kind == "block" else ())
+        if rng.random() < 0.6:
+            quick = {"s": 0.01}
+            unit = replace(unit, saves_parameters=False, num_parameters=10 * MB, forward=quick, backward=quick)
+        elif kind == "embed":
+            unit = replace(unit, saves_parameters=rng.random() < 0.5)
+        units.append(unit)
+    return replace(workload, units=tuple(units))
+
+
+def fetching(plan: Plan) -> Plan:
+    """The plan with whatever is not needed on the device off it, in host memory: what is fetched then binds."""
+    units = (replace(c, params="host", states="host", grads="host") if c.states == "device" else c for c in plan.units)
+    return replace(plan, units=tuple(units))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.search.batches import largest_batch, plan_sequences
 from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
+from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.milp import Margins, build, fractions
+from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.solve import InfeasiblePlan, plan
 
 
@@ -30,6 +34,32 @@ def test_never_slower_than_a_policy(device_mib, accumulation):
     assert result.lower_bound_s <= result.step_s
     assert 0 <= result.gap < 1
     assert result.schedule.meta["model"] == "toy"
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy"),
+    [
+        ({"orders": ("horizontal",)}, "vertical"),
+        ({"semantics": "exact-clip"}, "sliding-window"),
+        ({}, "harmony"),
+        ({}, "virtual-memory"),
+    ],
+)
+def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], policy: str
+) -> None:
+    """Other orders, other semantics of the same numbers, packs and pages: what was searched has bounds of its own."""
+    monkeypatch.setattr(solve_module._Loop, "_plan_order", lambda *args, **kwargs: None)
+    monkeypatch.setattr(solve_module._Loop, "_polish", lambda *args: None)
+    for device_mib in (200, 400):
+        workload = toy_workload(4, gradient_accumulation_steps=3)
+        machine = toy_machine(device_bytes=device_mib * MIB)
+        result = plan(workload, machine, policies=[policy], time_limit_s=1, **asked)
+        assert result.plan.policy == policy
+        assert compute_s(problem(workload, machine, semantics="in-backward")) * 0.999 < result.lower_bound_s
+        assert result.lower_bound_s <= result.step_s
+        has_program = policy in ("vertical", "sliding-window")
+        assert has_program != any("compute alone" in note for note in result.notes)
 
 
 def test_plans_are_the_same_twice():
