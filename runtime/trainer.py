@@ -118,7 +118,8 @@ class Trainer:
     trace_steps: int | None = None
     """Steps of which the trace is kept; None for all."""
     on_step: Callable[[int, float], None] = lambda step, loss: None
-    """Called with each finished step, from 0, and its loss."""
+    """Called with each finished step, from 0, and its loss, in the thread of `run` while training goes on. An error
+    that it raises ends the run."""
     out_dir: str | os.PathLike[str] | None = None
     """Where steps are committed; nothing is, and nothing outlives a crash, if not given."""
     checkpoint_every: int | None = None
@@ -151,7 +152,6 @@ class Trainer:
         self._threads_before = torch.get_num_threads()
         self._threads = self.num_threads or self._threads_before
         self._losses: dict[int, list[float]] = {}
-        self._ends_s: list[float] = []
         self._units: list[ModelUnit] = []
         self._store: Store | None = None
         self._bodies: Bodies | None = None
@@ -246,16 +246,18 @@ class Trainer:
     def result(self) -> RunResult:
         """What has been done so far."""
         assert self._bodies is not None
-        per_step = {name: moved / max(1, len(self._ends_s)) for name, moved in self._bodies.moved_bytes.items()}
-        counted = {"num_steps": self._executor.num_steps_done, "bytes_per_step": per_step}
+        ends_ns = self._executor.step_ends_ns
+        before = self._resumed.losses if self._resumed else ()
+        num_done = (self._resumed.num_steps if self._resumed else 0) + len(ends_ns)
+        per_step = {name: moved / max(1, len(ends_ns)) for name, moved in self._bodies.moved_bytes.items()}
+        counted = {"num_steps": num_done, "bytes_per_step": per_step}
         trace = self._executor.trace(meta={**self.schedule.meta, **counted})
         return RunResult(
-            losses=(self._resumed.losses if self._resumed else ())
-            + tuple(sum(self._losses[s]) for s in sorted(self._losses) if s < self.num_steps_done),
+            losses=(*before, *(sum(self._losses[s]) for s in sorted(self._losses) if s < num_done)),
             trace=trace,
             moved_bytes=dict(self._bodies.moved_bytes),
             peak_bytes=trace.peak_bytes,
-            step_ends_s=tuple(self._ends_s),
+            step_ends_s=tuple(end_ns / 1e9 for end_ns in ends_ns),
             notes=self._store.notes if self._store else (),
         )
 
@@ -449,5 +451,4 @@ class Trainer:
         self._losses.setdefault(step, []).append(loss)
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
-        self._ends_s.append(time_ns / 1e9)
         self.on_step(step, sum(self._losses[step]))

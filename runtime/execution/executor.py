@@ -104,7 +104,8 @@ class Executor:
     on_thread_start
         Called at the start of each worker with the stream's name.
     on_step_end
-        Called with (step, nanoseconds since the first `run`) when the last op of a step has ended. Must be quick.
+        Called with (step, nanoseconds since the first `run`) when the last op of a step has ended: in the thread that
+        called `run`, in order, while the workers go on. An error that it raises ends the run.
     trace_steps
         Spans and memory events are kept for the first so many steps; None keeps all.
     first_step
@@ -137,6 +138,8 @@ class Executor:
         self._needs = [self._needed(op) for op in schedule.ops]
         self._lock = threading.Lock()
         self._wakeup = {stream: threading.Condition(self._lock) for stream in schedule.streams}
+        self._news = threading.Condition(self._lock)
+        """A step or a worker has ended."""
         self._queue: dict[str, deque[_Node]] = {stream: deque() for stream in schedule.streams}
         self._grants: dict[str, deque[_Node]] = {name: deque() for name in self._capacity}
         self._ops_left: dict[int, int] = {}
@@ -144,7 +147,10 @@ class Executor:
         """Instances by the name that the last opened step knows them by."""
         self._first_step = self._num_opened = self._num_begun = self._end = first_step
         self._stop_wanted = False
-        self._num_running = 0
+        self._num_workers = self._num_running = 0
+        self._step_ends_ns: list[int] = []
+        self._num_told = 0
+        """Steps that `on_step_end` was called for."""
         self._failure: BaseException | None = None
         self._held: dict[Instance, None] = {}
         self._spans: list[Span] = []
@@ -167,7 +173,12 @@ class Executor:
     @property
     def num_steps_done(self) -> int:
         """Steps completed by all calls of `run`, and before `first_step`."""
-        return self._end
+        return self._first_step + len(self._step_ends_ns)
+
+    @property
+    def step_ends_ns(self) -> tuple[int, ...]:
+        """When the last op of each step ended that was completed, since the first call of `run`."""
+        return tuple(self._step_ends_ns)
 
     def run(self, num_steps: int) -> None:
         """Runs so many steps more. Raises what a body raised, or `OutOfMemoryError`; all workers have ended then."""
@@ -186,7 +197,7 @@ class Executor:
         self._stop_wanted = False
         if num_steps:
             self._open_step()
-        self._num_running = len(self._queue)
+        self._num_running = self._num_workers = len(self._queue)
         workers = [
             threading.Thread(target=self._work, args=(stream,), name=f"tierplan {stream}", daemon=True)
             for stream in self._queue
@@ -194,11 +205,9 @@ class Executor:
         try:
             for worker in workers:
                 worker.start()
+            self._watch()
             for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.1)  # in pieces, so that Ctrl-C arrives
-                    if self._stop_wanted:
-                        self._stop()
+                worker.join()
         except BaseException as error:
             with self._lock:
                 self._fail(error)
@@ -213,6 +222,20 @@ class Executor:
     def request_stop(self) -> None:
         """Lets every step that a stream has begun run to its end, and no more. For signal handlers and bodies, too."""
         self._stop_wanted = True
+
+    def _watch(self) -> None:
+        """Tells of each step that ends, and stops when that is wanted, until the last worker has no more to do."""
+        is_over = False
+        while not is_over:
+            with self._lock:
+                if self._num_workers and self._num_told == len(self._step_ends_ns):
+                    self._news.wait(0.1)  # in pieces, so that Ctrl-C and a wish to stop arrive
+                is_over = not self._num_workers
+            if self._stop_wanted:
+                self._stop()
+            while self._num_told < len(self._step_ends_ns):
+                self._num_told += 1
+                self._on_step_end(self._first_step + self._num_told - 1, self._step_ends_ns[self._num_told - 1])
 
     def _stop(self) -> None:
         with self._lock:
@@ -322,7 +345,9 @@ class Executor:
         finally:
             with self._lock:
                 self._num_running -= 1
+                self._num_workers -= 1
                 self._check_stalled()
+                self._news.notify()
 
     def _next(self, stream: str) -> _Node | None:
         """The stream's next op, when it may start; None when there is no more to do."""
@@ -412,7 +437,8 @@ class Executor:
             self._ops_left[node.step] -= 1
             if self._ops_left[node.step] == 0:
                 del self._ops_left[node.step]
-                self._on_step_end(node.step, now_ns)
+                self._step_ends_ns.append(now_ns)  # in order, since every stream runs the steps in order
+                self._news.notify()
 
     def _hold(self, now_ns: int, instance: Instance) -> None:
         tier = instance.buffer.tier

@@ -23,6 +23,8 @@ from tierplan.runtime.memory.store import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer, TrainingError, train
+from tierplan.runtime.memory.store import StoreError
+from tierplan.runtime.trainer import RunResult, Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -89,6 +91,23 @@ def check(
 
 CPU = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
 MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="host", input="nvme")
+
+
+def test_a_step_may_ask_for_what_has_been_done() -> None:
+    """Whole steps only: the losses are those of the run's end, as far as it has come."""
+    model = make_model("gpt2")
+    training = replace(CPU, gradient_accumulation_steps=2)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    seen: list[tuple[int, RunResult]] = []
+    with Trainer(schedule, model, on_step=lambda step, loss: seen.append((step, trainer.result()))) as trainer:
+        trainer.run(make_batches(2 * STEPS), STEPS)
+        end = trainer.result()
+    assert [step for step, _ in seen] == list(range(STEPS))
+    for step, result in seen:
+        assert len(result.losses) > step
+        assert result.losses == end.losses[: len(result.losses)]
+        assert result.step_ends_s == end.step_ends_s[: len(result.losses)]
 
 
 @pytest.mark.parametrize("acts", ["keep", "recompute", "host", "nvme"])

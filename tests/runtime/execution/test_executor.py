@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import random
 import threading
 import time
@@ -257,21 +258,49 @@ def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
 
 
-def test_ctrl_c_ends_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_all_workers() -> None:
     executor = Executor(chain(), lambda call: time.sleep(0.001))
-    real_join = threading.Thread.join
-    calls = iter(range(100))
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        real_join(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    threading.Timer(0.05, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         executor.run(10**6)
-    monkeypatch.undo()
     assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+
+
+def test_the_end_of_a_step_is_told_in_order_without_holding_up_the_workers() -> None:
+    """In the thread that called `run`, which may ask for the trace; meanwhile the steps behind it go on."""
+    told: list[int] = []
+    were_ahead = threading.Event()
+
+    def body(call: Call) -> None:
+        if call.op.key == "use" and call.step == 3:
+            were_ahead.set()
+
+    def on_step_end(step: int, time_ns: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        span = executor.trace().by_key()[f"s{step}/use"]
+        assert span.end_ns == time_ns
+        if step == 0:
+            assert were_ahead.wait(30), "steps wait for what is told of the one before them"
+        told.append(step)
+
+    executor = Executor(chain(), body, on_step_end=on_step_end)
+    executor.run(6)
+    executor.run(2)
+    assert told == list(range(8))
+
+
+def test_an_error_at_the_end_of_a_step_ends_the_run_as_it_is() -> None:
+    def on_step_end(step: int, time_ns: int) -> None:
+        if step == 2:
+            raise LookupError("no room for metrics")
+
+    executor = Executor(chain(), lambda call: time.sleep(0.001), on_step_end=on_step_end)
+    with pytest.raises(LookupError, match="no room for metrics"):
+        executor.run(10**6)
+    assert executor.num_steps_done < 10**6
+    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+    with pytest.raises(ExecutionError, match="cannot go on"):
+        executor.run(1)
 
 
 def test_stopping_early_completes_the_steps_that_were_begun() -> None:
