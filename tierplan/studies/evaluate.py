@@ -6,6 +6,7 @@ columns such as `peak_bytes.gpu0`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,9 +17,9 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict, predicted
-from tierplan.sim.workloads.models import SUPPORTED, load_workload, read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.study import Point
+from tierplan.sim.workloads.models import SUPPORTED, read_config, workload_of
 
 __all__ = ["evaluate", "evaluate_point", "training_for"]
 
@@ -48,7 +49,7 @@ def evaluate(
 def evaluate_point(point: Point) -> dict[str, object]:
     """The figures of one point of a study. Raises what reading its model or machine raises."""
     overrides = tuple(f"{key}={value}" for key, value in point.overrides.items())
-    machine = _machine(point.machine, overrides)
+    machine = load_machine(point.machine, overrides)
     workload = _workload(point.model, training_for(point, machine))
     options: dict[str, object] = {"semantics": point.semantics} if point.semantics else {}
     if point.policy == PLANNER:
@@ -68,20 +69,20 @@ def _flat(record: Mapping[str, object]) -> dict[str, object]:
     return row
 
 
-@lru_cache(maxsize=64)
-def _machine(name: str, overrides: tuple[str, ...]) -> Machine:
-    return load_machine(name, overrides)
-
-
-@lru_cache(maxsize=64)
 def _workload(model: str, training: Training) -> Workload:
     """By closed forms; a family that has none is run on fake tensors, where torch is there to do so."""
-    has_forms = read_config(model, training)[1]["model_type"] in SUPPORTED
-    if has_forms or not (find_spec("torch") and find_spec("transformers")):
-        return load_workload(model, training)
-    from tierplan.runtime.tracing.trace import trace_workload
+    name, config = read_config(model, training)
+    if config["model_type"] in SUPPORTED or not (find_spec("torch") and find_spec("transformers")):
+        return workload_of(name, config, training)
+    return _traced(name, json.dumps(config), training)
 
-    return trace_workload(model, training)
+
+@lru_cache(maxsize=64)
+def _traced(name: str, config: str, training: Training) -> Workload:
+    """Takes seconds, so it is kept: by the config's text, since a file may change under the same path."""
+    from tierplan.runtime.tracing.trace import trace_config
+
+    return trace_config(name, json.loads(config), training)
 
 
 def training_for(point: Point, machine: Machine) -> Training:
