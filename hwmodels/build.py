@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tierplan.hwmodels.description import Description, Quantity
+from tierplan.hwmodels.description import Description, Limit, Quantity
 from tierplan.hwmodels.keys import KEYS
 from tierplan.hwmodels.machine import SECONDS, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
 from tierplan.hwmodels.names import (
@@ -308,11 +308,16 @@ def _listed_limits(description: Description, rates: Mapping[str, Mapping[str, Ra
 
 
 def _record(description: Description) -> dict[str, object]:
-    """The description as plain data, for reports."""
+    """The description as plain data, for reports: entries by key, and under `limits` the listed ones by name."""
 
-    def plain(quantity: Quantity) -> dict[str, object]:
-        value = [list(p) for p in quantity.value] if isinstance(quantity.value, tuple) else quantity.value
-        record: dict[str, object] = {"value": value, "basis": quantity.basis, "source": quantity.source}
-        return record if quantity.spread is None else record | {"spread": quantity.spread}
+    def plain(given: Quantity | Limit, value: object) -> dict[str, object]:
+        record = {"value": value, "basis": given.basis, "source": given.source}
+        return record if given.spread is None else record | {"spread": given.spread}
 
-    return {"summary": description.summary, **{name: plain(q) for name, q in description.used().items()}}
+    found: dict[str, object] = {"summary": description.summary}
+    for name, quantity in description.used().items():
+        value = quantity.value
+        found[name] = plain(quantity, [list(p) for p in value] if isinstance(value, tuple) else value)
+    if description.limits:
+        found["limits"] = {limit.name: plain(limit, limit.limit) for limit in description.limits}
+    return found

@@ -128,11 +128,15 @@ def measured_spreads(machine: Machine) -> dict[str, float]:
 
     A stream with several kinds of work has the largest of their spreads.
     """
+    limits = machine.description.get("limits", {})
+    assert isinstance(limits, Mapping)
+    entries = [(_named_by(key, machine), entry) for key, entry in machine.description.items()]
+    entries += [([name], entry) for name, entry in limits.items()]
     spreads: dict[str, float] = {}
-    for key, entry in machine.description.items():
+    for names, entry in entries:
         spread = entry.get("spread") if isinstance(entry, Mapping) else None
         if isinstance(spread, int | float):
-            for name in _named_by(key, machine):
+            for name in names:
                 spreads[name] = max(spreads.get(name, 0.0), float(spread))
     return spreads
 

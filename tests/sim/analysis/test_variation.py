@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.sim.test_schedule import op
 from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
@@ -95,6 +97,37 @@ def test_spreads_are_read_from_the_description() -> None:
     assert measured_spreads(machine) == {"gpu0.compute": 0.03, "gpu0.h2d": 0.01, "nvme.read": 0.1}
     with_dram = replace(machine, shared_limits=(SharedLimit(name="dram", limit=1e11),))
     assert measured_spreads(with_dram)["dram"] == 0.5
+
+
+def test_the_spread_of_a_listed_limit_reaches_the_draws(tmp_path: Path) -> None:
+    """Half the cores for two who want all of them: the step is as long as the limit says, and varies as it does."""
+    described = """
+name = "mine"
+[gpu]
+part = "rtx-4090"
+[link]
+h2d = "25 GB/s"
+d2h = "25 GB/s"
+[host]
+capacity = "64 GiB"
+adam = "700 M/s"
+[nvme]
+drives = 0
+[[limit]]
+name = "cores"
+limit = 0.5
+takes = { "gpu0.compute" = 1.0, "host.adam" = 1.0 }
+spread = 0.2
+basis = "measured"
+source = "mixes"
+"""
+    (tmp_path / "mine.toml").write_text(described)
+    machine = load_machine(str(tmp_path / "mine.toml"))
+    assert measured_spreads(machine) == {"cores": 0.2}
+    ops = (op("o", stream="gpu0.compute", work={"s": 1.0}),)
+    found = vary(Schedule(name="one", tiers=(), buffers=(), ops=ops), machine, num_samples=500, num_steps=1)
+    assert found.nominal_s == pytest.approx(2.0, rel=1e-3)
+    assert np.std(found.samples_s) == pytest.approx(0.4, rel=0.15)
 
 
 @pytest.mark.parametrize(
