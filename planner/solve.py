@@ -201,6 +201,8 @@ class _Loop:
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = float("inf"),
     ) -> None:
+        if not 0 < time_limit_s < float("inf"):
+            raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
         self.workload, self.machine, self.seed = workload, machine, seed
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
         if workload.training.max_grad_norm is not None and self.semantics == "in-backward":

@@ -52,6 +52,8 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["compare-policies", *SCENARIO, "--plot", "a-folder"], "a-folder is a folder"),
         (["plan", *SCENARIO, "--sequences", "0"], "--sequences: 0 is too small"),
         (["plan", *SCENARIO, "--time-limit", "0"], "--time-limit: 0 is out of range; give a number above 0"),
+        (["plan", *SCENARIO, "--time-limit=-1"], "--time-limit: -1 is out of range; give a number above 0"),
+        (["plan", *SCENARIO, "--time-limit", "nan"], "--time-limit: nan is out of range; give a number above 0"),
         (["plan", *SCENARIO, "--drive-lifetime-years", "-1"], "give a number above 0"),
         (["plan", *SCENARIO, "--frontier", "x.txt"], "end it with .png or .svg or .pdf"),
         (["reproduce", "--write", "a-folder"], "a-folder is a folder"),

@@ -216,3 +216,11 @@ def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
 def test_a_step_of_no_sequences_is_refused():
     with pytest.raises(PlanError, match="step of 0 sequences"):
         plan_sequences(make, small_machine(), sequences=0)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, -1, float("nan"), float("inf")])
+def test_a_search_without_time_or_end_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"time_limit_s is {seconds}; give a finite number of seconds above 0"):
+        plan(make(1), small_machine(), time_limit_s=seconds)
+    with pytest.raises(ValueError, match=f"time_limit_s is {seconds}; give a finite number of seconds above 0"):
+        plan_sequences(make, small_machine(), sequences=2, time_limit_s=seconds)
