@@ -30,8 +30,8 @@ class Shortage:
     """What does not fit, and by how much."""
 
     tier: str
-    op: str
-    """The op that waits for memory in vain; empty where already what exists before the step does not fit."""
+    op: str | None
+    """The op that waits for memory in vain; None where already what is there before the step does not fit."""
     capacity_bytes: int
     needed_bytes: int | None
     """Smallest capacity of this tier with which the plan would do; None where another tier is short as well."""
@@ -158,8 +158,7 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         schedule = lower(plan, workload, machine)
         steady = steady_state(schedule, machine)
     except OutOfMemory as error:
-        op = error.op if not error.op.startswith("(") else ""
-        shortage = Shortage(error.tier, op, error.capacity_bytes, error.needed_bytes, str(error))
+        shortage = Shortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes, str(error))
         return Prediction(**base, schedule=schedule, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]

@@ -145,11 +145,7 @@ class Evaluator:
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
             # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
-            reason = (
-                f"op {error.op!r} wants {error.wanted_bytes:,} bytes in tier {error.tier!r}, but {error.free_bytes:,} "
-                f"of {error.capacity_bytes:,} are free and nothing that still runs will free more"
-            )
-            return Candidate(plan, None, reason, short_tier=error.tier, short_bytes=short)
+            return Candidate(plan, None, error.what, short_tier=error.tier, short_bytes=short)
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, str(error))

@@ -19,8 +19,6 @@ from tierplan.sim.schedule import Schedule
 
 __all__ = ["OutOfMemory", "SimulationError", "completes", "out_of_memory", "smallest_capacity_bytes"]
 
-BEFORE_THE_STEP = "(before the step)"
-
 
 class SimulationError(RuntimeError):
     """The schedule could not be simulated to its end."""
@@ -31,10 +29,13 @@ class OutOfMemory(SimulationError):
     """An op waits for memory that nothing will free: with this order, the tier is too small."""
 
     schedule: Schedule = field(repr=False)
-    op: str
+    op: str | None
+    """The op that waits in vain; None where already what is there before the step does not fit."""
     tier: str
     wanted_bytes: int
+    """By the op, or by all that is there before the step."""
     free_bytes: int
+    """For the op, or the whole capacity for what is there before the step."""
     capacity_bytes: int
     holders: tuple[tuple[str, int], ...]
     """Buffers held in the tier, by name and bytes, largest first."""
@@ -47,6 +48,19 @@ class OutOfMemory(SimulationError):
         """
         return smallest_capacity_bytes(self.schedule, self.tier)
 
+    @property
+    def what(self) -> str:
+        """What does not fit where, without who holds the memory and what would do."""
+        if self.op is None:
+            return (
+                f"what is there before the step takes {self.wanted_bytes:,} bytes in tier {self.tier!r}, which has "
+                f"{self.capacity_bytes:,}"
+            )
+        return (
+            f"op {self.op!r} wants {self.wanted_bytes:,} bytes in tier {self.tier!r}, but {self.free_bytes:,} of "
+            f"{self.capacity_bytes:,} are free and nothing that still runs will free more"
+        )
+
     def __str__(self) -> str:
         held = ", ".join(f"{name} {size:,} B" for name, size in self.holders[:5])
         if len(self.holders) > 5:
@@ -55,11 +69,7 @@ class OutOfMemory(SimulationError):
             remedy = f"No capacity of {self.tier!r} alone helps: another tier is too small as well"
         else:
             remedy = f"This schedule completes with {self.needed_bytes:,} bytes there or more"
-        return (
-            f"op {self.op!r} wants {self.wanted_bytes:,} bytes in tier {self.tier!r}, but {self.free_bytes:,} of "
-            f"{self.capacity_bytes:,} are free and nothing that still runs will free more; held by {held or 'nothing'}."
-            f" {remedy}; or choose a plan that keeps less there"
-        )
+        return f"{self.what}; held by {held or 'nothing'}. {remedy}; or choose a plan that keeps less there"
 
     def __reduce__(self) -> tuple[object, ...]:  # an exception's own way to be pickled passes no keyword arguments
         return _restore, (
@@ -209,7 +219,7 @@ class _Execution:
         graph = self.graph
         if not self.fits:
             t = next(t for t, used in enumerate(self.used_bytes) if used > self.capacity_bytes[t])
-            return self._short_of(t, BEFORE_THE_STEP, self.used_bytes[t], self.capacity_bytes[t], graph.initial)
+            return self._short_of(t, None, self.used_bytes[t], self.capacity_bytes[t], graph.initial)
         i = self.ended.index(False)
         for t in graph.needs[i]:
             if self.next_grant[t] == len(graph.requests[t]):
@@ -220,7 +230,7 @@ class _Execution:
                 return self._short_of(t, graph.schedule.ops[i].key, wanted_bytes, free_bytes, self._held())
         raise AssertionError(f"op {graph.schedule.ops[i].key!r} never ran though no tier is short; was it validated?")
 
-    def _short_of(self, t: int, op: str, wanted_bytes: int, free_bytes: int, held: Sequence[int]) -> OutOfMemory:
+    def _short_of(self, t: int, op: str | None, wanted_bytes: int, free_bytes: int, held: Sequence[int]) -> OutOfMemory:
         graph = self.graph
         tier = graph.schedule.tiers[t]
         holders = [(graph.schedule.buffers[b].name, graph.size_bytes[b]) for b in held if graph.tier_of[b] == t]

@@ -66,9 +66,7 @@ def format_error(frac: float | None) -> str:
 
 def in_short(reason: str, size: Callable[[float], str] = format_bytes) -> str:
     """Why something does not fit, for a table: sizes to three digits, and without the list of what holds the memory."""
-    text = re.sub(r"; held by [^.]*(?=\.)", "", reason).replace(
-        "op '(before the step)' wants", "before the step it wants"
-    )
+    text = re.sub(r"; held by [^.]*(?=\.)", "", reason)
     return re.sub(
         r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?", lambda match: size(float(re.sub(r"[^\d]", "", match[0]))), text
     )

@@ -372,8 +372,15 @@ def test_out_of_memory_names_op_tier_bytes_holders_and_what_would_do() -> None:
 
 
 def test_what_is_there_before_the_step_must_fit() -> None:
-    with pytest.raises(OutOfMemory, match=r"op '\(before the step\)' wants 8 bytes in tier 'host'.*with 8 bytes"):
+    with pytest.raises(OutOfMemory) as caught:
         run([buffer("w", initial=True, size_bytes=8, becomes="w")], [op("o", reads="w")], capacity_bytes=7)
+    error = caught.value
+    assert (error.op, error.wanted_bytes, error.capacity_bytes) == (None, 8, 7)
+    assert str(error) == (
+        "what is there before the step takes 8 bytes in tier 'host', which has 7; held by w 8 B. This schedule "
+        "completes with 8 bytes there or more; or choose a plan that keeps less there"
+    )
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_a_tier_that_has_granted_is_not_the_one_that_is_short() -> None:

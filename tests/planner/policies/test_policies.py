@@ -91,6 +91,8 @@ def test_what_does_not_fit_says_what_and_by_how_much_to_the_byte() -> None:
     needed = found.shortage.needed_bytes
     assert needed is not None
     assert found.shortage.short_bytes == needed - 100 * MIB
+    assert found.shortage.op is None, "the states alone are too large"
+    assert found.why_not.startswith("what is there before the step takes ")
     assert found.plan is not None
     assert predict_plan(found.plan, workload, toy_machine(device_bytes=needed)).fits
     assert not predict_plan(found.plan, workload, toy_machine(device_bytes=needed - 1)).fits
