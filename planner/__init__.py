@@ -7,6 +7,7 @@ several_devices  from packs and partitions to a schedule, and the search for pac
 prediction       what a plan gives, in the figures that people compare
 milp             the planning program and its bound (docs/planner.md has the mathematics)
 search           candidates by simulation: moves, knobs, restarts, batches
+infeasible       what to say when no plan fits
 solve            the planner: bound, solve, round, lower, simulate, refine
 questions        the largest model, what more hardware is worth, how long drives last
 plan_file        the plan as a file

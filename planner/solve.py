@@ -24,6 +24,16 @@ from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import Order, PackPlan, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
+from tierplan.planner.milp.bounds import Bound, compute_s, lower_bound, shortages
+from tierplan.sim.builder import COMPUTE
+from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.milp.amounts import Problem, problem, runs_of
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.search.knobs import Knobs, tune
+from tierplan.planner.milp import Margins, build, fractions
+from tierplan.planner.search.moves import with_parts, with_windows
+from tierplan.planner.several_devices.pack_search import improve_packs
+from tierplan.planner.plan import Order, Plan, PlanError, Semantics, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
@@ -58,37 +68,6 @@ MANY_UNITS, TILES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
 SHARES_OF_TUNING = (0.45, 0.6, 0.65)
 """Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
-
-
-@dataclass
-class InfeasiblePlan(PlanError):
-    """No plan fits into memory, or none spares the drives as was asked."""
-
-    model: str
-    machine: str
-    shortages: tuple[Shortage, ...]
-    """Each of them alone would make a plan possible in the fluid relaxation, so the truth is this or somewhat more."""
-    largest_batch: int | None = None
-    """Sequences per micro-batch that would fit, where that was searched."""
-    reason: str = ""
-    endurance: str = ""
-    """Why none spares the drives, where memory is not what is short."""
-
-    def __str__(self) -> str:
-        if self.endurance:
-            return f"no plan for {self.model!r} spares the drives of {self.machine!r}: {self.endurance}"
-        lines = [f"no plan fits {self.model!r} into the memory of {self.machine!r}"]
-        for s in self.shortages:
-            lines.append(
-                f"{s.tier} memory is short by at least {s.short_bytes:,} bytes: it has {s.capacity_bytes / GB:.1f} GB "
-                f"and needs {s.needed_bytes / GB:.1f} GB or more"
-            )
-        if not self.shortages:
-            lines.append(self.reason or "no single tier alone would make it possible")
-        if self.largest_batch is not None:
-            fits = f"up to {self.largest_batch}" if self.largest_batch else "none, not even one"
-            lines.append(f"sequences per micro-batch that fit: {fits}")
-        return "; ".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,10 +421,10 @@ class _Loop:
                 "use more drives, or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for "
                 "a shorter lifetime"
             )
-            return InfeasiblePlan(self.workload.name, self.machine.name, (), None, endurance=why)
+            return InfeasiblePlan(self.workload, self.machine, (), "", why)
         lacking = tuple(shortages(problems[0]))
         reason = next((c.reason for c in self.evaluate.seen.values() if c.reason), "")
-        return InfeasiblePlan(self.workload.name, self.machine.name, lacking, None, reason)
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
     def _result(self, bound: Bound, compared: Mapping[str, PolicyResult], status: Status) -> PlanResult:
         best = self.best

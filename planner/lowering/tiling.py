@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
-__all__ = ["cut_batches", "cut_operators"]
+__all__ = ["cut_batches", "cut_operators", "with_batch"]
 
 
 def cut_batches(workload: Workload, parts: int) -> Workload:
@@ -25,6 +25,16 @@ def cut_batches(workload: Workload, parts: int) -> Workload:
             gradient_accumulation_steps=training.gradient_accumulation_steps * parts,
         ),
         units=tuple(_cut(unit, parts) for unit in workload.units),
+    )
+
+
+def with_batch(workload: Workload, sequences: int) -> Workload:
+    """`workload` with one micro-batch of so many sequences, in proportion: as exact as `cut_batches`."""
+    training, now = workload.training, workload.training.per_device_train_batch_size
+    return replace(
+        workload,
+        training=replace(training, per_device_train_batch_size=sequences, gradient_accumulation_steps=1),
+        units=tuple(_cut(unit, now, sequences) for unit in workload.units),
     )
 
 
@@ -55,24 +65,27 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
     return replace(workload, units=tuple(units))
 
 
-def _cut(unit: Unit, parts: int) -> Unit:
+def _cut(unit: Unit, parts: int, times: int = 1) -> Unit:
+    """So many times one of so many parts of the unit's amounts; bytes are rounded up."""
+
+    def size(whole_bytes: int) -> int:
+        return -(-whole_bytes * times // parts)
+
+    def work(whole: Mapping[str, float]) -> dict[str, float]:
+        return {kind: amount * times / parts for kind, amount in whole.items()}
+
+    def tensor(t: SavedTensor) -> SavedTensor:
+        return replace(t, size_bytes=size(t.size_bytes), recompute=work(t.recompute))
+
     return replace(
         unit,
-        forward=_divided(unit.forward, parts),
-        backward=_divided(unit.backward, parts),
-        recompute=None if unit.recompute is None else _divided(unit.recompute, parts),
-        saved=tuple(_cut_tensor(t, parts) for t in unit.saved),
-        input_bytes=-(-unit.input_bytes // parts),
-        output_bytes=-(-unit.output_bytes // parts),
-        forward_work_bytes=-(-unit.forward_work_bytes // parts),
-        backward_work_bytes=-(-unit.backward_work_bytes // parts),
-        accumulating_work_bytes=-(-unit.accumulating_work_bytes // parts),
+        forward=work(unit.forward),
+        backward=work(unit.backward),
+        recompute=None if unit.recompute is None else work(unit.recompute),
+        saved=tuple(tensor(t) for t in unit.saved),
+        input_bytes=size(unit.input_bytes),
+        output_bytes=size(unit.output_bytes),
+        forward_work_bytes=size(unit.forward_work_bytes),
+        backward_work_bytes=size(unit.backward_work_bytes),
+        accumulating_work_bytes=size(unit.accumulating_work_bytes),
     )
-
-
-def _cut_tensor(tensor: SavedTensor, parts: int) -> SavedTensor:
-    return replace(tensor, size_bytes=-(-tensor.size_bytes // parts), recompute=_divided(tensor.recompute, parts))
-
-
-def _divided(work: Mapping[str, float], parts: int) -> dict[str, float]:
-    return {kind: amount / parts for kind, amount in work.items()}

@@ -1,4 +1,4 @@
-"""The outer search: micro-batch size and accumulation for a given number of sequences per step; the largest batch.
+"""The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
 The inner planner's cost hardly depends on the batch, and its lower bound is quick. So every division of the sequences
 is bounded first, and only those whose bound beats the best plan so far are planned, best bound first."""
@@ -17,13 +17,13 @@ from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
 from tierplan.sim.workloads.workload import Workload
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.solve import Batches, PlanResult, plan
 
-__all__ = ["Choice", "largest_batch", "plan_sequences"]
+__all__ = ["Choice", "plan_sequences"]
 
 MAX_PLANNED = 4
 """Divisions that are planned in full, at most."""
-TILES = (1, 2, 4, 8, 16)
-"""Parts of a micro-batch with which the largest batch is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,32 +116,3 @@ def _bound_s(
         ).step_s
         for o in orders
     )
-
-
-def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
-    """The largest micro-batch, up to `below`, that some schedule could fit by the relaxation; 0 if not even one fits.
-
-    With micro-batches in tiles where that helps. By bisection: what fits for a batch also fits for a smaller one.
-    """
-
-    def fits(batch: int) -> bool:
-        workload = make(batch)
-        chosen = plain_semantics(workload.training)
-        return any(
-            lower_bound(
-                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", tiles=t)
-            ).feasible
-            for t in TILES
-            if batch % t == 0
-        )
-
-    if not fits(1):
-        return 0
-    low, high = 1, max(below, 1) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low

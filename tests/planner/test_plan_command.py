@@ -48,3 +48,4 @@ def test_nothing_fits_is_an_answer(model, capsys):
     short = found["shortages"][0]
     assert short["tier"] == "device"
     assert short["short_bytes"] == short["needed_bytes"] - short["capacity_bytes"] > 0
+    assert "sequences per micro-batch that fit: up to " in found["reason"]

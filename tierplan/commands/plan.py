@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from tierplan.planner.solve import InfeasiblePlan, plan
+    from tierplan.planner.infeasible import InfeasiblePlan
+    from tierplan.planner.solve import plan
 
     machine = scenario.read_machine(args)
     workload = scenario.read_workload(args, machine)
@@ -101,10 +102,6 @@ def run(args: argparse.Namespace) -> int:
                 drive_lifetime_years=args.drive_lifetime_years,
             )
     except InfeasiblePlan as error:
-        from tierplan.planner.search.batches import largest_batch
-
-        if not error.endurance:
-            error.largest_batch = largest_batch(lambda batch: _with_batch(args, batch, 1), machine, below=args.batch)
         if not args.json:
             raise
         print(json.dumps({"fits": False, "reason": str(error), "shortages": _shortages(error)}, indent=2))

@@ -37,12 +37,13 @@ def evaluate(
     """
     if policy != PLANNER:
         return predict(policy, workload, machine, options)
-    from tierplan.planner.solve import InfeasiblePlan, plan
+    from tierplan.planner.infeasible import InfeasiblePlan
+    from tierplan.planner.solve import plan
 
     try:
         found = plan(workload, machine, **(options or {}))
     except InfeasiblePlan as error:
-        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, why_not=str(error))
+        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, why_not=error.what)
     return predicted(found.plan, found.schedule, found.steady, workload, machine)
 
 

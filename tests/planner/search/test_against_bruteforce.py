@@ -17,6 +17,9 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 from tierplan.planner.search.moves import WINDOWS, with_windows
 from tierplan.planner.solve import InfeasiblePlan, plan
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.solve import plan
 from tierplan.sim.pricing import price
 from tierplan.sim.workloads.workload import Workload
 

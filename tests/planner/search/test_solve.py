@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -21,6 +22,9 @@ from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp import Margins, build, fractions
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.planner.solve import InfeasiblePlan, plan
+from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
+from tierplan.planner.search.batches import plan_sequences
+from tierplan.planner.solve import plan
 
 
 @pytest.mark.parametrize("device_mib", [80, 160, 400])
@@ -190,8 +194,12 @@ def test_the_largest_batch_is_the_last_that_fits():
     largest = largest_batch(make, machine, below=100)
     assert 1 <= largest < 100
     assert plan(make(max(1, largest // 2)), machine, time_limit_s=3).step_s > 0
-    with pytest.raises(InfeasiblePlan):
+    with pytest.raises(InfeasiblePlan) as caught:
         plan(make(2 * largest + 1), machine, time_limit_s=3)
+    # from the workload alone: these amounts are linear but for seconds, which memory does not depend on
+    fits = largest_batch(make, machine, below=2 * largest + 1)
+    assert str(caught.value).endswith(f"; sequences per micro-batch that fit: up to {fits}")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
