@@ -141,7 +141,7 @@ class Evaluator:
             self.budget.ops_left -= 2 * len(schedule.ops)  # what the ordering costs
             check_memory(schedule)
             self.budget.ops_left -= 4 * len(schedule.ops)
-            steady = steady_state(schedule, self.machine, max_steps=8)
+            steady = steady_state(schedule, self.machine)
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
             # not str(error), which looks for the capacity that would do by executing the schedule some tens of times

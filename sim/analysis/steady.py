@@ -24,6 +24,8 @@ SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
 MAX_CYCLE = 3
 """Longest repetition that is looked for, in steps."""
+MAX_STEPS = 16
+"""Steps that are simulated, at most, in search of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +67,11 @@ def steady_state(
     machine: Machine,
     *,
     num_steps: int = 4,
-    max_steps: int = 16,
     simulate: Callable[[Schedule, Machine], Trace] = simulate_on,
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
 
-    Simulates `num_steps` steps (3 or more), and twice as many, up to `max_steps`, while no repetition is found.
+    Simulates `num_steps` steps (3 or more), and twice as many, up to `MAX_STEPS`, while no repetition is found.
 
     Raises
     ------
@@ -87,7 +88,7 @@ def steady_state(
         unrolled = unroll(schedule, num_steps)
         trace = simulate(unrolled, machine)
         found = _repetition(schedule, unrolled, trace, num_steps, trust_last=not machine.shared_limits)
-        if found.is_periodic or 2 * num_steps > max_steps:
+        if found.is_periodic or 2 * num_steps > MAX_STEPS:
             return found
         num_steps *= 2
 
