@@ -8,7 +8,8 @@ order in which micro-batches are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,18 +40,18 @@ def loss_of(
     return found
 
 
-def without_cache(model: nn.Module) -> Callable[[], None]:
-    """Switches off the cache of keys and values, which training has no use for; returns what switches it back."""
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Switches off the cache of keys and values, which training has no use for, and on again at the end."""
     every = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}  # a decoder has its own
     changed: list[Any] = [config for config in every.values() if getattr(config, "use_cache", False)]
     for config in changed:
         config.use_cache = False
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         for config in changed:
             config.use_cache = True
-
-    return restore
 
 
 def train_plainly(
@@ -84,40 +85,39 @@ def train_plainly(
     num_updates = 0
     waiting: list[torch.Tensor] | None = None
     source, losses = iter(batches), []
-    restore = without_cache(model)
-    for step in range(steps):
-        total = 0.0
-        for m in range(gradient_accumulation_steps):
-            batch = next(source)
-            if seed is not None:
-                torch.manual_seed(micro_batch_seed(seed, step, m))
-            scaled = loss_of(model, batch, loss)
-            if gradient_accumulation_steps > 1:
-                scaled = scaled / gradient_accumulation_steps
-            scaled.backward()
-            total += scaled.item()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
-        gradients = [p.grad for p in parameters]
-        if delayed:
-            gradients, waiting = waiting or [], gradients  # type: ignore[assignment]
-        if gradients:
-            for group in torch_optimizer.param_groups:
-                rate = learning_rate(num_updates) if learning_rate else settings.lr
-                group["lr"] = rate * group["lr_factor"]
-            for master, gradient in zip(masters, gradients, strict=True):
-                master.grad = None if gradient is None else gradient.to(master.dtype)
-            torch_optimizer.step()
-            num_updates += 1
-            if has_master:
-                with torch.no_grad():
-                    for p, master in zip(parameters, masters, strict=True):
-                        p.copy_(master)
-        for p in (*parameters, *masters):
-            p.grad = None
-        losses.append(total)
-        on_step(step, total)
-    restore()
+    with without_cache(model):
+        for step in range(steps):
+            total = 0.0
+            for m in range(gradient_accumulation_steps):
+                batch = next(source)
+                if seed is not None:
+                    torch.manual_seed(micro_batch_seed(seed, step, m))
+                scaled = loss_of(model, batch, loss)
+                if gradient_accumulation_steps > 1:
+                    scaled = scaled / gradient_accumulation_steps
+                scaled.backward()
+                total += scaled.item()
+            if max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
+            gradients = [p.grad for p in parameters]
+            if delayed:
+                gradients, waiting = waiting or [], gradients  # type: ignore[assignment]
+            if gradients:
+                for group in torch_optimizer.param_groups:
+                    rate = learning_rate(num_updates) if learning_rate else settings.lr
+                    group["lr"] = rate * group["lr_factor"]
+                for master, gradient in zip(masters, gradients, strict=True):
+                    master.grad = None if gradient is None else gradient.to(master.dtype)
+                torch_optimizer.step()
+                num_updates += 1
+                if has_master:
+                    with torch.no_grad():
+                        for p, master in zip(parameters, masters, strict=True):
+                            p.copy_(master)
+            for p in (*parameters, *masters):
+                p.grad = None
+            losses.append(total)
+            on_step(step, total)
     return losses
 
 

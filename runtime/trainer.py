@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -160,7 +161,8 @@ class Trainer:
         self._is_set_up = self._is_closed = False
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
-        self._uncache = without_cache(self.model)
+        self._set_back = ExitStack()
+        """What `close` changes back in the model."""
         self._give_buffers_back: Callable[[], None] = lambda: None
         self._durability: Durability | None = None
         if self.out_dir is not None:
@@ -296,8 +298,8 @@ class Trainer:
         return self._bodies.read(instance)
 
     def close(self) -> None:
-        """Gives back memory, files and the model's own forward. A model that was not restored has no parameters "
-        "left."""
+        """Gives back memory, files and the model's own forward. A model that was not restored has no parameters
+        left."""
         self._is_closed = True
         if self._bodies is not None:
             self._bodies.close()
@@ -307,12 +309,13 @@ class Trainer:
             self._store.close(remove=self._durability is None)
             self._store = None
         self._give_buffers_back()
-        self._uncache()
+        self._set_back.close()
         torch.set_num_threads(self._threads_before)
 
     # ---- setting up ----
 
     def _set_up(self, first: Batch) -> None:
+        self._set_back.enter_context(without_cache(self.model))
         self._device = Device(torch.device(self.device))
         self._units = split_model(self.model, first)
         check_groups(self.optimizer, [name for unit in self._units for name, _ in unit.parameters])

@@ -91,9 +91,8 @@ def trace_module(
             "convert the model, or change `dtype`"
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    restore = without_cache(module)
-    twin = fake_twin(module, mode)
-    restore()
+    with without_cache(module):
+        twin = fake_twin(module, mode)
     try:
         with mode, backend_rules(training):
             fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ def make_batches(count: int, *, batch: int = 2, length: int = 16, seed: int = 3)
 
 def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training: Training) -> Workload:
     """Sizes as one real forward shows them; works are made up. The model is unchanged."""
-    restore = without_cache(model)
+    changed = ExitStack()
+    changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     hooks = ModelHooks(units)
     lane = Lane(
@@ -165,7 +167,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         lane.run_backward(i)
     model.zero_grad()
     hooks.remove()
-    restore()
+    changed.close()
     for unit in units:
         for _, p in unit.parameters:
             p.data = p.data.clone()

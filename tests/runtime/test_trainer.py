@@ -310,6 +310,18 @@ def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
     train(schedule, make_model("gpt2"), make_batches(3), steps=3, nvme_dir=tmp_path)
 
 
+def test_a_trainer_that_could_not_begin_leaves_the_model_alone(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan())
+    (tmp_path / "out").write_text("no folder\n")
+    with pytest.raises(OSError, match="out"):
+        Trainer(schedule, model, out_dir=tmp_path / "out")
+    assert model.config.use_cache
+    with pytest.raises(ZeroDivisionError):
+        train_plainly(model, make_batches(1), steps=1, loss=lambda out, batch: out.loss / (1 // 0))
+    assert model.config.use_cache
+
+
 def test_running_on_continues(tmp_path: Path) -> None:
     model, plain = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
     schedule = schedule_for(model, MIXED)

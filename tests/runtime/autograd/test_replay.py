@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,7 +27,8 @@ def gradients(
     torch.manual_seed(5)
     ids = torch.randint(0, VOCABULARY, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
-    without_cache(model)
+    changed = ExitStack()
+    changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     for unit in units:
         if unit.num_parameters:
