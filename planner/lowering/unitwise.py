@@ -131,7 +131,7 @@ class _Lowering:
     def _params(self, stage: Stage) -> list[str]:
         """Device buffers with the parameters that a stage computes with, fetched once per pass over the unit."""
         unit = self.units[stage.unit]
-        if stage.phase == "bwd" and not unit.saves_parameters:
+        if stage.phase == "bwd" and not (unit.saves_parameters or self._is_made_again(stage.unit)):
             return []
         found = []
         for owner in ([unit.name] if unit.num_parameters else []) + ([unit.shares] if unit.shares else []):
@@ -242,6 +242,11 @@ class _Lowering:
             self.updates.leave(stage, made)
             if stage.micro_batch == self.training.gradient_accumulation_steps - 1:
                 self.updates.complete(stage)
+
+    def _is_made_again(self, u: int) -> bool:
+        """Whether backward runs the unit's forward again, or a part of it."""
+        choice = self.choice[self.units[u].name]
+        return len(self._segment(u)) > 1 or any(choice.action(t.index) == "recompute" for t in self.units[u].saved)
 
     def _segment(self, u: int) -> range:
         """The units that are recomputed together with `u` from the first one's input; itself alone without segments."""

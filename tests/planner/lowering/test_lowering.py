@@ -13,6 +13,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.compute_order import walk
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
+from tierplan.planner.plan import Action, Packs, Plan, PlanError, UnitPlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
 from tierplan.sim.workloads.workload import Workload
@@ -341,6 +342,22 @@ def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() ->
 
     assert work(0) == {"matmul_bf16_flops": 1e8}
     assert work(1) == {"matmul_bf16_flops": 1e9}
+
+
+@pytest.mark.parametrize("segment_units", [1, 2])
+def test_what_is_made_again_needs_the_parameters_even_where_backward_does_not(segment_units: int) -> None:
+    workload = toy_workload(4)
+    tables = (replace(u, saves_parameters=False) if u.kind == "block" else u for u in workload.units)
+    workload = replace(workload, units=tuple(tables))
+
+    def read_params(acts: Action, **settings: int) -> set[str]:
+        plan = uniform_plan(workload, UnitPlan(params="host", states="host", grads="host", acts=acts), **settings)
+        schedule = lower(plan, workload, toy_machine())
+        on_device = {b.name for b in schedule.buffers if b.content == "params/L1" and b.tier == "gpu0"}
+        return {op.kind for op in schedule.ops if op.unit == "L1" and on_device & set(op.reads)}
+
+    assert read_params("keep") == {"forward"}
+    assert read_params("recompute", segment_units=segment_units) >= {"forward", "recompute"}
 
 
 @pytest.mark.parametrize("pieces", [{"order": "vertical", "tiles": 4}, {"operator_tiles": 4}])
