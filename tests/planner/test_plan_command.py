@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
 from tierplan.planner.plan_file import load_plan
+from tierplan.commands.plan import EXIT_INFEASIBLE, record, text
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.solve import plan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
 
@@ -38,6 +44,19 @@ def test_text_names_the_gap_and_the_policies(model, capsys):
     out = capsys.readouterr().out
     assert "no schedule is quicker than" in out
     assert "zero-offload" in out
+
+
+def test_tiles_say_whose_numbers_they_give():
+    workload = toy_workload(2, per_device_train_batch_size=4)
+    whole = plan(workload, toy_machine(), time_limit_s=1, policies=["in-memory"], orders=["horizontal"])
+    tiled_plan = uniform_plan(workload, UnitPlan(), order="vertical", tiles=2)
+    tiled = replace(whole, plan=tiled_plan, schedule=lower(tiled_plan, workload, toy_machine()))
+    assert whole.plan.tiles == 1
+    assert record(whole, workload)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}
+    assert record(tiled, workload)["numbers_of"] == {"micro_batch": 2, "accumulation": 2}
+    assert "2 tiles" in text(tiled, workload)
+    assert "numbers        of training in 2 micro-batches of 2 sequences" in text(tiled, workload)
+    assert "numbers  " not in text(whole, workload)
 
 
 def test_nothing_fits_is_an_answer(model, capsys):

@@ -310,6 +310,20 @@ def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
     train(schedule, make_model("gpt2"), make_batches(3), steps=3, nvme_dir=tmp_path)
 
 
+def test_tiles_give_the_numbers_of_the_micro_batches_that_the_schedule_declares(tmp_path: Path) -> None:
+    """Gradients are summed tile by tile: plain training does so with as many smaller micro-batches, to the bit."""
+    model = make_model("gpt2", dropout=0.1)
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="host"), order="vertical", tiles=2), workload, machine())
+    declared: Any = schedule.meta["training"]
+    sequences, accumulation = declared["per_device_train_batch_size"], declared["gradient_accumulation_steps"]
+    assert (sequences, accumulation) == (1, 2)
+    batches, plain = make_batches(STEPS * accumulation, batch=sequences), copy.deepcopy(model)
+    expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=accumulation)
+    assert train(schedule, model, batches, steps=STEPS, nvme_dir=tmp_path).losses == tuple(expected)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_trainer_that_could_not_begin_leaves_the_model_alone(tmp_path: Path) -> None:
     model = make_model("gpt2")
     schedule = schedule_for(model, UnitPlan())

@@ -178,6 +178,7 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "micro_batch": training.per_device_train_batch_size,
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
+        "numbers_of": _numbers_of(result),
         "step_s": result.step_s,
         "devices": result.plan.devices,
         "tokens_per_s": _tokens_per_s(result, workload),
@@ -215,6 +216,7 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
         f"  no schedule is quicker than {result.lower_bound_s:.3f} s: gap {100 * result.gap:.1f} %",
         f"  bound by       {_shares(result.bound_by)}",
         f"  decided by     {plan.policy}, {_shape(plan)}, {plan.semantics}",
+        *_numbers(result),
         *_placements(result),
         *_on_devices(result),
         f"  searched       {result.num_simulated} plans in {result.total_s:.1f} s, {result.solve_s:.1f} s of it in the "
@@ -252,6 +254,25 @@ def _shape(plan: Plan) -> str:
             return "in packs of units"
         case PagedPlan():
             return "weights paged for every use"
+
+
+def _numbers_of(result: PlanResult) -> dict[str, int]:
+    """The plain training whose gradients are summed in the same order: tiles are micro-batches of their own."""
+    training: Mapping[str, int] = result.schedule.meta["training"]  # type: ignore[assignment]
+    micro_batch, accumulation = (training[k] for k in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    return {"micro_batch": micro_batch, "accumulation": accumulation}
+
+
+def _numbers(result: PlanResult) -> list[str]:
+    """What tiles change in the last bits."""
+    from tierplan.planner.plan import UnitwisePlan
+
+    if not isinstance(result.plan, UnitwisePlan) or result.plan.tiles == 1:
+        return []
+    same_as = _numbers_of(result)
+    return [
+        f"  numbers        of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences"
+    ]
 
 
 def _on_devices(result: PlanResult) -> list[str]:
