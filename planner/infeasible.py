@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.milp.bounds import Shortage, lower_bound
-from tierplan.planner.milp.amounts import GB, problem
-from tierplan.planner.plan import PlanError, plain_semantics
 from tierplan.planner.lowering.tiling import with_batch
+from tierplan.planner.milp.amounts import GB, problem
+from tierplan.planner.milp.bounds import Shortage, lower_bound
+from tierplan.planner.plan import PlanError, plain_semantics
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["InfeasiblePlan", "largest_batch"]

@@ -17,23 +17,14 @@ from typing import Any, Literal, TypeGuard
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.planner.milp.amounts import GB, Problem, problem, runs_of
-from tierplan.planner.milp.bounds import Bound, Shortage, compute_s, lower_bound, shortages
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.milp.amounts import Problem, problem, runs_of
+from tierplan.planner.milp.bounds import Bound, compute_s, lower_bound, shortages
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import Order, PackPlan, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
-from tierplan.planner.milp.bounds import Bound, compute_s, lower_bound, shortages
-from tierplan.sim.builder import COMPUTE
-from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.milp.amounts import Problem, problem, runs_of
-from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.milp import Margins, build, fractions
-from tierplan.planner.search.moves import with_parts, with_windows
-from tierplan.planner.several_devices.pack_search import improve_packs
-from tierplan.planner.plan import Order, Plan, PlanError, Semantics, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates

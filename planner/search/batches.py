@@ -11,14 +11,13 @@ from functools import partial
 from math import log
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
-from tierplan.planner.solve import Batches, InfeasiblePlan, PlanResult, plan
-from tierplan.sim.workloads.workload import Workload
-from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.solve import Batches, PlanResult, plan
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Choice", "plan_sequences"]
 

@@ -9,11 +9,10 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
-from tierplan.commands.plan import EXIT_INFEASIBLE
-from tierplan.planner.plan_file import load_plan
 from tierplan.commands.plan import EXIT_INFEASIBLE, record, text
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan_file import load_plan
 from tierplan.planner.solve import plan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}

@@ -22,8 +22,6 @@ from tierplan.runtime.execution.ops import SizeError
 from tierplan.runtime.memory.store import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.trainer import Trainer, TrainingError, train
-from tierplan.runtime.memory.store import StoreError
 from tierplan.runtime.trainer import RunResult, Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload

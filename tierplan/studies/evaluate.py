@@ -17,9 +17,9 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict, predicted
+from tierplan.sim.workloads.models import SUPPORTED, read_config, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.study import Point
-from tierplan.sim.workloads.models import SUPPORTED, read_config, workload_of
 
 __all__ = ["evaluate", "evaluate_point", "training_for"]
 

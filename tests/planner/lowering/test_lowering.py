@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.planner.milp.amounts import problem
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.compute_order import walk
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
-from tierplan.planner.plan import Action, Packs, Plan, PlanError, UnitPlan
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.plan import Action, PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import unroll, validate
 from tierplan.sim.workloads.workload import Workload

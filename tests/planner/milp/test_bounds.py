@@ -13,9 +13,8 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound, shortages
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
-from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.sim.workloads.workload import Workload
 
 

@@ -11,10 +11,6 @@ from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.milp.bounds import lower_bound
-from tierplan.planner.milp.capacities import ENDURANCE
-from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.milp.amounts import problem
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
@@ -24,10 +20,8 @@ from tierplan.planner.milp.model import build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.solve import InfeasiblePlan, plan
-from tierplan.sim.workloads.workload import Workload
-from tierplan.planner.milp.program import solve
 from tierplan.planner.solve import plan
+from tierplan.sim.workloads.workload import Workload
 
 
 def rated(machine: Machine, bytes_per_s: float, years: float = 1.0, drives: int = 2) -> Machine:

@@ -11,14 +11,12 @@ import pytest
 
 from tests.planner.instances import brute_force_instance
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Problem, problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 from tierplan.planner.search.moves import WINDOWS, with_windows
-from tierplan.planner.solve import InfeasiblePlan, plan
-from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.solve import plan
 from tierplan.sim.pricing import price
 from tierplan.sim.workloads.workload import Workload

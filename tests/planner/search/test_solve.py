@@ -11,19 +11,15 @@ import pytest
 from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner import solve as solve_module
+from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
-from tierplan.planner.search.batches import largest_batch, plan_sequences
-from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
-from tierplan.planner.milp.bounds import compute_s
-from tierplan.planner.milp import Margins, build, fractions
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
-from tierplan.planner.solve import InfeasiblePlan, plan
-from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.search.batches import plan_sequences
+from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
 from tierplan.planner.solve import plan
 
 
