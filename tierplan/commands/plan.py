@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, new_file, number, whole
+from tierplan.commands.options.arguments import PICTURES, finite, new_file, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--time-limit",
-        type=number(above=0),
+        type=finite(above=0),
         default=8.0,
         metavar="S",
         help="seconds that each search may compute (default 8)",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drive-lifetime-years",
-        type=number(above=0),
+        type=finite(above=0),
         metavar="Y",
         help="the drives are to last this long, training without pause, by their rated endurance (nvme.endurance): "
         "plans whose steps write more are left out",
@@ -169,7 +169,7 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
 
     training = workload.training
     unitwise = result.plan if isinstance(result.plan, UnitwisePlan) else None
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "fits": True,
         "policy": result.plan.policy,
         "kind": result.plan.kind,
@@ -200,8 +200,8 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "notes": list(result.notes),
     }
     if worths is not None:
-        found["worth"] = [{"change": w.change, "step_s": w.step_s, "saves_s": w.saves_s} for w in worths]
-    return found
+        fields["worth"] = [{"change": w.change, "step_s": w.step_s, "saves_s": w.saves_s} for w in worths]
+    return fields
 
 
 def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> str:
