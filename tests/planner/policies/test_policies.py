@@ -391,5 +391,5 @@ def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_o
     assert on_four.step_s is not None
     assert on_one.step_s is not None
     assert on_four.step_s > on_one.step_s
-    lines = compare_policies.table([on_one, on_four]).splitlines()
+    lines = compare_policies.policy_table([on_one, on_four]).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["zero-infinity", "zero-offload"]
