@@ -54,7 +54,7 @@ def lower_bound(problem: Problem, *, transients: bool = True) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
     Without `transients`, memory that ops hold only while they run is not counted: such a bound also holds for schedules
-    that cut micro-batches into tiles.
+    that cut micro-batches into sub-batches.
     """
     model = build(problem, margins=Margins(relaxed=True, transients=transients))
     solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)

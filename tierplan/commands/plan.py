@@ -174,7 +174,7 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "policy": result.plan.policy,
         "kind": result.plan.kind,
         "order": unitwise.order if unitwise else None,
-        "tiles": unitwise.tiles if unitwise else None,
+        "sub_batches": unitwise.sub_batches if unitwise else None,
         "micro_batch": training.per_device_train_batch_size,
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
@@ -249,7 +249,7 @@ def _shape(plan: Plan) -> str:
 
     match plan:
         case UnitwisePlan():
-            return f"{plan.order} order" + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
+            return f"{plan.order} order" + (f", {plan.sub_batches} sub-batches" if plan.sub_batches > 1 else "")
         case PackPlan():
             return "in packs of units"
         case PagedPlan():
@@ -257,17 +257,17 @@ def _shape(plan: Plan) -> str:
 
 
 def _numbers_of(result: PlanResult) -> dict[str, int]:
-    """The plain training whose gradients are summed in the same order: tiles are micro-batches of their own."""
+    """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
     training: Mapping[str, int] = result.schedule.meta["training"]  # type: ignore[assignment]
     micro_batch, accumulation = (training[k] for k in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     return {"micro_batch": micro_batch, "accumulation": accumulation}
 
 
 def _numbers(result: PlanResult) -> list[str]:
-    """What tiles change in the last bits."""
+    """What sub-batches change in the last bits."""
     from tierplan.planner.plan import UnitwisePlan
 
-    if not isinstance(result.plan, UnitwisePlan) or result.plan.tiles == 1:
+    if not isinstance(result.plan, UnitwisePlan) or result.plan.sub_batches == 1:
         return []
     same_as = _numbers_of(result)
     return [

@@ -220,7 +220,7 @@ def run_demo(
     with _timed("plan", seconds):
         progress("planning", 0.0)
         in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(base))
-        # no tiles: they would sum gradients in another order than the training that the losses are compared with
+        # no sub-batches: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)
     with _timed("train with the plan", seconds):

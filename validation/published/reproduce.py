@@ -279,7 +279,7 @@ def _phase(table: Settings, settings: Settings) -> float | Prediction:
 
 
 def _is_of_backward(op: OpKey) -> bool:
-    return op.verb in ("bwd", "widen") or (op.verb, op.moved) == ("offload", "grads")
+    return op.verb in ("bwd", "cast") or (op.verb, op.moved) == ("offload", "grads")
 
 
 @lru_cache(maxsize=4)

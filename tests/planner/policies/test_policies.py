@@ -228,7 +228,7 @@ def test_fuyou_swaps_more_when_links_are_quick_and_compute_is_slow() -> None:
 def test_fuyou_cuts_a_batch_that_would_not_fit_and_moves_the_same_parameters() -> None:
     workload = load_workload("gpt-13b", Training(per_device_train_batch_size=64, dtype="fp16"))
     machine = load_machine("fuyou-4090")
-    whole = predict("fuyou", workload, machine, {"tiles": 1, "swap": "none"})
+    whole = predict("fuyou", workload, machine, {"sub_batches": 1, "swap": "none"})
     cut = predict("fuyou", workload, machine, {"swap": "none"})
     assert not whole.fits
     assert cut.fits
