@@ -34,10 +34,11 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.integral import solve_whole
+from tierplan.planner.milp.model import build
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Evaluator
 from tierplan.planner.search.knobs import Knobs
-from tierplan.planner.solve import coarser, granules
+from tierplan.planner.solve import granules
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -80,10 +81,10 @@ def scenario(blocks: int, batch: int) -> tuple[Workload, Machine]:
 
 def milp(blocks: int, batch: int) -> Record:
     """One program, to whole actions, and its size."""
-    p = coarser(problem(*scenario(blocks, batch), semantics="in-backward"))
+    p = problem(*scenario(blocks, batch), semantics="in-backward")
     margins = Knobs().margins(p, *granules(p))
     began, cpu = time.perf_counter(), time.process_time()
-    found = solve_whole(p, margins)
+    found = solve_whole(build(p), margins)
     record = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
     if found is None:
         raise SystemExit(f"nothing fits for {blocks} blocks and {batch} sequences; choose fewer sequences")

@@ -18,18 +18,18 @@ from typing import Any, Literal, TypeGuard
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.milp.amounts import Problem, problem, runs_of
+from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, compute_s, lower_bound, shortages
 from tierplan.planner.milp.integral import solve_whole
-from tierplan.planner.milp.model import Margins, build, fractions
-from tierplan.planner.milp.program import LP_TIME_LIMIT_S, solve
+from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
+from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import Order, PackPlan, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
 from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.search.moves import with_shards, with_windows
+from tierplan.planner.search.moves import with_parts, with_windows
 from tierplan.planner.search.restarts import improve_from_elsewhere
 from tierplan.planner.several_devices.pack_search import improve_packs
 from tierplan.sim.analysis.steady import SteadyState
@@ -44,18 +44,16 @@ GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
-PLANNED_RUNS = 48
-"""Windows per pass, at most, in the programs that plans are rounded from; bounds are taken in finer ones."""
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
 SHARE_OF_PACKS = 0.6
 """Of the budget, what the search over packs of several devices may take."""
-SUB_BATCHES = (2, 4, 8)
+TILES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
-SUB_BATCH_PENALTY = 1.005
-"""What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
-MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
+TILE_PENALTY = 1.005
+"""What one more tile has to be worth in the bound for it to be tried first: more tiles are more ops to search over."""
+MANY_UNITS, TILES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
 SHARES_OF_TUNING = (0.45, 0.6, 0.65)
 """Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
@@ -187,9 +185,7 @@ class _Loop:
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
         self.evaluate = Evaluator(workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s)
         self.solve_s = 0.0
-        self.solver = ""
-        self.basis: dict[tuple[Order, int], object] = {}
-        """By order and sub-batches: where the last solve ended, from where the next one starts."""
+        self.solver = Solver(seed=seed)
         self.best: Candidate[Plan] | None = None
         self.plain: Candidate[UnitwisePlan] | None = None
         """The best that local moves can start from."""
@@ -202,8 +198,8 @@ class _Loop:
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
         problems = [
-            self._problem(self.semantics, order, num)
-            for order, num in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
+            self._problem(self.semantics, order, tiles)
+            for order, tiles in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
         ]
         bounds = [self._bound(p) for p in problems]
         status: Status = "searched"
@@ -216,7 +212,7 @@ class _Loop:
                     share = 0.95 if self.batches == "shared" else SHARE_OF_PACKS
                     self._consider(improve_packs(self.packed, self.evaluate, spent_frac=share, seed=self.seed))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
-            ranked.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+            ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
             begun = self.budget.spent_frac  # bounds and policies come first, however long they take
             for number, (p, bound) in enumerate(ranked):
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
@@ -242,14 +238,14 @@ class _Loop:
 
     def _bound(self, p: Problem) -> Bound:
         started = time.perf_counter()
-        bound = lower_bound(p)
+        bound = lower_bound(p, solver=self.solver)
         self.solve_s += time.perf_counter() - started
         if bound.solution is not None:
             self.budget.ops_left -= bound.solution.work_ops
         return bound
 
     def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
-        """The orders of micro-batches, and the sub-batches that they are cut into, which are worth a look."""
+        """The orders of micro-batches, and the tiles that they are cut into, which are worth a look."""
         training = self.workload.training
         shapes: list[tuple[Order, int]] = []
         if "horizontal" in orders or training.gradient_accumulation_steps == 1:
@@ -258,8 +254,8 @@ class _Loop:
             if training.gradient_accumulation_steps > 1:
                 shapes.append(("vertical", 1))
             batch = training.per_device_train_batch_size
-            some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
-            shapes += [("vertical", num) for num in some if batch % num == 0]
+            some = TILES if len(self.workload.units) <= MANY_UNITS else TILES_OF_MANY
+            shapes += [("vertical", tiles) for tiles in some if batch % tiles == 0]
         return shapes
 
     def _bound_of_all(self, problems: list[Problem], bounds: list[Bound]) -> Bound:
@@ -273,18 +269,18 @@ class _Loop:
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1:
             self.notes.append("the best plan works in packs, pages or operators' tiles: its bound is compute alone")
             return only_compute
-        own = self._problem(plan.semantics, plan.order, plan.sub_batches)
-        if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
+        own = self._problem(plan.semantics, plan.order, plan.tiles)
+        if all((own.semantics, own.order, own.tiles) != (p.semantics, p.order, p.tiles) for p in problems):
             bounds = [*bounds, self._bound(own)]
         return min(bounds, key=lambda b: b.step_s)
 
-    def _problem(self, semantics: Semantics, order: Order, sub_batches: int) -> Problem:
+    def _problem(self, semantics: Semantics, order: Order, tiles: int) -> Problem:
         return problem(
             self.workload,
             self.machine,
             semantics=semantics,
             order=order,
-            sub_batches=sub_batches,
+            tiles=tiles,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
 
@@ -322,18 +318,15 @@ class _Loop:
             return True
         return False
 
-    def _solve(self, p: Problem, margins: Margins) -> UnitwisePlan | None:
-        model = build(p, margins=margins)
-        start = self.basis.get((p.order, p.sub_batches))
-        solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=self.seed, start=start)
-        self.basis[p.order, p.sub_batches] = solution.basis or start
+    def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
+        changed = with_margins(model, margins)
+        solution = self.solver.solve(changed.program)
         self.solve_s += solution.seconds
         self.budget.ops_left -= solution.work_ops
-        self.solver = solution.solver
-        return round_to_plan(p, fractions(model, solution)) if solution.usable else None
+        return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
 
-    def _solve_whole(self, p: Problem, margins: Margins) -> UnitwisePlan | None:
-        found = solve_whole(p, margins, seed=self.seed, start=self.basis.get((p.order, p.sub_batches)))
+    def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
+        found = solve_whole(model, margins, solver=self.solver)
         if found is None:
             return None
         self.solve_s += found.seconds
@@ -346,10 +339,9 @@ class _Loop:
 
         `share` is the part of the whole budget that may be spent when this ends.
         """
+        model = bound.model
+        assert model is not None
         goal_s = bound.step_s * (1 + GOOD_FRAC)
-        coarse = coarser(p)
-        if bound.solution is not None and coarse.runs == p.runs:
-            self.basis[p.order, p.sub_batches] = bound.solution.basis
         solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
         units = granules(p)
 
@@ -358,7 +350,7 @@ class _Loop:
             while True:
                 key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
                 if key not in solved:
-                    solved[key] = self._solve(coarse, replace(knobs.margins(p, *units), write_frac=write_frac))
+                    solved[key] = self._solve(model, replace(knobs.margins(p, *units), write_frac=write_frac))
                 made = solved[key]
                 if made is None:
                     return None
@@ -377,12 +369,12 @@ class _Loop:
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         found = tune(trial, goal_s=goal_s, is_over=is_over, stretch=stretch)
         if found is None:
-            self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: no rounded plan fitted")
+            self.notes.append(f"{p.order}, {p.tiles} tiles: no rounded plan fitted")
             return
         knobs, best_s = found
-        self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: {knobs}")
+        self.notes.append(f"{p.order}, {p.tiles} tiles: {knobs}")
         if best_s > goal_s and not self.budget.is_late:
-            made = self._solve_whole(coarse, knobs.margins(p, *units))
+            made = self._solve_whole(model, knobs.margins(p, *units))
             if made is not None:
                 self._consider(self.evaluate(_with_knobs(p, made, knobs)))
 
@@ -390,15 +382,15 @@ class _Loop:
         """Local moves from the best plan, in its own order."""
         if self.plain is None:
             return
-        by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
-        p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.sub_batches), (problems[0], bounds[0]))
+        by_shape = {(p.order, p.tiles): (p, b) for p, b in zip(problems, bounds, strict=True)}
+        p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.tiles), (problems[0], bounds[0]))
         found = improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC)
         self._consider(
             improve_from_elsewhere(p, found, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed)
         )
 
     def _on_several_devices(self) -> None:
-        """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
+        """The best plan of one device on all of them, each with its own micro-batches, the rest cut into parts."""
         if self.num_devices > 1 and self.plain is not None:
             self._consider(self.evaluate(replace(self.plain.plan, devices=self.num_devices)))
 
@@ -437,7 +429,7 @@ class _Loop:
             bound_by=bound.shares,
             s_per_gb=bound.s_per_gb,
             num_simulated=self.evaluate.num_simulated,
-            solver=self.solver,
+            solver=SOLVER,
             seed=self.seed,
             notes=tuple(self.notes),
             milp_gap=self.milp_gap,
@@ -447,8 +439,8 @@ class _Loop:
 
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
-    in_shards = with_shards(plan, knobs.shards)
-    return with_windows(late_updates(p, in_shards, stretch=knobs.stretch), knobs.windows)
+    in_parts = with_parts(plan, knobs.parts)
+    return with_windows(late_updates(p, in_parts, stretch=knobs.stretch), knobs.windows)
 
 
 def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
@@ -464,11 +456,6 @@ def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
 def _per_batch_s(candidate: Candidate[Plan]) -> float:
     """Seconds per step for the workload's micro-batches: of those that one device has, where each has its own."""
     return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.num_batches
-
-
-def coarser(p: Problem) -> Problem:
-    """The problem in the windows that plans are made in; its optimum is not much lower, and found sooner."""
-    return replace(p, runs=runs_of(len(p.units), PLANNED_RUNS))
 
 
 def granules(p: Problem) -> tuple[float, float]:

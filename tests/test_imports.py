@@ -38,8 +38,8 @@ MAY_IMPORT = {
 ONLY_IN = {
     "torch": "runtime/",
     "transformers": "runtime/",
-    "pulp": "planner/milp/",
     "highspy": "planner/milp/",
+    "pulp": "nowhere: the tests have it",
     "simpy": "sim/engine.py",
     "numba": "sim/compiled/compiler.py",
 }

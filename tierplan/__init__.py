@@ -7,7 +7,7 @@
     planned = tp.plan(workload, machine)
     print(planned.step_s, planned.gap)
 
-Names are imported when they are first used: torch is loaded only by what runs it, pulp only by the planner.
+Names are imported when they are first used: torch is loaded only by what runs it, HiGHS only by the planner.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ columns     decisions, durations and flows as columns
 queues      what moves, as queues over windows of time
 capacities  what binds: deadlines, memory, streams, shared limits
 model       the program as a whole
-program     a linear program as arrays, solved by HiGHS or CBC
+program     a linear program as arrays, and HiGHS, which solves it
 bounds      what no schedule can beat, and what an impossible problem lacks
 rounding    from shares to one placement and one action each
 integral    the same decisions as integers, with a proven gap

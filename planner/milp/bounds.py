@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.milp.model import Margins, Model, build
-from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solution, solve
+from tierplan.planner.milp.program import Solution, Solver
 
 __all__ = ["Bound", "Shortage", "lower_bound", "shares_of_step", "shortages"]
 
@@ -33,7 +35,8 @@ class Bound:
     proven: bool = True
     """False when the solver gave no optimum: then `step_s` is the sum of forward and backward."""
     solution: Solution | None = field(default=None, repr=False, compare=False)
-    """Of the program: the planner's first solve starts from its basis."""
+    model: Model | None = field(default=None, repr=False, compare=False)
+    """Of which this is the optimum: with margins, the one that plans are made from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +53,24 @@ class Shortage:
         return self.needed_bytes - self.capacity_bytes
 
 
-def lower_bound(problem: Problem, *, transients: bool = True) -> Bound:
+def lower_bound(problem: Problem, *, transients: bool = True, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
     Without `transients`, memory that ops hold only while they run is not counted: such a bound also holds for schedules
-    that cut micro-batches into sub-batches.
+    that cut micro-batches into tiles. `solver` starts from where it ended before.
     """
-    model = build(problem, margins=Margins(relaxed=True, transients=transients))
-    solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)
+    model = build(problem, margins=Margins(relaxed=True), transients=transients)
+    solution = (solver or Solver()).solve(model.program)
     if solution.status == "infeasible":
-        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution)
-    if not solution.usable or solution.status != "optimal":
-        return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
-    bound_s = max(model.step_bound_s(solution.objective), compute_s(problem))
+        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution, model=model)
+    if solution.status != "optimal":
+        return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False, model=model)
     return Bound(
-        step_s=bound_s,
+        step_s=max(model.step_bound_s(solution.objective), compute_s(problem)),
         shares=shares_of_step(model, solution),
         s_per_gb=worth_of_memory(model, solution),
         solution=solution,
+        model=model,
     )
 
 
@@ -82,16 +85,17 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
 
     The duration's cost is the sum of its rows' duals, so these products add up to the whole step.
     """
-    if not solution.duals:
+    if not len(solution.duals):
         return {}
-    durations = {column for column, _ in model.tau}
+    program = model.program
+    durations = np.isin(program.columns, [column for column, _ in model.tau])
+    rows, columns = program.row_of_entry[durations], program.columns[durations]
+    products = solution.duals[rows] * program.values[durations] * solution.values[columns]
+    by_row = np.bincount(rows, weights=products, minlength=program.shape[1])
     parts: dict[str, float] = {}
-    for (columns, coefficients, _, _, family), dual in zip(model.program.rows, solution.duals, strict=True):
-        if dual:
-            for column, coefficient in zip(columns, coefficients, strict=True):
-                if column in durations:
-                    name = COMPUTE if family in ("idle time", "prefix sums") else family
-                    parts[name] = parts.get(name, 0.0) + dual * coefficient * solution.values[column]
+    for family, numbers in program.families.items():
+        name = COMPUTE if family in ("idle time", "prefix sums") else family
+        parts[name] = parts.get(name, 0.0) + float(by_row[numbers].sum())
     whole = sum(v for v in parts.values() if v > 0)
     shares = {k: v / whole for k, v in parts.items() if v > 1e-9}
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
@@ -99,13 +103,10 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
 
 def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
     """Seconds per GB that the memory rows' duals put on one more GB of each tier."""
-    worth: dict[str, float] = {}
-    if not solution.duals:
-        return worth
-    for (_, _, _, _, family), dual in zip(model.program.rows, solution.duals, strict=True):
-        if tier := MEMORY_FAMILIES.get(family):
-            worth[tier] = worth.get(tier, 0.0) - dual
-    return worth
+    if not len(solution.duals):
+        return {}
+    rows = {tier: model.program.rows_of(family) for family, tier in MEMORY_FAMILIES.items()}
+    return {tier: -float(solution.duals[numbers].sum()) for tier, numbers in rows.items() if len(numbers)}
 
 
 def shortages(problem: Problem) -> list[Shortage]:
@@ -114,10 +115,10 @@ def shortages(problem: Problem) -> list[Shortage]:
     for tier, capacity in (("device", problem.device_gb), ("host", problem.host_gb), ("nvme", problem.nvme_gb)):
         if (tier == "nvme" and not problem.has_nvme) or (tier == "host" and not problem.host_gb):
             continue
-        model = build(problem, margins=Margins(elastic=tier))
-        solution = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S)
+        model = build(problem, elastic=tier)
+        solution = Solver().solve(model.program)
         if solution.usable:
-            excess = solution.values[model.excess[tier]]
+            excess = float(solution.values[model.excess[tier]])
             if excess > 1e-9:
                 needed = round((capacity + excess) * GB)
                 found.append(Shortage(tier=tier, needed_bytes=needed, capacity_bytes=round(capacity * GB)))

@@ -37,7 +37,7 @@ def deadline_rows(cols: Columns) -> None:
         for u in cols.windows[s].units:
             unit, is_first = cols.units[u], u == cols.windows[s].first
             demand += cols.away(u, "states", unit.gparams)
-            for k, c in cols.place[u].items():
+            for k, c in cols.choices[u].place.items():
                 if MODES[k].states != "device" and MODES[k].params == "device":
                     upload.append((unit.params_gb, c))
             if not (unit.gparams and has_updates) or not (is_first or u == cols.windows[s].last):
@@ -49,7 +49,7 @@ def deadline_rows(cols: Columns) -> None:
             lp.row([*done, *minus(demand)], low=0.0, family="updates before the next forward")
             lp.row([*gone, *minus(upload)], low=0.0, family="uploads before the next forward")
             if is_first:
-                lag: Terms = [(_chain_s(p, u, k), c) for k, c in cols.place[u].items()]
+                lag: Terms = [(_chain_s(p, u, k), c) for k, c in cols.choices[u].place.items()]
                 fixed, extra = cols.compute(s)
                 idle: Terms = [(1.0, cols.tau[s][0]), *minus(extra)]
                 lp.row([*passed, *idle, *minus(lag)], low=fixed, family="from gradient to next forward")
@@ -80,13 +80,15 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
         )
 
     resident, on_host, on_drive = map(stored, PLACES)
-    host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
-    all_grads = cols.over_units(lambda u: cols.away(u, "states", units[u].grads_gb))
     accumulated: Terms = []
+    host_grads: Terms = []
+    all_grads: Terms = []
+    if p.semantics == "delayed-1":
+        all_grads = cols.over_units(lambda u: cols.away(u, "states", units[u].grads_gb))
     if several:
+        host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
         accumulated = cols.over_units(lambda u: cols.placed(u, "grads", "device", units[u].grads_gb))
     over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in PLACES)
-    device_high, host_high = p.device_gb - cols.margins.device_gb, p.host_gb - cols.margins.host_gb
     needed = _DeviceNeeds(cols)
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
@@ -95,20 +97,18 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
         if several and not block.first:
             held += accumulated
         fixed, more = needed.of(s)
-        lp.row([*held, *more, *over_device], high=device_high - fixed, family="device memory")
-        if window.phase == "fwd" and p.turn > 1 and window.last != len(units) - 1:
+        lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
+        if window.phase == "fwd" and window.last != len(units) - 1:
             end = [*resident, *acts.kept_after[s], *acts.leaving_after[s]]
-            lp.row([*end, *over_device], high=device_high - p.shared_gb, family="device memory")
+            lp.row([*end, *over_device], high=p.device_gb - p.shared_gb, family="device memory")
         if not p.host_gb:
             continue
-        in_host = [*on_host, *acts.on_host[s], *updates.staged[s], *updates.waiting[s]]
+        in_host = [*on_host, *acts.on_host[s], *updates.staged[s], *updates.waiting[s], *all_grads]
         if several and not (block.first and window.phase == "fwd") and not (block.last and window.phase == "bwd"):
             in_host += host_grads if not block.first or window.last == 0 else []
         if several and block.last and window.phase == "bwd" and window.last == 0 and p.semantics == "exact-clip":
             in_host += host_grads
-        if p.semantics == "delayed-1":
-            in_host += all_grads
-        lp.row([*in_host, *over_host], high=host_high, family="host memory")
+        lp.row([*in_host, *over_host], high=p.host_gb, family="host memory")
         if p.has_nvme and acts.on_nvme[s]:
             lp.row([*on_drive, *acts.on_nvme[s], *over_drive], high=p.nvme_gb, family="NVMe capacity")
 
@@ -126,7 +126,7 @@ class _DeviceNeeds:
         cols, p = self.cols, self.cols.p
         window = cols.windows[s]
         u, unit, block = window.first, cols.units[window.first], p.blocks[window.block]
-        several, transients = len(p.blocks) > 1, cols.margins.transients
+        several, transients = len(p.blocks) > 1, cols.transients
         if window.phase == "fwd":
             return p.shared_gb + (unit.fwd_fixed_gb if transients else 0.0) + unit.saved_gb, []
         more: Terms = []
@@ -145,11 +145,7 @@ class _DeviceNeeds:
                 self.clipping = [*self.clipping, *cols.placed(v, "states", "device", cols.units[v].grads_gb)]
             if len(self.clipping) > SPARSE:
                 self.clipping = cols.column_for(self.clipping)
-        more += [
-            (g.gb, columns["recompute"])
-            for g, columns in zip(unit.groups, cols.action[u], strict=True)
-            if "recompute" in columns
-        ]
+        more += cols.recomputed(u, [group.gb for group in unit.groups])
         return fixed, more
 
 
@@ -164,7 +160,6 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
         by_stream: dict[str, Terms] = {}
         for name, column in cols.flows[s].items():
             stream, rate = streams[name]
-            rate *= cols.margins.rate_frac.get(stream, 1.0)
             by_stream.setdefault(stream, []).append((1.0 / rate, column))
         for stream, terms in by_stream.items():
             lp.row([*terms, (-1.0, tau)], high=0.0, family=stream)
@@ -185,13 +180,11 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
 
 def endurance_row(cols: Columns) -> None:
     """What a step writes to NVMe, at most what the drives may take on average over its time."""
-    limit = cols.p.write_limit_gb_per_s * cols.margins.write_frac
+    limit = cols.p.write_limit_gb_per_s
     if isfinite(limit) and cols.p.has_nvme:
         written = [t for name in ("wA", "wP", "wO", "gW") for t in cols.over_step(name)]
-        if limit > 0:
-            cols.lp.row([*cols.step(), *[(-a / limit, c) for a, c in written]], low=0.0, family=ENDURANCE)
-        else:
-            cols.lp.row(written, high=0.0, family=ENDURANCE)
+        per_second = [(-limit * a, c) for a, c in cols.step()]
+        cols.lp.row([*written, *per_second], high=0.0, family=ENDURANCE)
 
 
 def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
@@ -230,11 +223,7 @@ def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]])
         for u in window.units:
             unit = cols.units[u]
             taken += (unit.fwd_load if window.phase == "fwd" else unit.bwd_load).get(limit, 0.0) * p.turn
-            for group, columns in zip(unit.groups, cols.action[u], strict=True) if window.phase == "bwd" else ():
-                if "recompute" in columns and (load := group.recompute_load.get(limit, 0.0)):
-                    terms.append((load * p.turn, columns["recompute"]))
-        usable = cols.margins.rate_frac.get(limit, 1.0)
-        if terms:
-            cols.lp.row([*terms, (-usable, tau)], high=-taken, family=limit)
-        elif taken:
-            cols.lp.row([(usable, tau)], low=taken, family=limit)
+            if window.phase == "bwd":
+                terms += cols.recomputed(u, [p.turn * group.recompute_load.get(limit, 0.0) for group in unit.groups])
+        if terms or taken:
+            cols.lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from tierplan.planner.milp.amounts import MODES, Problem, SlotGroup, Window
-from tierplan.planner.milp.program import Program, Terms
+from tierplan.planner.milp.amounts import MODES, Problem, Window
+from tierplan.planner.milp.program import Draft, Terms
 
-__all__ = ["TRANSFER_COST", "Columns", "Margins", "minus"]
+__all__ = ["TRANSFER_COST", "Choice", "Columns", "minus"]
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
@@ -19,37 +19,36 @@ BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margins:
-    """What the plan leaves unused, because the fluid model cannot see it."""
+@dataclass
+class Choice:
+    """The columns of one unit's decisions."""
 
-    device_gb: float = 0.0
-    host_gb: float = 0.0
-    rate_frac: Mapping[str, float] = field(default_factory=dict)
-    """Share of a stream's rate or a shared limit that is planned with, by name; 1 where absent."""
-    write_frac: float = 1.0
-    """Share of the drives' endurance that is planned with."""
-    relaxed: bool = False
-    """For bounds: also what no rounded plan does, such as moving the smallest tensors or dropping inputs."""
-    transients: bool = True
-    """Count what is on the device only while an op runs; without, the bound also holds for tiled micro-batches."""
-    elastic: str = ""
-    """This tier's capacity may be exceeded, and the excess is minimised instead of the time: what does it lack?"""
+    place: dict[int, int] = field(default_factory=dict)
+    """Mode number -> column, a share."""
+    recompute: dict[int, int] = field(default_factory=dict)
+    """Number of a group of saved tensors -> column, the share that is made again."""
+    inputs: dict[str, int] = field(default_factory=dict)
+    """`keep`, `host`, `nvme` -> column: GB of the unit's input that wait there. A GB is as good as any other, so which
+    tensor goes where is settled afterwards (`model.fractions`)."""
+    saved: dict[str, int] = field(default_factory=dict)
+    """The same of all other saved tensors."""
 
 
 class Columns:
     """A program with the columns of one problem, and the expressions that its rows are made of."""
 
-    def __init__(self, problem: Problem, margins: Margins, *, integral: bool) -> None:
+    def __init__(self, problem: Problem, *, transients: bool, elastic: str, integral: bool) -> None:
         self.p = problem
-        self.margins = margins
-        self.lp = Program()
+        self.transients, self.elastic = transients, elastic
+        self.lp = Draft()
         self.units = problem.units
         self.windows = problem.windows
-        self.place: list[dict[int, int]] = []
-        """Per unit: mode number -> column."""
-        self.action: list[list[dict[str, int]]] = []
-        """Per unit and slot group: action -> column."""
+        self.choices: list[Choice] = []
+        """Per unit. Alike units inside a window's run, which stand in sums only, have theirs in common."""
+        self.only_bounds: list[int] = []
+        """Columns that only a bound may use: inputs made again."""
+        self.unmoved: dict[int, float] = {}
+        """Row that keeps small tensors from moving -> what it allows in a bound, where they may."""
         self.tau: list[tuple[int, int]] = []
         """Per window: column of its duration, copies of its block."""
         self.flows: list[dict[str, int]] = []
@@ -58,7 +57,13 @@ class Columns:
         """Per window: the part of a flow before the window's compute op starts."""
         self.excess: dict[str, int] = {}
         """Tier -> column of the GB by which it is exceeded (elastic programs)."""
-        self._decisions()
+        if elastic:
+            self.excess[elastic] = self.lp.column(cost=1.0)
+        for run in problem.runs:
+            for u in run:
+                is_inside = run[0] < u - 1 and u < run[-1]
+                common = is_inside and _alike(problem, u - 1, u) and not integral
+                self.choices.append(self.choices[-1] if common else self._choice(u))
         if integral:
             self._counts()
         for window in self.windows:
@@ -66,50 +71,76 @@ class Columns:
 
     # ---- decisions ----
 
-    def _decisions(self) -> None:
-        lp = self.lp
-        if self.margins.elastic:
-            self.excess[self.margins.elastic] = lp.column(cost=1.0)
-        for u, unit in enumerate(self.units):
-            choice = {k: lp.column(high=1.0) for k in self.p.modes(u)}
-            lp.row([(1.0, c) for c in choice.values()], low=1.0, high=1.0, family="one placement per unit")
-            self.place.append(choice)
-            groups = []
-            for group in unit.groups:
-                # what only a bound may do has a column everywhere, so that all programs of a problem are of one shape
-                columns = {a: lp.column(high=high) for a, high in self._highest(group).items()}
-                lp.row([(1.0, c) for c in columns.values()], low=1.0, high=1.0, family="one action per tensor")
-                groups.append(columns)
-            self.action.append(groups)
+    def _choice(self, u: int) -> Choice:
+        lp, unit, wheres = self.lp, self.units[u], self._wheres
+        place = {k: lp.column(high=1.0) for k in self.p.modes(u)}
+        lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
+        found = Choice(place)
+        for g, group in enumerate(unit.groups):
+            if group.recomputable or not group.slots:
+                found.recompute[g] = lp.column(high=1.0)
+                if not group.recomputable:
+                    # an input made again, several units from one: no plan of ours, but a schedule could
+                    self.only_bounds.append(found.recompute[g])
+        for inputs, columns in ((True, found.inputs), (False, found.saved)):
+            groups = {g: group for g, group in enumerate(unit.groups) if (not group.slots) == inputs}
+            if not groups:
+                continue
+            columns.update({where: lp.column() for where in wheres})
+            again = {g: (group.gb, found.recompute[g]) for g, group in groups.items() if g in found.recompute}
+            whole = sum(group.gb for group in groups.values())
+            held: Terms = [(1.0, c) for c in columns.values()]
+            lp.row([*held, *again.values()], low=whole, high=whole, family="all that is saved")
+            movable = sum(group.gb for group in groups.values() if group.movable)
+            if movable < whole and len(wheres) > 1:
+                moved: Terms = [(1.0, columns[where]) for where in wheres[1:]]
+                moved += [terms for g, terms in again.items() if groups[g].movable]
+                self.unmoved[lp.row(moved, high=movable, family="small tensors stay")] = whole
+        return found
 
-    def _highest(self, group: SlotGroup) -> dict[str, float]:
-        """The actions of one group of tensors, each with the most that it may be taken."""
-        relaxed = 1.0 if self.margins.relaxed else 0.0
-        highest = {"keep": 1.0}
-        if group.recomputable or not group.slots:
-            # an input made again, several units from one: no plan of ours, but a schedule could
-            highest["recompute"] = 1.0 if group.recomputable else relaxed
-        if self.p.host_gb:
-            highest["host"] = 1.0 if group.movable else relaxed
-            if self.p.has_nvme:
-                highest["nvme"] = highest["host"]
-        return highest
+    @property
+    def _wheres(self) -> tuple[str, ...]:
+        """Where saved tensors may wait."""
+        if not self.p.host_gb:
+            return ("keep",)
+        return ("keep", "host", "nvme") if self.p.has_nvme else ("keep", "host")
 
     def _counts(self) -> None:
-        """Over runs of identical neighbours, each action is chosen a whole number of times."""
+        """Every group has one action, and over runs of identical neighbours each is chosen a whole number of times."""
         start = 0
+        shares = [self._shares(u) for u in range(len(self.units))]
         for u in range(1, len(self.units) + 1):
             if u < len(self.units) and _alike(self.p, start, u) and u - start < BLOCK_LAYERS:
                 continue
             run = range(start, u)
-            for g in range(len(self.units[start].groups)):
-                names = [a for a, c in self.action[start][g].items() if self.lp.high[c] > 0.0]
-                if len(names) > 1:
-                    for name in names:
-                        count = self.lp.column(high=float(len(run)), integer=True)
-                        terms: Terms = [(1.0, self.action[i][g][name]) for i in run]
-                        self.lp.row([*terms, (-1.0, count)], low=0.0, high=0.0, family="whole counts")
+            for g, names in enumerate(shares[start]):
+                for name in names if len(names) > 1 else ():
+                    count = self.lp.column(high=float(len(run)), integer=True)
+                    terms: Terms = [(1.0, shares[i][g][name]) for i in run]
+                    self.lp.row([*terms, (-1.0, count)], low=0.0, high=0.0, family="whole counts")
             start = u
+
+    def _shares(self, u: int) -> list[dict[str, int]]:
+        """By group: action -> column of its share, from which the unit's amounts are made up."""
+        lp, unit, choice = self.lp, self.units[u], self.choices[u]
+        found = []
+        for g, group in enumerate(unit.groups):
+            names = [*(self._wheres if group.movable else ("keep",)), *(["recompute"] if group.recomputable else [])]
+            columns = {name: lp.column(high=1.0) for name in names}
+            lp.row([(1.0, c) for c in columns.values()], low=1.0, high=1.0, family="one action per tensor")
+            if group.recomputable:
+                again: Terms = [(1.0, choice.recompute[g]), (-1.0, columns["recompute"])]
+                lp.row(again, low=0.0, high=0.0, family="one action per tensor")
+            found.append(columns)
+        for inputs, amounts in ((True, choice.inputs), (False, choice.saved)):
+            for where, amount in amounts.items():
+                parts: Terms = [
+                    (-group.gb, columns[where])
+                    for group, columns in zip(unit.groups, found, strict=True)
+                    if (not group.slots) == inputs and where in columns
+                ]
+                lp.row([(1.0, amount), *parts], low=0.0, high=0.0, family="one action per tensor")
+        return found
 
     # ---- windows ----
 
@@ -117,7 +148,7 @@ class Columns:
         """Duration and flow columns of one window. Only flows that can exist there get a column."""
         lp, p = self.lp, self.p
         block = p.blocks[window.block]
-        charged = 0.0 if self.margins.elastic else 1.0
+        charged = 0.0 if self.elastic else 1.0
         self.tau.append((lp.column(cost=charged * block.copies), block.copies))
         names = ["uA", "uW", "dA"] if p.host_gb else []
         if p.host_gb and p.rates.adam:
@@ -136,8 +167,6 @@ class Columns:
             names = [n for n in names if n not in ("aN", "rP")]
         if p.has_master:
             names = [n for n in names if n not in ("dP", "rP")]
-        if len(p.blocks) == 1 and p.turn == 1:
-            names = [n for n in names if n != "acc"]
         self.flows.append({n: lp.column(cost=charged * TRANSFER_COST * block.copies) for n in names})
         self.early.append({n: lp.column() for n in ("uA", "uW", "d") if p.host_gb})
 
@@ -148,19 +177,20 @@ class Columns:
 
     def placed(self, u: int, part: str, where: str, scale: float = 1.0) -> Terms:
         """scale x the share of unit u whose `params`, `states` or `grads` are `where`."""
-        return [(scale, c) for k, c in self.place[u].items() if getattr(MODES[k], part) == where]
+        return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) == where]
 
     def away(self, u: int, part: str, scale: float = 1.0) -> Terms:
         """scale x the share that is not on the device."""
-        return [(scale, c) for k, c in self.place[u].items() if getattr(MODES[k], part) != "device"]
+        return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) != "device"]
 
-    def acted(self, u: int, names: tuple[str, ...], *, inputs: bool, scale: float = 1.0) -> Terms:
-        """scale x GB of unit u's saved tensors (`inputs`: of its input) with one of these actions."""
-        found: Terms = []
-        for group, columns in zip(self.units[u].groups, self.action[u], strict=True):
-            if (not group.slots) == inputs:
-                found += [(scale * group.gb, columns[a]) for a in names if a in columns]
-        return found
+    def acted(self, u: int, wheres: tuple[str, ...], *, inputs: bool, scale: float = 1.0) -> Terms:
+        """scale x GB of unit u's saved tensors (`inputs`: of its input) that wait there."""
+        columns = self.choices[u].inputs if inputs else self.choices[u].saved
+        return [(scale, columns[where]) for where in wheres if where in columns]
+
+    def recomputed(self, u: int, each: Sequence[float]) -> Terms:
+        """The sum over unit u's groups of an amount of each, times the share that is made again."""
+        return [(each[g], c) for g, c in self.choices[u].recompute.items() if each[g]]
 
     def flow(self, s: int, name: str, scale: float = 1.0) -> Terms:
         """scale x a flow of window s; nothing where that flow cannot exist."""
@@ -187,10 +217,8 @@ class Columns:
         terms: Terms = []
         for u in window.units:
             unit = self.units[u]
-            for group, columns in zip(unit.groups, self.action[u], strict=True):
-                if "recompute" in columns:
-                    seconds = group.recompute_s if group.slots else self._output_s(u - 1)
-                    terms.append((seconds * turn, columns["recompute"]))
+            again_s = [group.recompute_s if group.slots else self._output_s(u - 1) for group in unit.groups]
+            terms += self.recomputed(u, [turn * seconds for seconds in again_s])
             if self.p.blocks[window.block].last:
                 terms += self.placed(u, "states", "device", unit.update_s)
         return sum(self.units[u].bwd_s for u in window.units) * turn, terms
@@ -230,6 +258,8 @@ def minus(terms: Terms) -> Terms:
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:
-    """Whether two units offer the same activation choices."""
+    """Whether two units offer the same choices."""
     x, y = problem.units[a], problem.units[b]
-    return (x.groups, x.fwd_s, x.bwd_s) == (y.groups, y.fwd_s, y.bwd_s)
+    if x.fetched_from != a or y.fetched_from != b:
+        return False
+    return replace(x, name="", fetched_from=0) == replace(y, name="", fetched_from=0)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.milp.model import Margins, build, fractions, with_actions
-from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solution, solve
+from tierplan.planner.milp.model import Margins, Model, build, fractions, with_actions, with_margins
+from tierplan.planner.milp.program import Solution, Solver
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
 from tierplan.planner.plan import UnitwisePlan
 
@@ -48,36 +47,35 @@ class Whole:
 
 
 def solve_whole(
-    problem: Problem,
+    model: Model,
     margins: Margins,
     *,
     gap: float = GAP,
     time_limit_s: float = TIME_LIMIT_S,
-    seed: int = 0,
-    start: object = None,
+    solver: Solver | None = None,
 ) -> Whole | None:
-    """The best whole actions found, within `gap` of the bound if branching for `time_limit_s` gets there.
+    """The best whole actions found for a program of `build`, within `gap` of the bound if branching gets there in time.
 
     None where nothing fits.
     """
     began_s = time.perf_counter()
-    model = build(problem, margins=margins)
-    relaxed = solve(model.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=seed, start=start)
+    solver = solver or Solver()
+    problem, model = model.problem, with_margins(model, margins)
+    relaxed = solver.solve(model.program)
     if not relaxed.usable:
         return None
     bound_s = fractions(model, relaxed).step_s
     rounded = round_to_plan(problem, fractions(model, relaxed))
     decided = with_actions(model, actions_of(problem, rounded))
-    found = solve(decided.program, integral=False, time_limit_s=LP_TIME_LIMIT_S, seed=seed, start=relaxed.basis)
+    found = solver.solve(decided.program)
     solutions = [relaxed, found]
     best: tuple[UnitwisePlan, float] | None = None
     if found.usable:
-        shares = fractions(decided, found)
-        best = round_to_plan(problem, fractions(model, found)), shares.step_s
+        best = round_to_plan(problem, fractions(model, found)), fractions(decided, found).step_s
     branched = best is None or best[1] > bound_s * (1 + gap) + DUST
     if branched:
         whole = build(problem, margins=margins, integral=True)
-        counted = solve(whole.program, integral=True, time_limit_s=time_limit_s, gap=gap, seed=seed)
+        counted = solver.solve(whole.program, integral=True, time_limit_s=time_limit_s, gap=gap)
         solutions.append(counted)
         if counted.usable:
             shares = fractions(whole, counted)

@@ -12,31 +12,50 @@ optimum is a lower bound on the step time. With margins and integers it is what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.milp.capacities import deadline_rows, endurance_row, memory_rows, stream_rows
-from tierplan.planner.milp.columns import TRANSFER_COST, Columns, Margins
-from tierplan.planner.milp.program import Program, Solution
+import numpy as np
+
+from tierplan.planner.milp.amounts import Problem, UnitAmounts
+from tierplan.planner.milp.capacities import ENDURANCE, deadline_rows, endurance_row, memory_rows, stream_rows
+from tierplan.planner.milp.columns import TRANSFER_COST, Choice, Columns
+from tierplan.planner.milp.program import Floats, Program, Solution
 from tierplan.planner.milp.queues import activation_queues, parameter_queues, update_queues
 
-__all__ = ["Fractions", "Margins", "Model", "build", "fractions", "with_actions"]
+__all__ = ["Fractions", "Margins", "Model", "build", "fractions", "with_actions", "with_margins"]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margins:
+    """What the plan leaves unused, because the fluid model cannot see it: numbers of the program differ, no row."""
+
+    device_gb: float = 0.0
+    host_gb: float = 0.0
+    rate_frac: Mapping[str, float] = field(default_factory=dict)
+    """Share of a stream's rate or a shared limit that is planned with, by name; 1 where absent."""
+    write_frac: float = 1.0
+    """Share of the drives' endurance that is planned with."""
+    relaxed: bool = False
+    """For bounds: also what no rounded plan does, such as moving the smallest tensors or dropping inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """The program with the columns that a plan is read from."""
 
     program: Program
+    bare: Program
+    """Without margins."""
     problem: Problem
-    place: list[dict[int, int]]
-    """Per unit: mode number -> column."""
-    action: list[list[dict[str, int]]]
-    """Per unit and slot group: action -> column."""
-    tau: list[tuple[int, int]]
+    choices: tuple[Choice, ...]
+    """Per unit."""
+    tau: tuple[tuple[int, int], ...]
     """Per window: column of its duration, copies of its block."""
-    excess: dict[str, int]
+    excess: Mapping[str, int]
     """Tier -> column of the GB by which it is exceeded (elastic programs)."""
+    only_bounds: tuple[int, ...]
+    unmoved: Mapping[int, float]
+    """See `Columns`."""
 
     def step_bound_s(self, objective_bound: float) -> float:
         """A bound on the step time alone, from a bound on the objective, which also charges `TRANSFER_COST` per GB.
@@ -57,9 +76,28 @@ class Fractions:
     step_s: float
 
 
-def build(problem: Problem, *, margins: Margins | None = None, integral: bool = False) -> Model:
-    """The program of one problem. `integral` adds whole counts of activation choices per run of identical units."""
-    cols = Columns(problem, margins or Margins(), integral=integral)
+def build(
+    problem: Problem,
+    *,
+    margins: Margins | None = None,
+    integral: bool = False,
+    transients: bool = True,
+    elastic: str = "",
+) -> Model:
+    """The program of one problem.
+
+    Parameters
+    ----------
+    margins
+        None leaves nothing unused.
+    integral
+        Adds whole counts of activation choices per run of identical units.
+    transients
+        Count what is on the device only while an op runs; without, the bound also holds for tiled micro-batches.
+    elastic
+        This tier's capacity may be exceeded, and the excess is minimised instead of the time: what does it lack?
+    """
+    cols = Columns(problem, transients=transients, elastic=elastic, integral=integral)
     acts = activation_queues(cols)
     fetched = parameter_queues(cols)
     updates = update_queues(cols)
@@ -67,27 +105,82 @@ def build(problem: Problem, *, margins: Margins | None = None, integral: bool = 
     memory_rows(cols, acts, fetched, updates)
     stream_rows(cols, acts, updates)
     endurance_row(cols)
-    return Model(cols.lp, problem, cols.place, cols.action, cols.tau, cols.excess)
+    bare = cols.lp.program()
+    model = Model(
+        program=bare,
+        bare=bare,
+        problem=problem,
+        choices=tuple(cols.choices),
+        tau=tuple(cols.tau),
+        excess=cols.excess,
+        only_bounds=tuple(cols.only_bounds),
+        unmoved=cols.unmoved,
+    )
+    return with_margins(model, margins or Margins())
+
+
+def with_margins(model: Model, margins: Margins) -> Model:
+    """The same model with other margins: some numbers of its program differ."""
+    bare = model.bare
+    high, row_high, values = bare.high.copy(), bare.row_high.copy(), bare.values.copy()
+    if margins.relaxed:
+        row_high[list(model.unmoved)] = list(model.unmoved.values())
+    else:
+        high[list(model.only_bounds)] = 0.0
+    row_high[bare.rows_of("device memory")] -= margins.device_gb
+    row_high[bare.rows_of("host memory")] -= margins.host_gb
+    # what a stream or limit is used for stands beside -1 x the window's duration, writing beside -1 x a step's worth
+    durations = np.isin(bare.columns, [column for column, _ in model.tau])
+    for family, frac in {**margins.rate_frac, ENDURANCE: margins.write_frac}.items():
+        if frac != 1.0:
+            values[durations & np.isin(bare.row_of_entry, bare.rows_of(family))] *= frac
+    return replace(model, program=replace(bare, high=high, row_high=row_high, values=values))
 
 
 def with_actions(model: Model, actions: Sequence[Sequence[str]]) -> Model:
-    """The program with every tensor's action decided: by unit and group, as `rounding.actions_of` has them."""
-    program = model.program
-    low, high = list(program.low), list(program.high)
-    for chosen, groups in zip(actions, model.action, strict=True):
-        for name, columns in zip(chosen, groups, strict=True):
-            for action, column in columns.items():
-                low[column] = high[column] = 1.0 if action == name else 0.0
-    return replace(model, program=Program(low, high, program.cost, program.integer, program.rows))
+    """The model with every tensor's action decided: by unit and group, as `rounding.actions_of` has them."""
+    low, high = model.program.low.copy(), model.program.high.copy()
+    for chosen, choice, unit in zip(actions, model.choices, model.problem.units, strict=True):
+        for g, column in choice.recompute.items():
+            low[column] = high[column] = float(chosen[g] == "recompute")
+        for inputs, columns in ((True, choice.inputs), (False, choice.saved)):
+            for where, column in columns.items():
+                low[column] = high[column] = sum(
+                    group.gb
+                    for group, action in zip(unit.groups, chosen, strict=True)
+                    if (not group.slots) == inputs and action == where
+                )
+    return replace(model, program=replace(model.program, low=low, high=high))
 
 
 def fractions(model: Model, solution: Solution) -> Fractions:
     """The decisions in a usable solution. What may not be taken at all is left out."""
-    v, high = solution.values, model.program.high
+    v = solution.values
     return Fractions(
-        place=tuple({k: v[c] for k, c in choice.items()} for choice in model.place),
+        place=tuple({k: float(v[c]) for k, c in choice.place.items()} for choice in model.choices),
         action=tuple(
-            tuple({a: v[c] for a, c in group.items() if high[c] > 0.0} for group in groups) for groups in model.action
+            tuple(_actions(unit, choice, v, model.program.high))
+            for unit, choice in zip(model.problem.units, model.choices, strict=True)
         ),
-        step_s=sum(v[c] * copies for c, copies in model.tau),
+        step_s=float(sum(v[c] * copies for c, copies in model.tau)),
     )
+
+
+def _actions(unit: UnitAmounts, choice: Choice, v: Floats, high: Floats) -> list[dict[str, float]]:
+    """By group: the share of each action. What leaves is made up of the first groups that may, drives before host."""
+    shares: list[dict[str, float]] = [{} for _ in unit.groups]
+    left = {True: {w: v[c] for w, c in choice.inputs.items()}, False: {w: v[c] for w, c in choice.saved.items()}}
+    for g, group in enumerate(unit.groups):
+        rest = 1.0
+        if (again := choice.recompute.get(g)) is not None and high[again] > 0:
+            shares[g]["recompute"] = float(v[again])
+            rest -= shares[g]["recompute"]
+        amounts = left[not group.slots]
+        for where in ("nvme", "host") if group.movable else ():
+            if where in amounts:
+                taken = min(rest, amounts[where] / group.gb)
+                amounts[where] -= taken * group.gb
+                rest -= taken
+                shares[g][where] = taken
+        shares[g]["keep"] = max(0.0, rest)
+    return shares

@@ -1,51 +1,113 @@
-"""A linear program as plain arrays, and its solution with PuLP: HiGHS by default, CBC as fall-back.
+"""A linear program as arrays, and HiGHS, which solves it again and again as some of its numbers change.
 
-Rows and columns are added as lists of numbers, which is quick; the solver gets them in one piece. A status is never
-believed: `solve` looks at the solution itself (`Program.violation`). Errors:
+    draft = Draft()                     columns and rows are added one by one
+    program = draft.program()           numpy arrays from here on
+    solver = Solver()
+    first = solver.solve(program)
+    second = solver.solve(changed)      as many columns and rows: starts from where the first one ended
 
-    SolverError(RuntimeError)    no solver is installed, or none gave a usable answer
+Why HiGHS's own interface (`highspy`) and not PuLP: one question solves a few dozen programs that differ in some bounds
+and coefficients. PuLP has no start from a basis, hands a program over column by column (at 96 blocks 0.2 s, where the
+solve takes 0.01 s), and believes its solver's status. What would be left of it is a name for each column. The tests
+solve the same programs by CBC, through PuLP. A status is never believed here either: `solve` looks at the solution
+itself (`Program.violation`).
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import highspy
 import numpy as np
-import pulp
+from numpy.typing import NDArray
 
-__all__ = ["LP_TIME_LIMIT_S", "Program", "Solution", "SolverError", "solve"]
+__all__ = ["LP_TIME_LIMIT_S", "SOLVER", "Draft", "Program", "Solution", "Solver", "Terms", "solve"]
 
 Terms = list[tuple[float, int]]
 """A linear expression: (coefficient, column) pairs, columns may repeat."""
-SolverName = Literal["highs", "cbc"]
-TOLERANCE = 1e-5
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int32]
+SOLVER = "HiGHS"
+TOLERANCE = 1e-4
+"""Of a row, relative to its largest coefficient: an answer that breaks one by more is none."""
 LP_TIME_LIMIT_S = 60.0
-"""Of a program without integers; the largest take some seconds, so only a solver that is stuck meets it."""
-OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.05
+"""Of a program without integers; the largest take a second, so only a solver that is stuck meets it."""
+OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.01
 """Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
+FEW_FRAC = 0.05
+"""Share of a program's coefficients that are changed one by one where they stand; if more differ, it is loaded anew."""
 
 
-class SolverError(RuntimeError):
-    """No solver is installed, or it gave no usable answer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Minimise `cost` over columns between `low` and `high`, subject to `row_low <= row <= row_high`."""
+
+    cost: Floats
+    low: Floats
+    high: Floats
+    integer: Ints
+    """Columns that are to be whole."""
+    starts: Ints
+    """Where each row's entries begin, and the end of the last one's."""
+    columns: Ints
+    """Of all entries, row after row."""
+    values: Floats
+    row_low: Floats
+    row_high: Floats
+    families: Mapping[str, Ints]
+    """What rows are about -> their numbers."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Columns and rows."""
+        return len(self.cost), len(self.row_low)
+
+    @property
+    def size(self) -> int:
+        """Coefficients."""
+        return len(self.values)
+
+    def rows_of(self, family: str) -> Ints:
+        """Numbers of the rows that are about this."""
+        return self.families.get(family, np.empty(0, dtype=np.int32))
+
+    @property
+    def row_of_entry(self) -> Ints:
+        return np.repeat(np.arange(len(self.row_low), dtype=np.int32), np.diff(self.starts))
+
+    def violation(self, values: Floats, *, integral: bool = True) -> float:
+        """Largest violation of a row, a bound or (if asked) an integrality, relative to the row's scale."""
+        worst = [0.0, float(np.max(self.low - values)), float(np.max(values - self.high))]
+        if len(self.row_low):
+            rows = self.row_of_entry
+            totals = np.bincount(rows, weights=self.values * values[self.columns], minlength=len(self.row_low))
+            scale = np.ones(len(self.row_low))
+            np.maximum.at(scale, rows, np.abs(self.values))
+            worst += [float(np.max((self.row_low - totals) / scale)), float(np.max((totals - self.row_high) / scale))]
+        if integral and len(self.integer):
+            whole = values[self.integer]
+            worst.append(float(np.max(np.abs(whole - np.round(whole)))))
+        return max(worst)
 
 
 @dataclass
-class Program:
-    """Minimise cost over columns within their bounds, subject to rows `low <= terms <= high`."""
+class Draft:
+    """A program while columns and rows are added to it."""
 
+    cost: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    cost: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
-    """Columns that are to be whole."""
-    rows: list[tuple[list[int], list[float], float, float, str]] = field(default_factory=list)
-    """Columns, coefficients, low, high, family (what the row is about)."""
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    row_low: list[float] = field(default_factory=list)
+    row_high: list[float] = field(default_factory=list)
+    families: dict[str, list[int]] = field(default_factory=dict)
 
     def column(self, *, low: float = 0.0, high: float = inf, cost: float = 0.0, integer: bool = False) -> int:
         """Adds a column; its number."""
@@ -61,47 +123,50 @@ class Program:
         merged: dict[int, float] = {}
         for coefficient, column in terms:
             merged[column] = merged.get(column, 0.0) + coefficient
-        kept = {c: a for c, a in merged.items() if a != 0.0}
-        self.rows.append((list(kept), list(kept.values()), low, high, family))
-        return len(self.rows) - 1
+        for column, coefficient in merged.items():
+            if coefficient != 0.0:
+                self.columns.append(column)
+                self.values.append(coefficient)
+        self.starts.append(len(self.columns))
+        self.row_low.append(low)
+        self.row_high.append(high)
+        row = len(self.row_low) - 1
+        self.families.setdefault(family, []).append(row)
+        return row
 
-    def violation(self, values: Sequence[float]) -> float:
-        """Largest violation of a row, a bound or an integrality, relative to the row's scale."""
-        found = np.asarray(values, dtype=float)
-        worst = [0.0, float(np.max(np.array(self.low) - found)), float(np.max(found - np.array(self.high)))]
-        if self.rows:
-            columns = np.array([c for r in self.rows for c in r[0]], dtype=int)
-            coefficients = np.array([a for r in self.rows for a in r[1]], dtype=float)
-            of_row = np.repeat(np.arange(len(self.rows)), [len(r[0]) for r in self.rows])
-            totals = np.bincount(of_row, weights=coefficients * found[columns], minlength=len(self.rows))
-            scale = np.ones(len(self.rows))
-            np.maximum.at(scale, of_row, np.abs(coefficients))
-            lows, highs = np.array([r[2] for r in self.rows]), np.array([r[3] for r in self.rows])
-            worst += [float(np.max((lows - totals) / scale)), float(np.max((totals - highs) / scale))]
-        whole = found[self.integer]
-        return float(max([*worst, *np.abs(whole - np.round(whole)).tolist()]))
+    def program(self) -> Program:
+        """What has been added, as arrays."""
+        return Program(
+            cost=np.array(self.cost),
+            low=np.array(self.low),
+            high=np.array(self.high),
+            integer=np.array(self.integer, dtype=np.int32),
+            starts=np.array(self.starts, dtype=np.int32),
+            columns=np.array(self.columns, dtype=np.int32),
+            values=np.array(self.values),
+            row_low=np.array(self.row_low),
+            row_high=np.array(self.row_high),
+            families={family: np.array(rows, dtype=np.int32) for family, rows in self.families.items()},
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
-    """What a solver found."""
+    """What the solver found."""
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
     """`feasible`: stopped at a limit with an answer; `none`: stopped without one."""
-    objective: float
-    bound: float
+    objective: float = inf
+    bound: float = -inf
     """No solution is below this."""
-    values: tuple[float, ...]
-    duals: tuple[float, ...]
+    values: Floats = field(default_factory=lambda: np.empty(0))
+    duals: Floats = field(default_factory=lambda: np.empty(0))
     """Per row; empty unless the program was solved without integers."""
     seconds: float
-    solver: str
-    iterations: int = 0
+    iterations: int
     """Of the simplex method: what solving cost, whatever else the computer does."""
-    size: int = 0
+    size: int
     """Coefficients of the program."""
-    basis: object = field(default=None, repr=False, compare=False)
-    """Where the simplex method ended; another program of the same columns and rows may start from there."""
 
     @property
     def usable(self) -> bool:
@@ -113,156 +178,131 @@ class Solution:
         return OPS_PER_ITERATION * self.iterations + OPS_PER_COEFFICIENT * self.size
 
 
-class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's in-process HiGHS, handed the arrays in one call instead of column by column."""
+class Solver:
+    """HiGHS with the program that it solved last, from whose basis the next one of that shape starts.
 
-    program: Program
-    start: object = None
+    Deterministic for a seed and a sequence of programs, unless a time limit is reached.
+    """
 
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802 (PuLP's name)
-        program = self.program
-        num = len(program.low)
-        highs = lp.solverModel
-        empty = np.array([], dtype=np.int32)
-        highs.addCols(
-            num,
-            np.array(program.cost),
-            np.array(program.low),
-            np.array(program.high),
-            0,
-            empty,
-            empty,
-            np.array([], dtype=np.float64),
+    def __init__(self, *, seed: int = 0) -> None:
+        self.seed = seed
+        self.highs: Any = None
+        self.loaded: Program | None = None
+        self.bases: dict[tuple[int, int], Any] = {}
+        """By shape: where the last solve without integers ended."""
+
+    def solve(
+        self, program: Program, *, integral: bool = False, time_limit_s: float = LP_TIME_LIMIT_S, gap: float = 0.01
+    ) -> Solution:
+        """The program's solution; with `integral` the columns in `integer` are whole, to within `gap` of the best."""
+        started = time.perf_counter()
+        if integral and len(program.integer):
+            self._load(program, integral=True, mip_rel_gap=gap)
+            self.loaded = None
+            return self._run(program, True, time_limit_s, started)
+        basis = self.bases.get(program.shape)
+        if not self._change(program):
+            self._load(program)
+            if basis is not None:
+                self.highs.setBasis(basis)
+        found = self._run(program, False, time_limit_s, started)
+        if basis is not None and found.status != "optimal":
+            # not believed: once more, from nothing
+            self._load(program)
+            found = self._run(program, False, time_limit_s, started)
+        if found.status == "optimal":
+            self.bases[program.shape] = self.highs.getBasis()
+        return found
+
+    def _load(self, program: Program, *, integral: bool = False, **options: float) -> None:
+        if self.highs is None:
+            highspy.Highs.resetGlobalScheduler(True)  # the number of threads is global to the process
+        self.highs = highspy.Highs()
+        settings: dict[str, object] = {"output_flag": False, "threads": 1, "random_seed": self.seed, **options}
+        # the simplex method takes a fourth of interior points' time, and leaves duals and a basis
+        settings |= {"mip_heuristic_effort": 0.05} if integral else {"solver": "simplex"}
+        for name, value in settings.items():
+            self.highs.setOptionValue(name, value)
+        num_columns, num_rows = program.shape
+        kinds = np.zeros(num_columns, dtype=np.int32)
+        if integral:
+            kinds[program.integer] = 1
+        by_row, minimise, offset = 2, 1, 0.0
+        self.highs.passModel(
+            num_columns,
+            num_rows,
+            program.size,
+            by_row,
+            minimise,
+            offset,
+            program.cost,
+            program.low,
+            program.high,
+            program.row_low,
+            program.row_high,
+            program.starts,
+            program.columns,
+            program.values,
+            kinds,
         )
-        starts = np.cumsum([0, *(len(r[0]) for r in program.rows)])[:-1].astype(np.int32)
-        columns = np.array([c for r in program.rows for c in r[0]], dtype=np.int32)
-        coefficients = np.array([a for r in program.rows for a in r[1]], dtype=np.float64)
-        lows, highs_ = np.array([r[2] for r in program.rows]), np.array([r[3] for r in program.rows])
-        highs.addRows(len(program.rows), lows, highs_, len(columns), starts, columns, coefficients)
-        if self.mip and program.integer:
-            index = np.array(program.integer, dtype=np.int32)
-            kinds = np.array([highspy.HighsVarType.kInteger] * len(index))
-            highs.changeColsIntegrality(len(index), index, kinds)
-        elif self.start is not None:
-            highs.setBasis(self.start)
+        self.loaded = program
 
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802 (PuLP's name)
-        return pulp.LpStatusOptimal, pulp.LpSolutionOptimal  # `_solve_highs` reads the model itself
+    def _change(self, program: Program) -> bool:
+        """Turns the loaded program into this one, if it is much like it."""
+        old = self.loaded
+        if old is None or old.shape != program.shape or old.size != program.size:
+            return False
+        if not (np.array_equal(old.starts, program.starts) and np.array_equal(old.columns, program.columns)):
+            return False
+        changed = np.flatnonzero(old.values != program.values)
+        if len(changed) > FEW_FRAC * program.size or not np.array_equal(old.cost, program.cost):
+            return False
+        rows = program.row_of_entry
+        for entry in changed.tolist():
+            self.highs.changeCoeff(int(rows[entry]), int(program.columns[entry]), float(program.values[entry]))
+        for change, pairs in (
+            (self.highs.changeColsBounds, ((old.low, program.low), (old.high, program.high))),
+            (self.highs.changeRowsBounds, ((old.row_low, program.row_low), (old.row_high, program.row_high))),
+        ):
+            (low_before, low), (high_before, high) = pairs
+            where = np.flatnonzero((low_before != low) | (high_before != high)).astype(np.int32)
+            if len(where):
+                change(len(where), where, low[where], high[where])
+        self.loaded = program
+        return True
+
+    def _run(self, program: Program, integral: bool, time_limit_s: float, started: float) -> Solution:
+        self.highs.setOptionValue("time_limit", self.highs.getRunTime() + time_limit_s)  # its clock is not set back
+        self.highs.run()
+        status, info = self.highs.getModelStatus(), self.highs.getInfo()
+        solution = self.highs.getSolution()
+        values = np.array(solution.col_value)
+        counted: dict[str, Any] = {
+            "seconds": time.perf_counter() - started,
+            "iterations": max(int(info.simplex_iteration_count), 0),
+            "size": program.size,
+        }
+        kinds, objective = highspy.HighsModelStatus, float(info.objective_function_value)
+        if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+            return Solution(status="infeasible", bound=inf, **counted)
+        found = len(values) == len(program.cost) and isfinite(objective)
+        if not found or program.violation(values, integral=integral) > TOLERANCE:
+            return Solution(status="none", **counted)
+        is_optimal = status == kinds.kOptimal
+        bound = float(info.mip_dual_bound) if integral else objective if is_optimal else -inf
+        duals = np.empty(0) if integral else np.array(solution.row_dual)
+        return Solution(
+            status="optimal" if is_optimal else "feasible",
+            objective=objective,
+            bound=bound,
+            values=values,
+            duals=duals,
+            **counted,
+        )
 
 
 def solve(
-    program: Program,
-    *,
-    integral: bool,
-    time_limit_s: float = 30.0,
-    gap: float = 0.01,
-    seed: int = 0,
-    solver: SolverName | None = None,
-    start: object = None,
+    program: Program, *, integral: bool = False, time_limit_s: float = LP_TIME_LIMIT_S, gap: float = 0.01, seed: int = 0
 ) -> Solution:
-    """The program's solution by HiGHS, or by CBC if that is asked for or HiGHS is missing or fails.
-
-    `integral=False` drops the integrality of columns. `start` is the basis of a solution of a program with as many
-    columns and rows: where few numbers differ, that takes a tenth of the time. Deterministic for a seed (and a start),
-    unless the time limit is reached.
-    """
-    started = time.perf_counter()
-    if solver != "cbc":
-        if start is not None and not (integral and program.integer):
-            found = _solve_highs(program, integral, time_limit_s, gap, seed, start)
-            if found.status == "optimal":
-                return found
-        found = _solve_highs(program, integral, time_limit_s, gap, seed)
-        if solver == "highs" or found.usable or found.status == "infeasible":
-            return found
-    left = max(1.0, time_limit_s - (time.perf_counter() - started))
-    return _solve_cbc(program, integral, left, gap, seed)
-
-
-def _solve_highs(
-    program: Program, integral: bool, time_limit_s: float, gap: float, seed: int, start: object = None
-) -> Solution:
-    started = time.perf_counter()
-    highspy.Highs.resetGlobalScheduler(True)  # the number of threads is global to the process
-    has_integers = integral and bool(program.integer)
-    # the simplex method takes a fourth of interior points' time (10,000 columns, 1.2 s against 0.4 s), and leaves duals
-    options = {"mip_heuristic_effort": 0.05} if has_integers else {"solver": "simplex"}
-    solver = _Highs(mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, random_seed=seed, **options)
-    solver.program, solver.start = program, start
-    lp = pulp.LpProblem("plan", pulp.LpMinimize)
-    solver.actualSolve(lp)
-    model = lp.solverModel
-    status, info = model.getModelStatus(), model.getInfo()
-    values = tuple(float(v) for v in model.getSolution().col_value)
-    iterations, size = max(int(info.simplex_iteration_count), 0), sum(len(r[0]) for r in program.rows)
-    kinds = highspy.HighsModelStatus
-    seconds = time.perf_counter() - started
-    if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
-        return Solution("infeasible", inf, inf, (), (), seconds, "HiGHS", iterations, size)
-    if not values or not isfinite(info.objective_function_value) or _broken(program, values, integral):
-        return Solution("none", inf, -inf, (), (), seconds, "HiGHS", iterations, size)
-    bound = info.mip_dual_bound if has_integers else info.objective_function_value
-    duals = () if has_integers else tuple(float(v) for v in model.getSolution().row_dual)
-    if len(duals) != len(program.rows):
-        duals = ()  # not every way to a solution leaves them
-    kind: Literal["optimal", "feasible"] = "optimal" if status == kinds.kOptimal else "feasible"
-    if kind == "feasible" and not has_integers:
-        bound = -inf
-    basis = None if has_integers else model.getBasis()
-    return Solution(
-        kind, info.objective_function_value, bound, values, duals, seconds, "HiGHS", iterations, size, basis
-    )
-
-
-def _solve_cbc(program: Program, integral: bool, time_limit_s: float, gap: float, seed: int) -> Solution:
-    started = time.perf_counter()
-    if "PULP_CBC_CMD" not in pulp.listSolvers(onlyAvailable=True):
-        raise SolverError("no solver is left: HiGHS gave no answer and CBC is not available; install highspy or CBC")
-    whole = set(program.integer) if integral else set()
-    lp = pulp.LpProblem("plan", pulp.LpMinimize)
-    columns = [
-        lp.add_variable(
-            f"c{i:06d}", low, None if high == inf else high, pulp.LpInteger if i in whole else pulp.LpContinuous
-        )
-        for i, (low, high) in enumerate(zip(program.low, program.high, strict=True))
-    ]
-    lp.setObjective(pulp.lpSum(c * columns[i] for i, c in enumerate(program.cost) if c))
-    for cols, coefficients, low, high, _ in program.rows:
-        terms = pulp.lpSum(a * columns[c] for c, a in zip(cols, coefficients, strict=True))
-        if low == high:
-            lp += terms == low
-            continue
-        if low > -inf:
-            lp += terms >= low
-        if high < inf:
-            lp += terms <= high
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 4 will take CBC from a package of its own
-        command = pulp.PULP_CBC_CMD(
-            mip=integral, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, options=[f"randomSeed {seed + 1}"]
-        )
-        lp.solve(command)
-    seconds = time.perf_counter() - started
-    if lp.status == pulp.LpStatusInfeasible:
-        return Solution("infeasible", inf, inf, (), (), seconds, "CBC")
-    values = tuple(float(c.value() or 0.0) for c in columns)
-    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) or _broken(
-        program, values, integral
-    ):
-        return Solution("none", inf, -inf, (), (), seconds, "CBC")
-    objective = sum(c * v for c, v in zip(program.cost, values, strict=True))
-    proven = lp.sol_status == pulp.LpSolutionOptimal
-    bound = objective * (1 - gap) if proven and whole else objective if proven else -inf
-    return Solution("optimal" if proven else "feasible", objective, bound, values, (), seconds, "CBC")
-
-
-def _broken(program: Program, values: Sequence[float], integral: bool) -> bool:
-    if integral:
-        return program.violation(values) > TOLERANCE * 10
-    relaxed = Program(program.low, program.high, program.cost, [], program.rows)
-    return relaxed.violation(values) > TOLERANCE * 10
-
-
-def total(terms: Iterable[Terms]) -> Terms:
-    """The sum of expressions."""
-    return [t for part in terms for t in part]
+    """The solution of one program alone."""
+    return Solver(seed=seed).solve(program, integral=integral, time_limit_s=time_limit_s, gap=gap)

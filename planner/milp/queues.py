@@ -240,7 +240,7 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     accumulated: Terms = []
     for u, unit in enumerate(cols.units):
         on_drive += cols.placed(u, "states", "nvme", unit.gparams)
-        for k, c in cols.place[u].items():
+        for k, c in cols.choices[u].place.items():
             mode = MODES[k]
             if mode.states != "device" and mode.params == "device":
                 uploaded.append((unit.params_gb, c))
@@ -256,9 +256,8 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     if not p.has_master:
         totals += [("dP", uploaded, "old parameters to the host"), ("rP", to_drive, "old parameters to the host")]
     batches = p.workload.training.gradient_accumulation_steps
-    if batches > 1:
-        times = float(batches - 1)
-        totals.append(("acc", [(times * a, c) for a, c in accumulated], "gradients added on the host"))
+    times = float(batches - 1)
+    totals.append(("acc", [(times * a, c) for a, c in accumulated], "gradients added on the host"))
     if parked:
         totals += [(name, parked, "gradients on NVMe") for name in ("gW", "gR")]
     for name, amount, family in totals:

@@ -188,10 +188,10 @@ def _values(value: object) -> list[object]:
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """`{"nvme": {"drives": 1}}` and `{"nvme.drives": 1}` are the same: TOML writes both as `nvme.drives`."""
-    flat: dict[str, object] = {}
+    found: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found

@@ -9,7 +9,7 @@ import pytest
 from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels.machine import Rate
-from tierplan.planner.milp.amounts import GB, MODES, problem, runs_of
+from tierplan.planner.milp.amounts import GB, MAX_RUNS, MODES, NUM_ALONE, problem, runs_of
 
 MACHINE = small_machine(link_mb_per_s=100, read_mb_per_s=50, write_mb_per_s=40, adam_m_per_s=20)
 
@@ -97,4 +97,4 @@ def test_runs_cover_the_chain_with_the_ends_alone(num_units: int) -> None:
     runs = runs_of(num_units)
     assert [u for run in runs for u in run] == list(range(num_units))
     assert all(len(run) == 1 for run in (*runs[:3], *runs[-3:]))
-    assert len(runs) <= 96 + 6
+    assert len(runs) <= MAX_RUNS + 2 * NUM_ALONE

@@ -110,7 +110,7 @@ def test_recompute_choices_against_pytorchs_own_program(seed, monkeypatch):
     machine = small_machine(device_mb=capacity_mb, host_mb=0, nvme_mb=0)
     p = problem(workload, machine, semantics="in-backward")
     model = build(p)
-    found = solve(model.program, integral=False)
+    found = solve(model.program)
     if not found.usable:
         assert peak_bytes == -1, "PyTorch's program found what ours says cannot fit"
         return
@@ -130,7 +130,7 @@ def test_the_instances_are_not_all_trivial():
         _, _, workload, capacity_mb = instance(seed)
         p = problem(workload, small_machine(device_mb=capacity_mb, host_mb=0, nvme_mb=0), semantics="in-backward")
         model = build(p)
-        found = solve(model.program, integral=False)
+        found = solve(model.program)
         if found.usable:
             shares.append(recompute_s(p, fractions(model, found)) / sum(u.fwd_s for u in p.units))
     assert sum(share > 0.05 for share in shares) >= 12

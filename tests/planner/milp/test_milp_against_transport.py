@@ -184,7 +184,7 @@ def test_offload_choices_against_a_transport_optimum(seed):
     expected_s = Transport(workload, machine).optimum_s()
     p = problem(workload, machine, semantics="in-backward")
     model = build(p)
-    found = solve(model.program, integral=False)
+    found = solve(model.program)
     assert found.usable == (expected_s is not None)
     if expected_s is None:
         return

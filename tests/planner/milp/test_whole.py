@@ -11,8 +11,8 @@ from tests.planner.instances import MB, chain, random_chain, random_machine, ran
 from tierplan.planner.milp.amounts import Problem, problem, runs_of
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.integral import solve_whole
-from tierplan.planner.milp.model import Margins, build, fractions, with_actions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.model import Margins, build, fractions, with_actions, with_margins
+from tierplan.planner.milp.program import Solver, solve
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
 from tierplan.planner.search.candidates import Budget, Evaluator
 
@@ -26,7 +26,7 @@ def instance(seed: int, num: int = 6) -> Problem:
 @pytest.mark.parametrize("seed", range(20))
 def test_whole_actions_are_within_the_gap_of_the_integral_optimum(seed):
     p = instance(seed)
-    found = solve_whole(p, Margins(), gap=0.02)
+    found = solve_whole(build(p), Margins(), gap=0.02)
     model = build(p, integral=True)
     exact = solve(model.program, integral=True, gap=0.0)
     assert (found is not None) == exact.usable
@@ -42,7 +42,9 @@ def test_whole_actions_are_within_the_gap_of_the_integral_optimum(seed):
 
 def test_branching_happens_where_rounding_is_not_close():
     """Few large tensors: what the bound splits, whole actions cannot."""
-    branched = [found.branched for seed in range(20) if (found := solve_whole(instance(seed, 3), Margins(), gap=1e-6))]
+    branched = [
+        found.branched for seed in range(20) if (found := solve_whole(build(instance(seed, 3)), Margins(), gap=1e-6))
+    ]
     assert any(branched)
     assert not all(branched)
 
@@ -50,9 +52,11 @@ def test_branching_happens_where_rounding_is_not_close():
 @pytest.mark.parametrize("seed", range(8))
 def test_a_start_changes_the_way_and_not_the_optimum(seed):
     p = instance(seed)
-    first = solve(build(p).program, integral=False)
-    changed = build(p, margins=Margins(device_gb=0.02 * p.device_gb, host_gb=0.05 * p.host_gb)).program
-    cold, warm = solve(changed, integral=False), solve(changed, integral=False, start=first.basis)
+    model, solver = build(p), Solver()
+    solver.solve(model.program)
+    margins = Margins(device_gb=0.02 * p.device_gb, host_gb=0.05 * p.host_gb, rate_frac={"nvme.read": 0.8})
+    changed = with_margins(model, margins).program
+    cold, warm = solve(changed), solver.solve(changed)
     assert warm.status == cold.status
     if cold.usable:
         assert warm.objective == pytest.approx(cold.objective, rel=1e-6)
@@ -64,10 +68,10 @@ def test_a_start_saves_most_iterations():
         forward_s=[0.1] * num, parameters=[MB] * num, saved_mb=[[4, 8]] * num, recompute_s=[[0.01, 0.05]] * num
     )
     p = problem(workload, small_machine(device_mb=300, host_mb=900), semantics="in-backward")
-    first = solve(build(p).program, integral=False)
-    assert first.usable
-    changed = build(p, margins=Margins(device_gb=0.003)).program
-    cold, warm = solve(changed, integral=False), solve(changed, integral=False, start=first.basis)
+    model, solver = build(p), Solver()
+    assert solver.solve(model.program).usable
+    changed = with_margins(model, Margins(device_gb=0.003)).program
+    cold, warm = solve(changed), solver.solve(changed)
     assert warm.iterations < cold.iterations / 3
     assert warm.work_ops < cold.work_ops
 
@@ -75,10 +79,10 @@ def test_a_start_saves_most_iterations():
 def test_decided_actions_are_the_ones_that_are_solved():
     p = instance(3)
     model = build(p)
-    shares = fractions(model, solve(model.program, integral=False))
+    shares = fractions(model, solve(model.program))
     made = round_to_plan(p, shares)
     decided = with_actions(model, actions_of(p, made))
-    found = solve(decided.program, integral=False)
+    found = solve(decided.program)
     if found.usable:
         again = round_to_plan(p, fractions(decided, found))
         assert [u.acts for u in again.units] == [u.acts for u in made.units]

@@ -82,7 +82,7 @@ def test_the_program_writes_no_more_than_it_may():
     for limit_mb_per_s in (8.0, 4.0, 1.0, 0.1):
         p = problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=limit_mb_per_s * MB)
         model = build(p)
-        found = solve(model.program, integral=False)
+        found = solve(model.program)
         assert found.usable
         step_s = fractions(model, found).step_s
         endurance = [row for row in model.program.rows if row[-1] == ENDURANCE]
