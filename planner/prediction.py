@@ -19,7 +19,7 @@ from tierplan.planner.questions.endurance import lifetime_s, written_bytes
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.explain import critical_path, time_on_path
 from tierplan.sim.analysis.steady import SteadyState, steady_state
-from tierplan.sim.schedule import Schedule, ScheduleError, unroll
+from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan", "predicted"]
@@ -77,11 +77,10 @@ class Prediction:
     @cached_property
     def critical_path_s(self) -> Mapping[str, float]:
         """Seconds of one step's critical path by stream, the longest first: what the step time is made of."""
-        if self.steady is None or self.schedule is None:
+        if self.steady is None:
             return {}
-        steps = self.steady.num_steps
-        path = critical_path(unroll(self.schedule, steps), self.steady.trace)
-        return {stream: seconds / steps for stream, seconds in time_on_path(path).items()}
+        path = critical_path(self.steady.schedule, self.steady.trace)
+        return {stream: seconds / self.steady.num_steps for stream, seconds in time_on_path(path).items()}
 
     @property
     def bound_by(self) -> str:
