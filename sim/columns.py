@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, no_successor
 
 __all__ = ["BufferLabel", "Labels", "Lists", "OpLabel", "ScheduleColumns", "Work", "columns_of", "lists_of"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 
@@ -146,7 +148,7 @@ class ScheduleColumns:
 
         def labels() -> Labels:
             one = self.labels()
-            steps = [(f"s{step}/", [one.buffers[b] for b in buffers.tolist()]) for step, buffers in enumerate(made)]
+            steps = [(step_prefix(k), [one.buffers[b] for b in buffers.tolist()]) for k, buffers in enumerate(made)]
             return Labels(
                 name=f"{one.name} x{num_steps}",
                 ops=[op._replace(key=prefix + op.key) for prefix, _ in steps for op in one.ops],

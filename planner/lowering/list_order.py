@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.engine import simulate
-from tierplan.sim.pricing import price
+from tierplan.sim.columns import ScheduleColumns, columns_of
+from tierplan.sim.compiled.rules import stuck
+from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["refine_order"]
+__all__ = ["refine_columns", "refine_order"]
 
 
 def refine_order(schedule: Schedule, machine: Machine, *, num_devices: int) -> Schedule:
-    """The same ops in the order in which they become ready; several devices contend for links, drives and cores."""
-    if num_devices > 1:
-        return _order_under_contention(schedule, machine)
-    return order_by_readiness(schedule, price(schedule, machine))
+    """As `refine_columns`, for a schedule."""
+    return refine_columns(columns_of(schedule), machine, num_devices=num_devices).schedule()
 
 
-def _order_under_contention(schedule: Schedule, machine: Machine) -> Schedule:
-    """Ready with the durations that ops have beside each other.
+def refine_columns(columns: ScheduleColumns, machine: Machine, *, num_devices: int) -> ScheduleColumns:
+    """The same ops in the order in which they become ready; several devices contend for links, drives and cores.
 
-    The first order takes each op to be alone; a simulation of it shows how much others slow it down. One that does
-    not fit is returned in the first order: simulating it says where.
+    The first order takes each op to be alone. With several devices a simulation of it shows how much ops slow each
+    other down, and they are put in order once more. What does not fit keeps its first order: simulating it says where.
     """
-    costs = price(schedule, machine)
-    schedule = order_by_readiness(schedule, costs)
-    try:
-        spans = simulate(schedule, costs, limits=machine.limits).spans
-    except OutOfMemory:
-        return schedule
-    slowed = {span.key: Cost(0.0, span.duration_ns / 1e9) for span in spans}
-    return order_by_readiness(schedule, slowed)
+    prices = prices_on(columns, machine)
+    columns = order_by_readiness(columns, prices.alone_s[prices.op_price])
+    if num_devices == 1:
+        return columns
+    graph, execution = simulate_columns(columns, machine)
+    if stuck(graph, execution):
+        return columns
+    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9)

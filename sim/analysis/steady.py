@@ -7,18 +7,21 @@ relative to the step's end as in the step before (or two or three before: a dela
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.contents import step_prefix
+from tierplan.sim.columns import Int64, ScheduleColumns
+from tierplan.sim.compiled.rules import Stuck, stuck
+from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Trace
 
-__all__ = ["SteadyState", "steady_state"]
+__all__ = ["Repetition", "SteadyState", "SteadyStep", "steady_state", "steady_step"]
 
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
@@ -29,7 +32,7 @@ MAX_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SteadyState:
+class Repetition:
     """What n steps cost: `warmup_s + n * period_s`, for n of at least `warmup_steps`."""
 
     period_s: float
@@ -41,13 +44,9 @@ class SteadyState:
     cycle_steps: int
     """Steps after which the timeline repeats: 1, rarely 2 or 3; 0 when none was found (see `is_periodic`)."""
     num_steps: int
-    """Steps in the trace."""
+    """Steps that were simulated."""
     step_ends_s: tuple[float, ...]
     """When the last op of each step ended."""
-    trace: Trace
-    """All simulated steps; the ops of step k are `sk/...`."""
-    schedule: Schedule
-    """What the trace executed: the schedule, unrolled."""
 
     @property
     def is_periodic(self) -> bool:
@@ -60,6 +59,24 @@ class SteadyState:
         first = min(max(self.warmup_steps, 1), self.num_steps - 1)
         last = min(first + max(self.cycle_steps, 1) - 1, self.num_steps - 1)
         return (self.step_ends_s[first - 1] if first > 0 else 0.0, self.step_ends_s[last])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState(Repetition):
+    """The steps that repeat, with all that happened."""
+
+    trace: Trace
+    """All simulated steps; the ops of step k are `sk/...`."""
+    schedule: Schedule
+    """What the trace executed: the schedule, unrolled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyStep(Repetition):
+    """The steps that repeat, in numbers only."""
+
+    peak_bytes: Mapping[str, int]
+    """By tier, over all simulated steps."""
 
 
 def steady_state(
@@ -80,42 +97,62 @@ def steady_state(
     OutOfMemory
         When the steps do not fit; the first may fit alone, where the second needs memory that the first still holds.
     """
-    if num_steps < 3:
-        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
     if not schedule.ops:
         raise ValueError(f"schedule {schedule.name!r} has no ops; nothing repeats")
-    while True:
-        unrolled = unroll(schedule, num_steps)
+    for steps in _tries(num_steps):
+        unrolled = unroll(schedule, steps)
         trace = simulate(unrolled, machine)
-        found = _repetition(schedule, unrolled, trace, num_steps, trust_last=not machine.shared_limits)
-        if found.is_periodic or 2 * num_steps > MAX_STEPS:
-            return found
-        num_steps *= 2
+        spans = trace.by_key()
+        times = np.array([(spans[op.key].start_ns, spans[op.key].end_ns) for op in unrolled.ops], np.int64)
+        found = _repetition(times[:, 0], times[:, 1], steps, machine)
+        if found.is_periodic:
+            break
+    return SteadyState(**_fields(found), trace=trace, schedule=unrolled)
 
 
-def _repetition(
-    schedule: Schedule, unrolled: Schedule, trace: Trace, num_steps: int, *, trust_last: bool
-) -> SteadyState:
-    """The repetition in a trace of `num_steps` steps.
+def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 4) -> SteadyStep | Stuck:
+    """As `steady_state`, in numbers only, by the compiled engine; or what memory is short for in the unrolled steps."""
+    if not columns.num_ops:
+        raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
+    for steps in _tries(num_steps):
+        unrolled = columns.unrolled(steps)
+        graph, execution = simulate_columns(unrolled, machine)
+        if short := stuck(graph, execution):
+            return short
+        found = _repetition(execution.start_ns, execution.end_ns, steps, machine)
+        if found.is_periodic:
+            break
+    peaks = zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True)
+    return SteadyStep(**_fields(found), peak_bytes=dict(peaks))
+
+
+def _tries(num_steps: int) -> Iterator[int]:
+    """Numbers of steps to simulate, until a repetition is found."""
+    if num_steps < 3:
+        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
+    yield num_steps
+    while (num_steps := 2 * num_steps) <= MAX_STEPS:
+        yield num_steps
+
+
+def _fields(found: Repetition) -> dict[str, Any]:
+    return {f.name: getattr(found, f.name) for f in fields(found)}
+
+
+def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> Repetition:
+    """The repetition in `num_steps` steps, whose ops are one step after the other in these arrays.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
-    them to itself while nothing follows (`trust_last` is false then).
+    them to itself while nothing follows.
     """
-    spans = trace.by_key()
-    moments_ns = np.array(
-        [
-            [(spans[prefix + op.key].start_ns, spans[prefix + op.key].end_ns) for op in schedule.ops]
-            for prefix in map(step_prefix, range(num_steps))
-        ],
-        dtype=np.int64,
-    ).reshape(num_steps, -1)
-    ends_ns = moments_ns.max(axis=1, initial=0)
+    moments_ns = np.concatenate([start_ns.reshape(num_steps, -1), end_ns.reshape(num_steps, -1)], axis=1)
+    ends_ns = moments_ns.max(axis=1)
     shape_ns = moments_ns - ends_ns[:, None]
-    last = num_steps - 1 if trust_last else num_steps - 2
+    last = num_steps - 2 if machine.shared_limits else num_steps - 1
 
     def repeats(k: int, cycle: int) -> bool:
         tolerance_ns = max(1.0, SAME_FRAC * float(ends_ns[k] - ends_ns[k - cycle]) / cycle)
-        return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max(initial=0) <= tolerance_ns)
+        return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max() <= tolerance_ns)
 
     cycle = next((c for c in range(1, MAX_CYCLE + 1) if last - c >= 0 and repeats(last, c)), 0)
     if cycle:
@@ -126,13 +163,11 @@ def _repetition(
     else:
         first = last // 2
         period_ns = float(ends_ns[last] - ends_ns[first]) / (last - first)
-    return SteadyState(
+    return Repetition(
         period_s=period_ns / 1e9,
         warmup_s=(float(ends_ns[last]) - (last + 1) * period_ns) / 1e9,
         warmup_steps=first,
         cycle_steps=cycle,
         num_steps=num_steps,
         step_ends_s=tuple(float(end) / 1e9 for end in ends_ns),
-        trace=trace,
-        schedule=unrolled,
     )

@@ -5,6 +5,6 @@ For whoever asks about thousands of schedules and wants times, peaks and what is
     graph_columns  a schedule in numbers: all that the four rules fix before time starts
     rules          the four rules, with shared limits: when each op starts and ends
     readiness      the order in which ops start when memory goes to who is ready
-    prices         what ops cost, in arrays
+    simulation     what ops cost, and a schedule executed on a machine
     compiler       numba, or plain Python where it is missing
 """

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierplan.sim.columns import Int32, Int64
+from tierplan.sim.columns import Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
-from tierplan.sim.compiled.rules import Float64
 
 __all__ = ["ready_order"]
 

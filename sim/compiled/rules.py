@@ -14,15 +14,13 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from tierplan.sim.columns import Bool, Int32, Int64
+from tierplan.sim.columns import Bool, Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
 __all__ = ["Execution", "Prices", "Stuck", "execute", "no_time", "stuck"]
 
-Float64 = npt.NDArray[np.float64]
 TOO_LATE = 1 << 61
 """Nanoseconds (73 years) beyond which no clock goes: sums of two still fit into 64 bits."""
 

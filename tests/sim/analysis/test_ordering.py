@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sim import random_schedules
+from tests.sim.analysis import readiness_witness
+from tests.sim.random_schedules import cost_lists, costs_in_turn
+from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.costs import Cost
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 
@@ -34,6 +45,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers), ops=tuple(ops)))
 
 
+def by_readiness(schedule: Schedule, costs: Mapping[str, Cost]) -> Schedule:
+    seconds = np.array([costs[op.key].alone_s for op in schedule.ops])
+    return order_by_readiness(columns_of(schedule), seconds).schedule()
+
+
 def completes_one_by_one(schedule: Schedule) -> bool:
     """Independent witness: run the ops in list order, one at a time, counting bytes."""
     readers = schedule.readers()
@@ -55,7 +71,7 @@ def completes_one_by_one(schedule: Schedule) -> bool:
 @given(schedules(), st.lists(st.integers(0, 9), min_size=14, max_size=14))
 def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: list[int]) -> None:
     costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
-    ordered = order_by_readiness(schedule, costs)
+    ordered = by_readiness(schedule, costs)
     validate(ordered)
     for stream in schedule.streams:
         assert [o.key for o in ordered.ops if o.stream == stream] == [o.key for o in schedule.ops if o.stream == stream]
@@ -83,7 +99,23 @@ def test_with_room_to_spare_it_is_as_fast_as_unlimited_memory(schedule: Schedule
         ),
         ops=wide.ops,
     )
-    assert simulate(order_by_readiness(wide, costs), costs).duration_ns == simulate(free, costs).duration_ns
+    assert simulate(by_readiness(wide, costs), costs).duration_ns == simulate(free, costs).duration_ns
+
+
+@settings(max_examples=400, deadline=None)
+@given(random_schedules.schedules() | random_schedules.schedules(max_ops=30, streams="abcdefghij"), cost_lists)
+def test_it_is_the_order_of_the_witness(schedule: Schedule, choices: list[Cost]) -> None:
+    costs = costs_in_turn(schedule, choices)
+    assert by_readiness(schedule, costs) == readiness_witness.ordered(schedule, costs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("host_mib", [130, 160, 200, 4000])
+def test_it_is_the_order_of_the_witness_for_every_policy(policy: str, host_mib: int) -> None:
+    workload, machine = toy_workload(8, gradient_accumulation_steps=2), toy_machine(host_bytes=host_mib * MIB)
+    schedule = lower(decide(policy, workload, toy_machine()), workload, machine, refine=False)
+    costs = price(schedule, machine)
+    assert by_readiness(schedule, costs) == readiness_witness.ordered(schedule, costs)
 
 
 def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
@@ -102,7 +134,7 @@ def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
     schedule = validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops))
     costs = {"make": Cost(0, 10.0), "load": Cost(0, 1.0), "compute": Cost(0, 5.0)}
     assert simulate(schedule, costs).by_key()["compute"].start_ns == 10_000_000_000
-    assert simulate(order_by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
+    assert simulate(by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
 
 
 def test_what_ran_early_and_is_freed_no_longer_counts() -> None:
@@ -114,7 +146,7 @@ def test_what_ran_early_and_is_freed_no_longer_counts() -> None:
     )
     schedule = validate(Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=4),), buffers=buffers, ops=ops))
     costs = {op.key: Cost(0.0, 10.0 if op.stream == "a" else 2.0) for op in ops}
-    spans = simulate(order_by_readiness(schedule, costs), costs).by_key()
+    spans = simulate(by_readiness(schedule, costs), costs).by_key()
     assert [spans[f"b{i}"].start_ns / 1e9 for i in range(3)] == [0, 2, 4]
 
 
@@ -123,7 +155,7 @@ def test_too_small_a_tier_is_left_for_the_simulator_to_report() -> None:
     ops = (Op(key="make", stream="a", kind="x", writes=("big",)),)
     schedule = Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=2),), buffers=buffers, ops=ops)
     costs = {"make": Cost(0, 1.0)}
-    assert order_by_readiness(schedule, costs) == schedule
+    assert by_readiness(schedule, costs) == schedule
     with pytest.raises(OutOfMemory) as caught:
         simulate(schedule, costs)
     assert (caught.value.op, caught.value.tier, caught.value.wanted_bytes) == ("make", "fast", 3)

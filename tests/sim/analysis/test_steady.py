@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+from dataclasses import fields
+
 import pytest
 
-from tests.toys import toy_machine, toy_workload, uniform_plan
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.analysis.steady import steady_state
+from tierplan.planner.policies import POLICIES, decide
+from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.steady import Repetition, SteadyState, SteadyStep, steady_step
+from tierplan.sim.analysis.steady import steady_state as steady_by_simpy
+from tierplan.sim.columns import columns_of
+from tierplan.sim.compiled.rules import Stuck
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
 
@@ -44,6 +53,27 @@ def loop(compute_s: float, update_s: float, *, version: str = "new") -> Schedule
             ),
         )
     )
+
+
+def steady_state(schedule: Schedule, target: Machine, **options: int) -> SteadyState:
+    """By SimPy; that the compiled engine says the same is asserted wherever this is called."""
+    try:
+        expected = steady_by_simpy(schedule, target, **options)
+    except OutOfMemory as error:
+        short = steady_step(columns_of(schedule), target, **options)
+        assert isinstance(short, Stuck)
+        assert short[2:] == (error.wanted_bytes, error.free_bytes)  # noqa: PT017 -- it is raised again
+        raise
+    except ValueError as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            steady_step(columns_of(schedule), target, **options)
+        raise
+    got = steady_step(columns_of(schedule), target, **options)
+    assert isinstance(got, SteadyStep)
+    assert got.peak_bytes == expected.trace.peak_bytes
+    for field in fields(Repetition):
+        assert getattr(got, field.name) == getattr(expected, field.name)
+    return expected
 
 
 def test_a_loop_without_overlap_takes_the_sum() -> None:
@@ -129,6 +159,15 @@ def test_a_long_run_takes_as_long_as_was_said(shared: bool, semantics: str) -> N
     predicted = steady.warmup_s + num_steps * steady.period_s
     # Under shared limits the last step has them to itself, so the sum may be off by a part of one step.
     assert predicted == pytest.approx(long.duration_s, rel=0.03 if shared else 1e-4)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy(policy: str, shared: bool) -> None:
+    workload, target = toy_workload(), toy_machine(shared=shared, host_bytes=200 * MIB)
+    schedule = lower(decide(policy, workload, toy_machine(shared=shared)), workload, target)
+    with suppress(OutOfMemory):
+        assert steady_state(schedule, target).is_periodic
 
 
 def test_what_has_no_successor_cannot_be_repeated() -> None:

@@ -15,8 +15,8 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
-from tierplan.sim.compiled.prices import prices_by_key, prices_on
 from tierplan.sim.compiled.rules import execute
+from tierplan.sim.compiled.simulation import prices_by_key, prices_on
 from tierplan.sim.engine import SimulationError, simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll

@@ -1,4 +1,4 @@
-"""What ops cost, in arrays: one entry per distinct price."""
+"""Columns simulated: what ops cost, in arrays with one entry per distinct price, and the rules executed with it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.analysis.completion import SimulationError
 from tierplan.sim.columns import Int32, ScheduleColumns
-from tierplan.sim.compiled.rules import TOO_LATE, Prices
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
+from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute
 
-__all__ = ["prices_by_key", "prices_on"]
+__all__ = ["prices_by_key", "prices_on", "simulate_columns"]
+
+
+def simulate_columns(columns: ScheduleColumns, machine: Machine) -> tuple[GraphColumns, Execution]:
+    """What happens on a machine, as far as memory suffices (see `rules.stuck`).
+
+    Raises `SimulationError` for what no op can cost, and where the clock would go beyond `rules.TOO_LATE`.
+    """
+    graph, prices = graph_columns(columns), prices_on(columns, machine)
+    execution = execute(graph, prices)
+    if execution.is_too_late:
+        raise SimulationError(
+            f"schedule {columns.labels().name!r} takes more than {TOO_LATE / 1e9:.3g} s, and nothing is simulated "
+            "beyond that"
+        )
+    return graph, execution
 
 
 def prices_on(columns: ScheduleColumns, machine: Machine) -> Prices:
