@@ -32,10 +32,10 @@ import torch
 
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import limit_this_thread
-from tierplan.runtime.measure.limits import Company, Fit, LimitPrior, fit_limits
+from tierplan.runtime.measure.limits import Fit, LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import Load, Sizes, loads
 from tierplan.runtime.measure.machine import measure_description
-from tierplan.runtime.measure.timing import Crew
+from tierplan.runtime.measure.timing import StreamThreads
 from tierplan.runtime.memory.arena import map_host
 
 MIB = 1 << 20
@@ -78,43 +78,43 @@ def fio(
 
 
 def drives_against_fio(
-    crew: Crew, typical: dict[str, Load], folder: Path, size_bytes: int, pairs: int
+    threads: StreamThreads, typical: dict[str, Load], folder: Path, size_bytes: int, pairs: int
 ) -> dict[str, list[float]]:
     path = folder / "fio.tmp"
     fio(path, "write", size_bytes, 8 * MIB, 2)  # lays the file out
     results = {}
     for stream in DRIVE:
-        ours = partial(alone, crew, typical[stream], WINDOW_S)
+        ours = partial(alone, threads, typical[stream], WINDOW_S)
         results[stream] = ratios(ours, partial(fio, path, stream.split(".")[1], size_bytes, 8 * MIB, 2), pairs)
     return results
 
 
-def alone(crew: Crew, load: Load, window_s: float) -> float:
-    return crew.rates([load], window_s)[0]
+def alone(threads: StreamThreads, load: Load, window_s: float) -> float:
+    return threads.rates([load], window_s)[0]
 
 
-def copies_against_plain(crew: Crew, typical: dict[str, Load], pairs: int) -> list[float]:
+def copies_against_plain(threads: StreamThreads, typical: dict[str, Load], pairs: int) -> list[float]:
     """The measured copy against one copy of 512 MiB, both by one thread."""
     size = 512 * MIB
     source, target = map_host(size), map_host(size)
     source.fill_(1)
     target.fill_(1)
     plain = Load("gpu0.h2d", "bytes", float(size), partial(_copy, target, source))
-    return ratios(partial(alone, crew, typical["gpu0.h2d"], 0.3), partial(alone, crew, plain, 0.3), pairs)
+    return ratios(partial(alone, threads, typical["gpu0.h2d"], 0.3), partial(alone, threads, plain, 0.3), pairs)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def fitted_drive(crew: Crew, typical: dict[str, Load], rounds: int) -> Fit:
+def fitted_drive(threads: StreamThreads, typical: dict[str, Load], rounds: int) -> Fit:
     rows = []
     for _ in range(rounds):
-        alone = [crew.rates([typical[s]], 0.5)[0] for s in DRIVE]
-        both = crew.rates([typical[s] for s in DRIVE], 1.0)
+        alone = [threads.rates([typical[s]], 0.5)[0] for s in DRIVE]
+        both = threads.rates([typical[s] for s in DRIVE], 1.0)
         rows.append(tuple(b / a for a, b in zip(alone, both, strict=True)))
     prior = LimitPrior("nvme", dict.fromkeys(DRIVE, 1.0), 0.0, 1.2, 0.4)
-    return fit_limits([Company(DRIVE, tuple(rows))], (prior,), resamples=8)
+    return fit_limits([Mix(DRIVE, tuple(rows))], (prior,), resamples=8)
 
 
 def mix_time_s(amounts: Sequence[float], alone: Sequence[float], fit: Fit) -> float:
@@ -146,7 +146,9 @@ def measured_mix_s(work: Sequence[tuple[Load, int]]) -> float:
     return time.perf_counter() - began
 
 
-def mixes(crew: Crew, found: Sequence[Load], typical: dict[str, Load], fit: Fit, pairs: int) -> dict[str, list[float]]:
+def mixes(
+    threads: StreamThreads, found: Sequence[Load], typical: dict[str, Load], fit: Fit, pairs: int
+) -> dict[str, list[float]]:
     """predicted / measured time of each mix; the rates alone are measured right before each."""
     small = {s: next(x for x in found if x.stream == s and x.amount == 4 * MIB) for s in DRIVE}
     results: dict[str, list[float]] = {}
@@ -154,14 +156,14 @@ def mixes(crew: Crew, found: Sequence[Load], typical: dict[str, Load], fit: Fit,
         for read_part, write_part in MIXES:
             rows = []
             for _ in range(pairs):
-                alone = [crew.rates([use[s]], 0.4)[0] for s in DRIVE]
+                alone = [threads.rates([use[s]], 0.4)[0] for s in DRIVE]
                 unit = 0.7 / (read_part / alone[0] + write_part / alone[1])  # about 0.7 s if they took turns
                 counts = [
                     max(2, round(p * unit / use[s].amount)) for p, s in zip((read_part, write_part), DRIVE, strict=True)
                 ]
                 amounts = [c * use[s].amount for c, s in zip(counts, DRIVE, strict=True)]
                 measured = measured_mix_s([(use[s], c) for s, c in zip(DRIVE, counts, strict=True)])
-                after = [crew.rates([use[s]], 0.2)[0] for s in DRIVE]
+                after = [threads.rates([use[s]], 0.2)[0] for s in DRIVE]
                 mean = [(a + b) / 2 for a, b in zip(alone, after, strict=True)]
                 rows.append(mix_time_s(amounts, mean, fit) / measured)
             results[f"{name}, {read_part}:{write_part} read:written"] = rows
@@ -202,22 +204,22 @@ def main() -> None:
     with loads((args.nvme_dir,), sizes, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
         largest = {s: max((x for x in found if x.stream == s), key=lambda x: x.amount) for s in (*DRIVE, "gpu0.h2d")}
         typical = {s: next(x for x in found if x.stream == s and x.amount == 32 * MIB) for s in largest}
-        crew = Crew([*DRIVE, "gpu0.h2d"])
+        threads = StreamThreads([*DRIVE, "gpu0.h2d"])
         if shutil.which("fio"):
             for stream, rows in drives_against_fio(
-                crew, typical, args.nvme_dir, sizes.file_area_bytes, args.pairs
+                threads, typical, args.nvme_dir, sizes.file_area_bytes, args.pairs
             ).items():
                 show(report, f"{stream} / fio", rows)
             (args.nvme_dir / "fio.tmp").unlink()
         else:
             print("fio is not installed: drives are not compared (Debian: apt-get install fio)")
-        show(report, "copy / plain large copy", copies_against_plain(crew, typical, 3 * args.pairs))
-        fit = fitted_drive(crew, typical, 7)
+        show(report, "copy / plain large copy", copies_against_plain(threads, typical, 3 * args.pairs))
+        fit = fitted_drive(threads, typical, 7)
         report["fitted"] = {"mixed": fit.limits["nvme"], "spread": fit.limit_spread["nvme"], "shares": dict(fit.shares)}
         print(f"fitted: room for both {fit.limits['nvme']:.2f} +- {fit.limit_spread['nvme']:.0%}, shares {fit.shares}")
-        for name, rows in mixes(crew, found, typical, fit, max(5, args.pairs // 2)).items():
+        for name, rows in mixes(threads, found, typical, fit, max(5, args.pairs // 2)).items():
             show(report, f"predicted / measured time, {name}", rows)
-        crew.close()
+        threads.close()
     if args.twice_s:
         report["twice"] = twice(args.nvme_dir, args.twice_s)
         print("twice:", report["twice"])

@@ -49,7 +49,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, late_updates
 from tierplan.planner.search.knobs import SETTINGS
-from tierplan.planner.search.moves import with_parts, with_windows
+from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.planner.solve import plan as solve
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.measure.machine import measure
@@ -170,7 +170,7 @@ def candidates(configuration: Configuration, workload: Workload, machine: Machin
     )
     amounts = problem(workload, machine, semantics=base.semantics)
     for num_parts, windows in itertools.product(PARTS, WINDOWS):
-        plan = with_windows(with_parts(base, num_parts), windows)
+        plan = with_windows(with_shards(base, num_parts), windows)
         if clips:
             yield plan
             yield replace(plan, update_order="backward")
@@ -284,7 +284,7 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
     found: dict[str, object] = {
         "plan": {
             "windows": [plan.prefetch_params_units, plan.prefetch_acts_units, plan.prefetch_states_units],
-            "state_parts": max(unit.state_parts for unit in plan.units),
+            "state_shards": max(unit.state_shards for unit in plan.units),
             "late_updates": num_late,
             "update_order": plan.update_order,
             "semantics": plan.semantics,

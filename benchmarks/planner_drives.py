@@ -49,7 +49,7 @@ def answer(drives: int, host: str, *, time_limit_s: float = TIME_LIMIT_S) -> dic
         "bound_by": dict(result.bound_by),
         "decided_by": result.plan.policy,
         "order": result.plan.order,
-        "tiles": result.plan.tiles,
+        "sub_batches": result.plan.sub_batches,
         "drive_gb": drive_gb(result.schedule),
         "fuyou_drive_gb": drive_gb(fuyou),
         "states_on_drives": share_of_states(result.plan, workload),

@@ -101,7 +101,7 @@ def answer(
         "in_memory_fits": in_memory,
         "decided_by": result.plan.policy,
         "order": result.plan.order,
-        "tiles": result.plan.tiles,
+        "sub_batches": result.plan.sub_batches,
         "status": result.status,
         "solve_s": result.solve_s,
         "total_s": result.total_s,

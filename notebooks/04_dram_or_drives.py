@@ -15,7 +15,7 @@
 #
 # **Question: I have 500 dollars to make 13 B training on my desktop quicker. More DRAM, or more drives?**
 #
-# Prices are assumptions of this notebook: 160 dollars per 2 TB drive, 3 dollars per GiB of DRAM.
+# PriceList are assumptions of this notebook: 160 dollars per 2 TB drive, 3 dollars per GiB of DRAM.
 
 # %%
 import tierplan as tp

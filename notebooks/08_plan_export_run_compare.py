@@ -85,7 +85,7 @@ comparison = tp.compare(
     predicted_step_s=planned.step_s,
     moved_bytes={stream: moved / STEPS for stream, moved in result.moved_bytes.items()},
 )
-tp.write_report("report.html", comparison, schedule, planned.steady.trace, result.trace, losses=result.losses)
+tp.write_report("report.html", comparison, planned.steady.trace, result.trace, losses=result.losses)
 print("losses", [round(loss, 4) for loss in result.losses])
 
 # %% [markdown]

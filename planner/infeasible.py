@@ -18,7 +18,7 @@ from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["InfeasiblePlan", "largest_batch"]
 
-TILES = (1, 2, 4, 8, 16)
+SUB_BATCHES = (1, 2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for."""
 
 
@@ -65,7 +65,7 @@ class InfeasiblePlan(PlanError):
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
     """The largest micro-batch, up to `below`, that some schedule could fit by the relaxation; 0 if not even one fits.
 
-    With micro-batches in tiles where that helps. By bisection: what fits for a batch also fits for a smaller one.
+    With micro-batches in sub-batches where that helps. By bisection: what fits for a batch also fits for a smaller one.
     """
 
     def fits(batch: int) -> bool:
@@ -73,9 +73,9 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         chosen = plain_semantics(workload.training)
         return any(
             lower_bound(
-                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", tiles=t)
+                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", sub_batches=t)
             ).feasible
-            for t in TILES
+            for t in SUB_BATCHES
             if batch % t == 0
         )
 

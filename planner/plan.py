@@ -63,7 +63,7 @@ PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
 }
 PLAN_NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
-    **dict.fromkeys(("segment_units", "tiles", "operator_tiles", "devices"), 1),
+    **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices"), 1),
 }
 """Fields of a unit-wise plan that are whole numbers, each with the least that it may be."""
 
@@ -90,10 +90,10 @@ class UnitPlan:
 
     Its gradients wait in host memory. The numbers are the same; after the last step, one such update is still due."""
 
-    state_parts: int = 1
-    """Parts, at most, in which states on NVMe travel to the update and back, each an update of its own: what is in host
-    memory on the way is a part of the states rather than the whole, and within a unit reads, update and writes overlap.
-    """
+    state_shards: int = 1
+    """Shards, at most, in which states on NVMe travel to the update and back, each an update of its own: what is in
+    host memory on the way is a shard of the states rather than all of them, and within a unit reads, update and writes
+    overlap."""
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
@@ -128,16 +128,16 @@ class UnitwisePlan:
     """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
     hold_updates: bool = False
     """No update before backward has ended, as in systems that look for overflow in all gradients first."""
-    wide_grads: bool = False
-    """Gradients that go to NVMe are widened to fp32 in host memory first."""
+    cast_grads: bool = False
+    """Gradients that go to NVMe are cast to fp32 in host memory first."""
     segment_units: int = 1
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
-    tiles: int = 1
+    sub_batches: int = 1
     """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
     operator_tiles: int = 1
     """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
     devices: int = 1
-    """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many parts."""
+    """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many shards."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
@@ -300,10 +300,10 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
             f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
             "for it; give one action for all, or one per tensor"
         )
-    if choice.state_parts < 1 or (choice.state_parts > 1 and choice.states != "nvme"):
+    if choice.state_shards < 1 or (choice.state_shards > 1 and choice.states != "nvme"):
         raise PlanError(
-            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_parts} parts; the "
-            "number must be 1 or more, and only states on 'nvme' travel in parts"
+            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the "
+            "number must be 1 or more, and only states on 'nvme' travel in shards"
         )
     actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
     if unknown := sorted(actions - set(ACTIONS)):
@@ -353,7 +353,7 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
 
 
 def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
-    """Whether segments are recomputed as a whole, and tiles divide the micro-batch."""
+    """Whether segments are recomputed as a whole, and sub-batches divide the micro-batch."""
     if plan.segment_units > 1 and any(
         unit.kind == "block" and choice.acts != "recompute"
         for unit, choice in zip(workload.units, plan.units, strict=True)
@@ -362,8 +362,8 @@ def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
             f"plan {plan.policy!r} recomputes segments of {plan.segment_units} blocks, but keeps or moves saved "
             "tensors of some; segments need acts='recompute' in every block"
         )
-    if workload.training.per_device_train_batch_size % plan.tiles:
+    if workload.training.per_device_train_batch_size % plan.sub_batches:
         raise PlanError(
             f"plan {plan.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "
-            f"into {plan.tiles} tiles; the number of tiles must divide the number of sequences"
+            f"into {plan.sub_batches} sub-batches; their number must divide the number of sequences"
         )

@@ -29,7 +29,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
 from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
 from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.search.moves import with_parts, with_windows
+from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.planner.search.restarts import improve_from_elsewhere
 from tierplan.planner.several_devices.pack_search import improve_packs
 from tierplan.sim.analysis.steady import SteadyState
@@ -49,11 +49,11 @@ WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
 SHARE_OF_PACKS = 0.6
 """Of the budget, what the search over packs of several devices may take."""
-TILES = (2, 4, 8)
+SUB_BATCHES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
-TILE_PENALTY = 1.005
-"""What one more tile has to be worth in the bound for it to be tried first: more tiles are more ops to search over."""
-MANY_UNITS, TILES_OF_MANY = 48, (4,)
+SUB_BATCH_PENALTY = 1.005
+"""What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
+MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
 SHARES_OF_TUNING = (0.45, 0.6, 0.65)
 """Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
@@ -198,8 +198,8 @@ class _Loop:
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
         problems = [
-            self._problem(self.semantics, order, tiles)
-            for order, tiles in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
+            self._problem(self.semantics, order, num)
+            for order, num in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
         ]
         bounds = [self._bound(p) for p in problems]
         status: Status = "searched"
@@ -212,7 +212,7 @@ class _Loop:
                     share = 0.95 if self.batches == "shared" else SHARE_OF_PACKS
                     self._consider(improve_packs(self.packed, self.evaluate, spent_frac=share, seed=self.seed))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
-            ranked.sort(key=lambda pair: pair[1].step_s * TILE_PENALTY ** (pair[0].tiles - 1))
+            ranked.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
             begun = self.budget.spent_frac  # bounds and policies come first, however long they take
             for number, (p, bound) in enumerate(ranked):
                 if self.best is None or bound.step_s < (self.best.step_s or 0.0) * (1 - GOOD_FRAC):
@@ -245,7 +245,7 @@ class _Loop:
         return bound
 
     def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
-        """The orders of micro-batches, and the tiles that they are cut into, which are worth a look."""
+        """The orders of micro-batches, and the sub-batches that they are cut into, which are worth a look."""
         training = self.workload.training
         shapes: list[tuple[Order, int]] = []
         if "horizontal" in orders or training.gradient_accumulation_steps == 1:
@@ -254,8 +254,8 @@ class _Loop:
             if training.gradient_accumulation_steps > 1:
                 shapes.append(("vertical", 1))
             batch = training.per_device_train_batch_size
-            some = TILES if len(self.workload.units) <= MANY_UNITS else TILES_OF_MANY
-            shapes += [("vertical", tiles) for tiles in some if batch % tiles == 0]
+            some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+            shapes += [("vertical", num) for num in some if batch % num == 0]
         return shapes
 
     def _bound_of_all(self, problems: list[Problem], bounds: list[Bound]) -> Bound:
@@ -269,18 +269,18 @@ class _Loop:
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1:
             self.notes.append("the best plan works in packs, pages or operators' tiles: its bound is compute alone")
             return only_compute
-        own = self._problem(plan.semantics, plan.order, plan.tiles)
-        if all((own.semantics, own.order, own.tiles) != (p.semantics, p.order, p.tiles) for p in problems):
+        own = self._problem(plan.semantics, plan.order, plan.sub_batches)
+        if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
             bounds = [*bounds, self._bound(own)]
         return min(bounds, key=lambda b: b.step_s)
 
-    def _problem(self, semantics: Semantics, order: Order, tiles: int) -> Problem:
+    def _problem(self, semantics: Semantics, order: Order, sub_batches: int) -> Problem:
         return problem(
             self.workload,
             self.machine,
             semantics=semantics,
             order=order,
-            tiles=tiles,
+            sub_batches=sub_batches,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
 
@@ -369,10 +369,10 @@ class _Loop:
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         found = tune(trial, goal_s=goal_s, is_over=is_over, stretch=stretch)
         if found is None:
-            self.notes.append(f"{p.order}, {p.tiles} tiles: no rounded plan fitted")
+            self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: no rounded plan fitted")
             return
         knobs, best_s = found
-        self.notes.append(f"{p.order}, {p.tiles} tiles: {knobs}")
+        self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: {knobs}")
         if best_s > goal_s and not self.budget.is_late:
             made = self._solve_whole(model, knobs.margins(p, *units))
             if made is not None:
@@ -382,15 +382,15 @@ class _Loop:
         """Local moves from the best plan, in its own order."""
         if self.plain is None:
             return
-        by_shape = {(p.order, p.tiles): (p, b) for p, b in zip(problems, bounds, strict=True)}
-        p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.tiles), (problems[0], bounds[0]))
+        by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
+        p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.sub_batches), (problems[0], bounds[0]))
         found = improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC)
         self._consider(
             improve_from_elsewhere(p, found, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed)
         )
 
     def _on_several_devices(self) -> None:
-        """The best plan of one device on all of them, each with its own micro-batches, the rest cut into parts."""
+        """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
         if self.num_devices > 1 and self.plain is not None:
             self._consider(self.evaluate(replace(self.plain.plan, devices=self.num_devices)))
 
@@ -439,8 +439,8 @@ class _Loop:
 
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
-    in_parts = with_parts(plan, knobs.parts)
-    return with_windows(late_updates(p, in_parts, stretch=knobs.stretch), knobs.windows)
+    in_shards = with_shards(plan, knobs.shards)
+    return with_windows(late_updates(p, in_shards, stretch=knobs.stretch), knobs.windows)
 
 
 def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:

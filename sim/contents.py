@@ -17,6 +17,7 @@ from functools import lru_cache
 from tierplan.hwmodels.names import device, device_index
 
 __all__ = [
+    "CastGradients",
     "Clip",
     "Content",
     "ContentError",
@@ -35,7 +36,6 @@ __all__ = [
     "StepKey",
     "TiedGradients",
     "Transient",
-    "WideGradients",
     "backward_key",
     "buffer_name",
     "copy_key",
@@ -115,13 +115,13 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
-class WideGradients:
+class CastGradients:
     """The fp32 copy of a unit's gradients, on its way to NVMe."""
 
     unit: str
 
     def __str__(self) -> str:
-        return _path("grads", self.unit, "wide")
+        return _path("grads", self.unit, "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ Content = (
     Params
     | States
     | Gradients
-    | WideGradients
+    | CastGradients
     | TiedGradients
     | Input
     | InputGradient
@@ -285,8 +285,8 @@ def parse_content(text: str) -> Content:
             content = States(unit, int(match[1]), int(match[2]), _device_of(copy))
         case "states", [unit, *copy]:
             content = States(unit, device=_device_of(copy))
-        case "grads", [unit, "wide"]:
-            content = WideGradients(unit)
+        case "grads", [unit, "fp32"]:
+            content = CastGradients(unit)
         case "grads", [unit, batch, *copy] if _MICRO_BATCH.fullmatch(batch):
             content = Gradients(unit, _number(batch), _device_of(copy))
         case "grads", [unit, *copy]:

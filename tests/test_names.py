@@ -20,7 +20,7 @@ TIERS = r"gpu(\d+|\{\})(?![-\w])"
 STREAMS = r"(?<!link)\.(compute|h2d|d2h|p2p)(?!\w)|^nvme\.(read|write)$|^host\.adam$"
 CONTENTS = r"^(params|states|grads|tied|x|dx|acts|shared|norm|work)/|/mb\{\}|/mb\d|^mb\{\}|@\{\}#"
 KEYS = (
-    r"^(s\{\}|s\d+|fwd|bwd|recompute|accumulate|widen|update|leave|all_reduce|gather\w*|reduce\w*)/"
+    r"^(s\{\}|s\d+|fwd|bwd|recompute|accumulate|cast|update|leave|all_reduce|gather\w*|reduce\w*)/"
     r"|^(fetch|offload|read|write|send|pass)_(params|states|grads|tied|x|dx|y|acts|stash|\{\})/"
 )
 NAME = re.compile("|".join((TIERS, STREAMS, CONTENTS, KEYS)))

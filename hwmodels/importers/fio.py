@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from tierplan.hwmodels.description import Quantity
-from tierplan.hwmodels.importers.reading import ImportedFileError, json_object, number
+from tierplan.hwmodels.importers.reading import ImportedFileError, json_number, json_object
 from tierplan.hwmodels.units import parse_amount
 
 __all__ = ["read_fio"]
@@ -72,12 +72,13 @@ def _add(groups: dict[int, _Group], job: object, common: Mapping[str, object], w
         raise ImportedFileError(f"job {name!r} of {where} failed with error {error}; run fio again")
     own = job.get("job options")
     options = {**common, **(own if isinstance(own, dict) else {})}
-    group = groups.setdefault(int(number(job.get("groupid", 0), f"groupid of job {name!r} in {where}")), _Group())
+    group = groups.setdefault(int(json_number(job.get("groupid", 0), f"groupid of job {name!r} in {where}")), _Group())
     for direction in ("read", "write"):
         result = job[direction]
-        rate = number(result.get("bw_bytes"), f"{direction}.bw_bytes of job {name!r} in {where}")
-        deviation = 1024 * number(result.get("bw_dev", 0.0), f"{direction}.bw_dev of job {name!r} in {where}")  # KiB/s
-        samples = max(1.0, number(result.get("bw_samples", 1), f"{direction}.bw_samples of job {name!r} in {where}"))
+        place = f"of job {name!r} in {where}"
+        rate = json_number(result.get("bw_bytes"), f"{direction}.bw_bytes {place}")
+        deviation = 1024 * json_number(result.get("bw_dev", 0.0), f"{direction}.bw_dev {place}")  # KiB/s
+        samples = max(1.0, json_number(result.get("bw_samples", 1), f"{direction}.bw_samples {place}"))
         setattr(group, direction, getattr(group, direction) + rate)
         group.variance[direction] += deviation**2 / samples
     block = str(options.get("bs", options.get("blocksize", DEFAULT_BLOCK_BYTES))).split(",")[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import MachineError
 
-__all__ = ["ImportedFileError", "json_object", "number"]
+__all__ = ["ImportedFileError", "json_number", "json_object"]
 
 
 class ImportedFileError(MachineError):
@@ -30,7 +30,7 @@ def json_object(text: str, *, where: str, tool: str, how: str) -> Mapping[str, o
     return value
 
 
-def number(value: object, what: str) -> float:
+def json_number(value: object, what: str) -> float:
     """A finite number, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise ImportedFileError(f"{what} is {value!r}; it must be a number, 0 or more")

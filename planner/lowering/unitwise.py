@@ -41,8 +41,8 @@ __all__ = ["unitwise_schedule"]
 
 def unitwise_schedule(plan: UnitwisePlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, on one device of the machine."""
-    if plan.tiles > 1:
-        plan, workload = replace(plan, tiles=1), cut_batches(workload, plan.tiles)
+    if plan.sub_batches > 1:
+        plan, workload = replace(plan, sub_batches=1), cut_batches(workload, plan.sub_batches)
     if plan.operator_tiles > 1:
         plan, workload = _with_cut_operators(plan, workload)
     return _Lowering(plan, workload).schedule(machine)

@@ -11,13 +11,13 @@ from tierplan.planner.lowering.compute_order import Stage
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder, Position
 from tierplan.sim.contents import (
+    CastGradients,
     Clip,
     Gradients,
     Norm,
     Params,
     States,
     TiedGradients,
-    WideGradients,
     copy_key,
     micro_batch_name,
     op_key,
@@ -28,7 +28,7 @@ from tierplan.sim.workloads.workload import Unit, Workload
 __all__ = ["TIER_OF", "Updates"]
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
-WIDE_BYTES = 4
+FP32_BYTES = 4
 """Bytes per parameter of a gradient in fp32."""
 NORM_BYTES = 4096
 """Room for the norms of one unit's parameters."""
@@ -76,7 +76,7 @@ class Updates:
                 continue
             place = TIER_OF[choice.params]
             self.params_home[unit.name] = made.home(Params(unit.name), place, n * t.param_bytes, "params")
-            parts = part_ranges(n, choice.state_parts) if t.state_bytes else []
+            parts = part_ranges(n, choice.state_shards) if t.state_bytes else []
             for k, part in enumerate(parts):
                 content, place = States(unit.name, k, len(parts)), TIER_OF[choice.states]
                 self.states_home[content] = made.home(content, place, len(part) * t.state_bytes, "states")
@@ -150,27 +150,27 @@ class Updates:
         if self.training.max_grad_norm is not None:
             self._norm(stage, unit, grads)
         if choice.grads == "nvme":
-            if self.plan.wide_grads and self.training.grad_bytes < WIDE_BYTES:
-                grads = self._widen(stage, unit, grads)
+            if self.plan.cast_grads and self.training.grad_bytes < FP32_BYTES:
+                grads = self._cast(stage, unit, grads)
             self.grads[unit.name] = self.made.move((stage.step, 2), Gradients(unit.name), grads, NVME, unit.name)
         if self.plan.semantics == "in-backward" and not self.plan.is_late(choice):
             self._update(unit, float(stage.step), self.grads[unit.name])
         elif self.plan.semantics == "delayed-1" or self.plan.is_late(choice):
             self.made.outlives(grads, self.old_grads[unit.name])
 
-    def _widen(self, stage: Stage, unit: Unit, grads: str) -> str:
-        wide = self.made.buffer(WideGradients(unit.name), HOST, unit.num_parameters * WIDE_BYTES, "grads")
+    def _cast(self, stage: Stage, unit: Unit, grads: str) -> str:
+        cast = self.made.buffer(CastGradients(unit.name), HOST, unit.num_parameters * FP32_BYTES, "grads")
         self.made.op(
-            op_key("widen", unit.name),
+            op_key("cast", unit.name),
             HOST_ADAM,
-            "widen",
+            "cast",
             at=(stage.step, 2),
             unit=unit.name,
-            work={"elementwise_bytes": unit.num_parameters * (self.training.grad_bytes + WIDE_BYTES)},
+            work={"elementwise_bytes": unit.num_parameters * (self.training.grad_bytes + FP32_BYTES)},
             reads=(grads,),
-            writes=(wide,),
+            writes=(cast,),
         )
-        return wide
+        return cast
 
     def _norm(self, stage: Stage, unit: Unit, grads: str) -> None:
         norm = self.made.buffer(Norm(unit.name), HOST, NORM_BYTES, "work")
@@ -232,7 +232,7 @@ class Updates:
         if choice.states == "device":
             self._update_on_device(unit, step, grads)
             return
-        parts = part_ranges(unit.num_parameters, choice.state_parts)
+        parts = part_ranges(unit.num_parameters, choice.state_shards)
         apart = self.turns_per_unit if apart is None else apart
         params = self.params_home[unit.name] if choice.params == "host" else ""
         for k, part in enumerate(parts):

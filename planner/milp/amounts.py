@@ -36,9 +36,9 @@ GB = 1e9
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
 
-PARTS = (4, 16, 1, 2, 8)
-"""Numbers of parts in which states on NVMe travel, as they are tried. In the program they are fluid; in schedules those
-of one or two parts are in host memory at a time, so what is in flight is a unit's states over its parts."""
+STATE_SHARDS = (4, 16, 1, 2, 8)
+"""Numbers of shards in which states on NVMe travel, as they are tried. In the program they are fluid; in schedules
+those of one or two shards are in host memory at a time, so what is in flight is a unit's states over its shards."""
 NUM_ALONE = 3
 """Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
 MAX_RUNS = 16
@@ -157,11 +157,11 @@ class Problem:
     """All data of one planning problem."""
 
     workload: Workload
-    """With micro-batches cut into tiles, where there are any."""
+    """With micro-batches cut into sub-batches, where there are any."""
     machine: Machine
     semantics: Semantics
     order: Order
-    tiles: int
+    sub_batches: int
     units: tuple[UnitAmounts, ...]
     runs: tuple[range, ...]
     """Units that share a window, in order of the chain."""
@@ -221,16 +221,16 @@ def problem(
     *,
     semantics: Semantics,
     order: Order = "horizontal",
-    tiles: int = 1,
+    sub_batches: int = 1,
     runs: Iterable[range] | None = None,
     write_limit_bytes_per_s: float = float("inf"),
 ) -> Problem:
-    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `tiles`.
+    """The planning problem of one optimizer step of `workload` on `machine`, with micro-batches cut into `sub_batches`.
 
     `runs` are the units that share a window; by default those of `runs_of`. The first and the last unit are alone.
     """
-    if tiles > 1:
-        workload = cut_batches(workload, tiles)
+    if sub_batches > 1:
+        workload = cut_batches(workload, sub_batches)
     batches = workload.training.gradient_accumulation_steps
     vertical = order == "vertical" and batches > 1
     if vertical or batches == 1:
@@ -248,7 +248,7 @@ def problem(
         machine=machine,
         semantics=semantics,
         order="vertical" if vertical else "horizontal",
-        tiles=tiles,
+        sub_batches=sub_batches,
         units=tuple(_unit(u, workload, machine, names) for u in workload.units),
         runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
         blocks=blocks,
@@ -370,7 +370,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
         "params": {u.num_parameters * t.param_bytes for u in workload.units},
         "grads": {u.num_parameters * t.grad_bytes for u in workload.units},
-        "states": {u.num_parameters * t.state_bytes // parts for u in workload.units for parts in PARTS},
+        "states": {u.num_parameters * t.state_bytes // num for u in workload.units for num in STATE_SHARDS},
     }
     streams = {s.name for s in machine.streams}
 
@@ -380,7 +380,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     up, down = by_class(H2D), by_class(D2H)
     read, write = by_class(NVME_READ), by_class(NVME_WRITE)
     adam_s = [
-        min(parts * _seconds(machine, HOST_ADAM, {"parameters": u.num_parameters / parts}) for parts in PARTS)
+        min(num * _seconds(machine, HOST_ADAM, {"parameters": u.num_parameters / num}) for num in STATE_SHARDS)
         if HOST_ADAM in streams
         else 0.0
         for u in workload.units

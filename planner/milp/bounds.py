@@ -57,7 +57,7 @@ def lower_bound(problem: Problem, *, transients: bool = True, solver: Solver | N
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
     Without `transients`, memory that ops hold only while they run is not counted: such a bound also holds for schedules
-    that cut micro-batches into tiles. `solver` starts from where it ended before.
+    that cut micro-batches into sub-batches. `solver` starts from where it ended before.
     """
     model = build(problem, margins=Margins(relaxed=True), transients=transients)
     solution = (solver or Solver()).solve(model.program)

@@ -42,7 +42,7 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
     plan = UnitwisePlan(
-        policy=policy, units=units, semantics=problem.semantics, order=problem.order, tiles=problem.tiles
+        policy=policy, units=units, semantics=problem.semantics, order=problem.order, sub_batches=problem.sub_batches
     )
     return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
 

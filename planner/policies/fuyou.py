@@ -8,8 +8,8 @@ write-back runs beside Adam instead. Parameters come through a window of one blo
 
 Which activations are swapped to host memory and which are made again follows Fuyou's rule: saved tensors are ranked by
 the compute that swapping saves per byte, and more are swapped as long as the modelled iteration time, convex in the
-swapped bytes, falls. Blocks that save the same tensors share their ranks. A block works on the batch in `tiles` where
-the whole batch's tensors would not fit the device.
+swapped bytes, falls. Blocks that save the same tensors share their ranks. A block works on `sub_batches` one after the
+other where the whole batch's tensors would not fit the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS: Mapping[str, object] = {
     "swap": "convex",  # or all, none
     "write_back": "awaited",  # or delayed
     "window": 1,
-    "tiles": 0,  # 0: as few as fit
+    "sub_batches": 0,  # 0: as few as fit
     "semantics": None,
 }
 Slot = tuple[int, int]
@@ -41,7 +41,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
     window = int(number(NAME, options, "window", low=0))
-    tiles = int(number(NAME, options, "tiles", low=0)) or _fewest_tiles(workload, machine, window)
+    sub_batches = int(number(NAME, options, "sub_batches", low=0)) or _fewest_sub_batches(workload, machine, window)
     swap = choice(NAME, options, "swap", ("convex", "all", "none"))
     write_back = choice(NAME, options, "write_back", ("awaited", "delayed"))
     kinds = _kinds(workload)
@@ -71,14 +71,14 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
-        tiles=tiles,
+        sub_batches=sub_batches,
         prefetch_params_units=window,
         prefetch_acts_units=1,
         prefetch_states_units=0,
         strict_windows=True,
         updates_in_flight=2,
         write_back="delayed" if write_back == "delayed" else "awaited",
-        options={**options, "tiles": tiles, "swapped": len(swapped)},
+        options={**options, "sub_batches": sub_batches, "swapped": len(swapped)},
     )
 
 
@@ -133,7 +133,7 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -
     return in_forward + max(backward, seconds(H2D, up), drive + seconds(HOST_ADAM, {"parameters": float(n)}))
 
 
-def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
+def _fewest_sub_batches(workload: Workload, machine: Machine, window: int) -> int:
     """The fewest equal parts of the batch with which a unit's tensors fit the device beside its parameters.
 
     Raises `PlanError` when not even single sequences do.
@@ -145,11 +145,11 @@ def _fewest_tiles(workload: Workload, machine: Machine, window: int) -> int:
     parameters = block * (t.param_bytes * (1 + window) + 2 * t.grad_bytes) + other * (t.param_bytes + t.grad_bytes)
     borders = 4 * max(u.input_bytes for u in workload.units) * t.gradient_accumulation_steps
     need = 0
-    for tiles in (k for k in range(1, batch + 1) if batch % k == 0):
+    for num in (k for k in range(1, batch + 1) if batch % k == 0):
         work = max(2 * u.saved_bytes + max(u.forward_work_bytes, u.backward_work_bytes) for u in workload.units)
-        need = parameters + borders + work // tiles
+        need = parameters + borders + work // num
         if need <= capacity:
-            return tiles
+            return num
     if parameters > capacity:
         raise PlanError(
             f"policy {NAME!r} needs about {need:,} bytes on the device for one sequence, but it has {capacity:,}; "

@@ -1,7 +1,7 @@
 """ZeRO-Infinity (arXiv 2104.07857): each of parameters, optimizer and checkpoints on the device, the host or NVMe.
 
 Parameters come through three overlapping stages: NVMe to host, host to device, and compute, each some units ahead of
-the next. Gradients go to host memory in backward, are widened to fp32 and, where the optimizer is on NVMe, written
+the next. Gradients go to host memory in backward, are cast to fp32 and, where the optimizer is on NVMe, written
 there. The optimizer runs after backward, unit by unit. DeepSpeed's default (`pipeline=off`: `pipeline_read` and
 `pipeline_write` are false, and the documented four buffers hold the states and the gradient of one update) reads one
 unit's states and gradient, updates, writes them home, and only then reads the next. With `pipeline=on` one is read
@@ -101,7 +101,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         updates_in_flight=4 if pipelined else 1,
         hold_updates=True,
         update_order="backward",
-        wide_grads=optimizer != "device",
+        cast_grads=optimizer != "device",
         operator_tiles=int(number(NAME, options, "operator_tiles", low=1)),
         devices=devices,
         options=options,

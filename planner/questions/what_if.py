@@ -19,7 +19,7 @@ from tierplan.planner.plan import PlanError, Semantics
 from tierplan.planner.solve import plan
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["Point", "Worth", "changes", "frontier", "plot_frontier", "worths"]
+__all__ = ["FrontierPoint", "Worth", "changes", "frontier", "plot_frontier", "worths"]
 
 GB = 1e9
 FRONTIER_FRACS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -36,7 +36,7 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """One device memory on the frontier."""
 
     device_bytes: int
@@ -116,12 +116,12 @@ def frontier(
     fracs: Sequence[float] = FRONTIER_FRACS,
     time_limit_s: float = 5.0,
     drive_lifetime_years: float | None = None,
-) -> list[Point]:
+) -> list[FrontierPoint]:
     """Step time and bound at fractions and multiples of the device's memory, from little to much.
 
     A plan for less memory also runs with more, so the step time never rises along the frontier.
     """
-    points: list[Point] = []
+    points: list[FrontierPoint] = []
     best: float | None = None
     for frac in sorted(fracs):
         tiers = [
@@ -137,14 +137,16 @@ def frontier(
                 drive_lifetime_years=drive_lifetime_years,
             )
         except PlanError:
-            points.append(Point(device_bytes=size, step_s=best, lower_bound_s=None))
+            points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=None))
             continue
         best = result.step_s if best is None else min(best, result.step_s)
-        points.append(Point(device_bytes=size, step_s=best, lower_bound_s=min(result.lower_bound_s, best)))
+        points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=min(result.lower_bound_s, best)))
     return points
 
 
-def plot_frontier(points: Sequence[Point], path: str | os.PathLike[str], workload: Workload, machine: Machine) -> None:
+def plot_frontier(
+    points: Sequence[FrontierPoint], path: str | os.PathLike[str], workload: Workload, machine: Machine
+) -> None:
     """Writes the frontier as a picture."""
     from matplotlib.figure import Figure
 

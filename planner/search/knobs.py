@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tierplan.hwmodels.names import H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import PARTS, Problem
+from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
 from tierplan.planner.milp.model import Margins
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
@@ -27,12 +27,12 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.05, 0.01),
     "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-    "parts": sorted(PARTS),
+    "shards": sorted(STATE_SHARDS),
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
 }
 SHORTER = 1 - 2e-4
 CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
-"""Margins in host memory, late updates and parts, which trade the same bytes: walking along one of them alone may not
+"""Margins in host memory, late updates and shards, which trade the same bytes: walking along one of them alone may not
 get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
 
 
@@ -50,7 +50,7 @@ class Knobs:
     """Margin in host memory, in units' gradients, parameters and states."""
     device: float = 1.0
     """Margin in device memory, in the largest things that come there."""
-    parts: int = PARTS[0]
+    shards: int = STATE_SHARDS[0]
     """In which states on NVMe travel to their update and back."""
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
@@ -75,8 +75,8 @@ def tune(
     if start is None:
         return None
     best, best_s = start
-    for host, late, parts in CORNERS:
-        corner = replace(start[0], host=host, stretch=late, parts=parts)
+    for host, late, shards in CORNERS:
+        corner = replace(start[0], host=host, stretch=late, shards=shards)
         tried = None if is_over() or best_s <= goal_s else trial(corner)
         if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
             best, best_s = corner, tried.step_s

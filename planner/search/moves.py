@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from tierplan.planner.milp.amounts import MODES, PARTS, Mode, Problem
+from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 
-__all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_parts", "with_placement", "with_windows"]
+__all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_placement", "with_shards", "with_windows"]
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -71,13 +71,13 @@ def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
     free = {"strict_windows": False, "updates_in_flight": 0, "write_back": "at once", "hold_updates": False}
     yield lambda plan: replace(plan, **free)  # type: ignore[arg-type]
-    yield lambda plan: with_parts(replace(plan, **free), PARTS[0])  # type: ignore[arg-type]
+    yield lambda plan: with_shards(replace(plan, **free), STATE_SHARDS[0])  # type: ignore[arg-type]
 
 
-def _parts(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
-    """States on NVMe in larger or smaller parts, at once for all units."""
-    for num_parts in PARTS:
-        yield lambda plan, num_parts=num_parts: with_parts(plan, num_parts)  # type: ignore[misc]
+def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
+    """States on NVMe in larger or smaller shards, at once for all units."""
+    for num_shards in STATE_SHARDS:
+        yield lambda plan, num_shards=num_shards: with_shards(plan, num_shards)  # type: ignore[misc]
 
 
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -170,7 +170,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _promotions,
     _kept,
     _windows,
-    _parts,
+    _shards,
     _lateness,
     _swaps,
     _placements,
@@ -183,9 +183,9 @@ def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
     """The plan with this placement of one unit."""
     choice = plan.units[u]
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
-    parts = max(other.state_parts for other in plan.units) if mode.states == "nvme" else 1
+    shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
     changed = replace(
-        choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late, state_parts=parts
+        choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late, state_shards=shards
     )
     return _with_unit(plan, u, changed)
 
@@ -198,7 +198,7 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
         states=other.states,
         grads=other.grads,
         late_update=other.late_update,
-        state_parts=other.state_parts,
+        state_shards=other.state_shards,
     )
 
 
@@ -235,7 +235,7 @@ def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwiseP
     return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
 
 
-def with_parts(plan: UnitwisePlan, num_parts: int) -> UnitwisePlan:
-    """The plan with states on NVMe travelling in so many parts."""
-    units = [replace(choice, state_parts=num_parts if choice.states == "nvme" else 1) for choice in plan.units]
+def with_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
+    """The plan with states on NVMe travelling in `num_shards` shards."""
+    units = [replace(choice, state_shards=num_shards if choice.states == "nvme" else 1) for choice in plan.units]
     return replace(plan, units=tuple(units))

@@ -12,7 +12,7 @@ from torch import nn
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.workloads.workload import Training
 
-__all__ = ["default_device", "device_name", "random_batches", "seeded_model", "versions"]
+__all__ = ["default_device", "device_model", "random_batches", "seeded_model", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -25,7 +25,7 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_name(device: str) -> str:
+def device_model(device: str) -> str:
     """The GPU's name; `no GPU` for a device on the CPU."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else "no GPU"
 

@@ -23,6 +23,7 @@ from tierplan.runtime.memory.store import Extent, Store
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
 from tierplan.runtime.optim.groups import segments
 from tierplan.sim.contents import (
+    CastGradients,
     Clip,
     Gradients,
     Input,
@@ -33,7 +34,6 @@ from tierplan.sim.contents import (
     SavedActs,
     States,
     TiedGradients,
-    WideGradients,
 )
 
 __all__ = ["Bodies", "SizeError"]
@@ -85,7 +85,7 @@ class Bodies:
             "backward": self._backward,
             "copy": self._copy,
             "accumulate": self._accumulate,
-            "widen": self._widen,
+            "cast": self._cast,
             "norm": self._norm,
             "clip": self._clip,
             "update": self._update,
@@ -347,12 +347,12 @@ class Bodies:
         total = self.place(call.writes[0])
         total.block.data.view(self.dtype).add_(held_of(call.reads[1]).block.data.view(self.dtype))
 
-    def _widen(self, call: Call) -> None:
+    def _cast(self, call: Call) -> None:
         """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
-        old, wide = held_of(call.reads[0]), self.place(call.writes[0])
-        wide.filled, wide.is_absent = old.filled, old.is_absent
+        old, cast = held_of(call.reads[0]), self.place(call.writes[0])
+        cast.filled, cast.is_absent = old.filled, old.is_absent
         if not old.is_absent:
-            wide.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
+            cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
 
     def _norm(self, call: Call) -> None:
         """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
@@ -408,13 +408,13 @@ class Bodies:
             if "master" in regions:
                 flat.copy_(regions["master"])
             return
-        is_wide = isinstance(content_of(call.reads[0]), WideGradients)
+        is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.parts is not None:
             assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"
             gradient = [t.view(-1) for t in grads.parts if t is not None]
         else:
-            flat_gradient = grads.block.data.view(torch.float32 if is_wide else self.dtype)
+            flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
         num_updates = call.step - (unit.name in self.behind)
         update_flat(

@@ -1,4 +1,4 @@
-"""Optimizer states that travel in parts (`UnitPlan.state_parts`): cutting a unit's states, and joining them again."""
+"""Optimizer states that travel in parts (`UnitPlan.state_shards`): cutting a unit's states, and joining them again."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from scipy.optimize import least_squares
 
 from tierplan.sim.sharing import max_min_speeds
 
-__all__ = ["Company", "Fit", "LimitPrior", "fit_limits"]
+__all__ = ["Fit", "LimitPrior", "Mix", "fit_limits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class Mix:
     """Streams that ran together, with their speeds by round."""
 
     streams: tuple[str, ...]
@@ -78,27 +78,24 @@ SHARE_SIGMA = 0.7
 SPEED_SIGMA = 0.05
 
 
-def fit_limits(
-    companies: Sequence[Company], priors: Sequence[LimitPrior], *, resamples: int = 12, seed: int = 0
-) -> Fit:
-    """The limits that explain the speeds of these companies best."""
-    streams = sorted({s for c in companies for s in c.streams})
-    medians = [c.medians() for c in companies]
-    fitted = _fit(companies, medians, priors, streams)
+def fit_limits(mixes: Sequence[Mix], priors: Sequence[LimitPrior], *, resamples: int = 12, seed: int = 0) -> Fit:
+    """The limits that explain the speeds of these mixes best."""
+    streams = sorted({s for c in mixes for s in c.streams})
+    medians = [c.medians() for c in mixes]
+    fitted = _fit(mixes, medians, priors, streams)
     takes, limits, shares = fitted
     errors = [
         abs(p - min(1.0, m))
-        for company, measured in zip(companies, medians, strict=True)
-        for p, m in zip(_predict(company.streams, takes, limits, shares), measured, strict=True)
+        for mix, measured in zip(mixes, medians, strict=True)
+        for p, m in zip(_predict(mix.streams, takes, limits, shares), measured, strict=True)
     ]
     tries: dict[str, list[float]] = {name: [] for name in limits}
     rng = random.Random(seed)
     for _ in range(resamples):
         drawn = [
-            tuple(statistics.median(rng.choices(col, k=len(col))) for col in zip(*c.rounds, strict=True))
-            for c in companies
+            tuple(statistics.median(rng.choices(col, k=len(col))) for col in zip(*c.rounds, strict=True)) for c in mixes
         ]
-        resampled_takes, resampled_limits, _ = _fit(companies, drawn, priors, streams)
+        resampled_takes, resampled_limits, _ = _fit(mixes, drawn, priors, streams)
         for name in tries:
             tries[name].append(_strength(resampled_takes[name], resampled_limits[name]))
     spread = {}
@@ -114,7 +111,7 @@ def _strength(takes: Mapping[str, float], limit: float) -> float:
 
 
 def _fit(
-    companies: Sequence[Company],
+    mixes: Sequence[Mix],
     measured: Sequence[Sequence[float]],
     priors: Sequence[LimitPrior],
     streams: Sequence[str],
@@ -139,8 +136,8 @@ def _fit(
         takes, limits, shares = unpack(x)
         out = [
             (p - min(1.0, m)) / SPEED_SIGMA
-            for company, speeds in zip(companies, measured, strict=True)
-            for p, m in zip(_predict(company.streams, takes, limits, shares), speeds, strict=True)
+            for mix, speeds in zip(mixes, measured, strict=True)
+            for p, m in zip(_predict(mix.streams, takes, limits, shares), speeds, strict=True)
         ]
         return np.array([*out, *x])
 

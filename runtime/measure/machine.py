@@ -28,10 +28,10 @@ from tierplan.hwmodels.description import Description, write_description
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.measure.limits import Company, LimitPrior, fit_limits
+from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, existing
-from tierplan.runtime.measure.timing import Crew
+from tierplan.runtime.measure.timing import StreamThreads
 from tierplan.sim.trace import write_atomically
 
 __all__ = ["MeasurementError", "Progress", "measure", "measure_description"]
@@ -120,21 +120,21 @@ def measure_description(
     report = progress or (lambda what, part: None)
     report("preparing memory and files", 0.0)
     with loads(folders, plan.sizes, device=chosen, dtypes=kinds) as (found, notes):
-        crew = Crew(list(dict.fromkeys(load.stream for load in found)))
+        threads = StreamThreads(list(dict.fromkeys(load.stream for load in found)))
         try:
-            seconds = _warm_up(crew, found)
+            seconds = _warm_up(threads, found)
             left_s = budget_s - (time.monotonic() - began) - FIT_S
-            alone, companies = _rounds(crew, found, seconds, plan, left_s, report)
+            alone, mixes = _rounds(threads, found, seconds, plan, left_s, report)
         finally:
-            crew.close()
+            threads.close()
     report("fitting shared limits", 0.97)
     streams = tuple(dict.fromkeys(load.stream for load in found))
-    pairs = [company for company in companies if len(company.streams) == 2]
+    pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     source = f"tierplan machine measure, {date}, {plan.rounds} rounds, torch {torch.__version__}"
     description = describe(
-        name, alone, fit, companies, folders, chosen, plan.sizes, dtype=kinds[0], source=source, remarks=notes
+        name, alone, fit, mixes, folders, chosen, plan.sizes, dtype=kinds[0], source=source, remarks=notes
     )
     report("done", 1.0)
     return description
@@ -196,14 +196,19 @@ def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
     return _Plan(rounds, replace(sizes, file_area_bytes=area))
 
 
-def _warm_up(crew: Crew, found: Sequence[Load]) -> dict[str, float]:
+def _warm_up(threads: StreamThreads, found: Sequence[Load]) -> dict[str, float]:
     """Every load twice: threads start, kernels are chosen, pages are touched. Seconds of one op, by load."""
-    return {load.name: load.amount / crew.rates([load], 0.0)[0] for load in found}
+    return {load.name: load.amount / threads.rates([load], 0.0)[0] for load in found}
 
 
 def _rounds(
-    crew: Crew, found: Sequence[Load], seconds: dict[str, float], plan: _Plan, budget_s: float, report: Progress
-) -> tuple[Alone, list[Company]]:
+    threads: StreamThreads,
+    found: Sequence[Load],
+    seconds: dict[str, float],
+    plan: _Plan,
+    budget_s: float,
+    report: Progress,
+) -> tuple[Alone, list[Mix]]:
     """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
     typical = _typical(found, seconds)
     pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
@@ -219,16 +224,16 @@ def _rounds(
             break  # others use the machine, so that everything takes longer than it should
         for load in found:
             report(f"{load.stream} alone", 0.05 + 0.9 * done / total)
-            alone[load].append(crew.rates([load], window_s)[0])
+            alone[load].append(threads.rates([load], window_s)[0])
             done += 1
         for pair in pairs:
             report(" with ".join(pair), 0.05 + 0.9 * done / total)
             both = [typical[stream] for stream in pair]
-            single = [crew.rates([load], window_s)[0] for load in both]
-            together = crew.rates(both, 2 * window_s)
+            single = [threads.rates([load], window_s)[0] for load in both]
+            together = threads.rates(both, 2 * window_s)
             speeds[pair].append(tuple(t / s for t, s in zip(together, single, strict=True)))
             done += 1
-    return alone, [Company(pair, tuple(rows)) for pair, rows in speeds.items()]
+    return alone, [Mix(pair, tuple(rows)) for pair, rows in speeds.items()]
 
 
 def _window_s(
@@ -244,7 +249,7 @@ def _window_s(
 
 
 def _typical(found: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load]:
-    """The load of each stream that stands for it in company: the largest that a window holds several of."""
+    """The load of each stream that stands for it in mix: the largest that a window holds several of."""
     typical: dict[str, Load] = {}
     for load in found:
         if load.stream == COMPUTE and not load.kind.startswith("matmul"):

@@ -15,7 +15,7 @@ import torch
 from tierplan.hwmodels.description import Description, Limit, Quantity
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.measure.limits import Company, Fit
+from tierplan.runtime.measure.limits import Fit, Mix
 from tierplan.runtime.measure.loads import BLOCK, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
 
@@ -39,7 +39,7 @@ def describe(
     name: str,
     alone: Alone,
     fit: Fit,
-    companies: Sequence[Company],
+    mixes: Sequence[Mix],
     folders: tuple[Path, ...],
     device: Device,
     sizes: Sizes,
@@ -67,13 +67,13 @@ def describe(
         for limit, takes in fit.takes.items()
         if limit != NVME_LIMIT
     )
-    mixes = {
+    speeds = {
         " + ".join(c.streams): [
             [round(x, 3) for x in both] for both in zip(fit.speeds(c.streams), c.medians(), strict=True)
         ]
-        for c in companies
+        for c in mixes
     }
-    unfitted = [c for c in companies if len(c.streams) > 2]
+    unfitted = [c for c in mixes if len(c.streams) > 2]
     return Description(
         name=name,
         summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -81,7 +81,7 @@ def describe(
         limits=limits,
         shares={s: v for s, v in fit.shares.items() if not parse_stream(s).is_drive},
         notes={
-            "mixes_predicted_and_measured_speed": mixes,
+            "mixes_predicted_and_measured_speed": speeds,
             "worst_error_of_a_pair": round(fit.worst_error, 3),
             "median_error_of_mixes_not_fitted": _median_error(fit, unfitted) if unfitted else "not measured",
             "drives": _drive_note(sizes) if folders else "not measured",
@@ -90,11 +90,11 @@ def describe(
     )
 
 
-def _median_error(fit: Fit, companies: Sequence[Company]) -> float:
+def _median_error(fit: Fit, mixes: Sequence[Mix]) -> float:
     """Between predicted and measured speeds (fractions of full speed), over all streams of these mixes."""
     errors = [
         abs(predicted - min(1.0, measured))
-        for c in companies
+        for c in mixes
         for predicted, measured in zip(fit.speeds(c.streams), c.medians(), strict=True)
     ]
     return round(statistics.median(errors), 3)

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import log, sqrt
 
+from scipy.stats import t as student
+
 from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.measure.loads import Load
 
-__all__ = ["Crew", "summary"]
+__all__ = ["StreamThreads", "summary"]
 
-T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t, 97.5 %, by number of samples."""
 LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
 """No spread below the first is claimed: clocks, turbo and the system differ by as much between any two runs. The second
 stands for anything worse: such a number is a guess."""
 
 
-class Crew:
+class StreamThreads:
     """One thread per stream; as in training, only compute uses several threads for one op."""
 
     def __init__(self, streams: Sequence[str]) -> None:
@@ -86,5 +86,5 @@ def summary(values: Sequence[float]) -> tuple[float, float]:
         return middle, MOST_SPREAD
     deviation = statistics.stdev(log(max(v, 1e-30)) for v in values)
     # 1.25: the median of a normal sample scatters by that much more than its mean
-    half = T_975.get(n, 2.1) * 1.25 * deviation * sqrt(2 / n)
+    half = float(student.ppf(0.975, n - 1)) * 1.25 * deviation * sqrt(2 / n)
     return middle, max(LEAST_SPREAD, min(MOST_SPREAD, half / 2))

@@ -1,8 +1,8 @@
 """Makes a forward on fake CPU tensors take the operations that a real CPU step, or a real CUDA step, would take.
 
 `transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone. For CUDA,
-attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are widened to fp32, as its kernel
-has them: a CPU build of PyTorch then saves what a CUDA build saves.
+attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are in fp32, as its kernel has
+them: a CPU build of PyTorch then saves what a CUDA build saves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def result_on(training: Training) -> Any:
     if training.backend == "cpu" or training.dtype == "fp32":
         return None
 
-    def widen(func: Any, out: Any) -> Any:
+    def upcast(func: Any, out: Any) -> Any:
         if func not in STATISTICS_IN_FP32:
             return out
         return tuple(t.float() if i in STATISTICS_IN_FP32[func] else t for i, t in enumerate(out))
 
-    return widen
+    return upcast
 
 
 @contextmanager

@@ -6,7 +6,7 @@ moments are whole nanoseconds; in a measured trace causes are matched to the nea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -30,6 +30,7 @@ __all__ = [
     "sensitivities",
     "stream_times",
     "time_on_path",
+    "times_in_windows",
 ]
 
 Reason = Literal["begin", "stream", "input", "memory"]
@@ -40,7 +41,7 @@ Reason = Literal["begin", "stream", "input", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTime:
-    """How a stream spent a stretch of time. `alone_s + slowed_s + input_s + memory_s + done_s` is the whole of it."""
+    """How a stream spent a stretch of time. The five parts add up to `total_s`."""
 
     alone_s: float
     """At work, as long as the work takes with nothing beside it."""
@@ -50,12 +51,16 @@ class StreamTime:
     """Idle until what the next op reads or comes after was complete."""
     memory_s: float
     """Idle until the next op was granted memory; its inputs were complete."""
-    done_s: float
-    """Idle after the last op, or with nothing to do in the trace; in a measured one also while a thread woke up."""
+    idle_s: float
+    """Idle for no such reason: after the last op, or (in a measured trace) until the op's thread began it."""
 
     @property
     def busy_s(self) -> float:
         return self.alone_s + self.slowed_s
+
+    @property
+    def total_s(self) -> float:
+        return self.busy_s + self.input_s + self.memory_s + self.idle_s
 
 
 def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> dict[str, StreamTime]:
@@ -63,33 +68,38 @@ def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> d
 
     Traces that do not know what ops take alone (measured ones) show all work as `alone_s`.
     """
-    begin_ns, end_ns = (0.0, float(trace.duration_ns)) if window_s is None else (window_s[0] * 1e9, window_s[1] * 1e9)
+    window_ns = (0.0, float(trace.duration_ns)) if window_s is None else (window_s[0] * 1e9, window_s[1] * 1e9)
+    return times_in_windows(trace.spans, {s.stream: window_ns for s in trace.spans})
 
-    def inside_ns(first: float, last: float) -> float:
-        return max(0.0, min(last, end_ns) - max(first, begin_ns))
 
-    found: dict[str, list[float]] = {}
-    for s in trace.spans:
-        alone, slowed, on_input, on_memory = found.get(s.stream, (0.0, 0.0, 0.0, 0.0))
+def times_in_windows(spans: Iterable[Span], windows_ns: Mapping[str, tuple[float, float]]) -> dict[str, StreamTime]:
+    """How each stream spent its window (begin and end in nanoseconds, by stream), according to these spans."""
+    parts_ns: dict[str, list[float]] = {}
+    for s in spans:
+        begin_ns, end_ns = windows_ns[s.stream]
+
+        def inside_ns(first: float, last: float, begin_ns: float = begin_ns, end_ns: float = end_ns) -> float:
+            return max(0.0, min(last, end_ns) - max(first, begin_ns))
+
         ready_ns = max(s.free_ns, s.ready_ns)
         busy_ns = inside_ns(s.start_ns, s.end_ns)
         alone_frac = min(1.0, s.alone_ns / s.duration_ns) if s.alone_ns >= 0 and s.duration_ns > 0 else 1.0
-        found[s.stream] = [
+        alone, slowed, on_input, on_memory = parts_ns.get(s.stream, (0.0, 0.0, 0.0, 0.0))
+        parts_ns[s.stream] = [
             alone + alone_frac * busy_ns,
             slowed + (1.0 - alone_frac) * busy_ns,
             on_input + inside_ns(s.free_ns, ready_ns),
             on_memory + inside_ns(ready_ns, ready_ns + s.waited_memory_ns),
         ]
-    whole_ns = end_ns - begin_ns
     return {
         stream: StreamTime(
             alone_s=parts[0] / 1e9,
             slowed_s=parts[1] / 1e9,
             input_s=parts[2] / 1e9,
             memory_s=parts[3] / 1e9,
-            done_s=max(0.0, whole_ns - sum(parts)) / 1e9,
+            idle_s=max(0.0, windows_ns[stream][1] - windows_ns[stream][0] - sum(parts)) / 1e9,
         )
-        for stream, parts in found.items()
+        for stream, parts in parts_ns.items()
     }
 
 

@@ -1,18 +1,21 @@
-"""Pictures of a trace with matplotlib: what ran when, what the tiers held, where the time went.
+"""Pictures of traces with matplotlib: what ran when, what the tiers held, where the time went.
 
-Each function takes a trace and, if wanted, an Axes to draw into, and returns the Figure: in a notebook, as the last
-line of a cell, that shows it. Nothing is written and no pyplot state is left behind. The colours are those of Okabe and
-Ito, told apart with any common form of colour blindness; place or hatch repeats what matters.
+A picture shows one trace, or several below each other on one axis of time (predicted and measured). Each function
+returns the Figure: in a notebook, as the last line of a cell, that shows it. Nothing is written and no pyplot state is
+left behind. The colours are those of Okabe and Ito, told apart with any common form of colour blindness; place or hatch
+repeats what matters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from tierplan.hwmodels.names import display_order
@@ -20,9 +23,15 @@ from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.contents import parse_key, split_step
 from tierplan.sim.trace import Span, Trace
 
-__all__ = ["plot_memory", "plot_step_time", "plot_timeline"]
-
-Window = tuple[float, float] | None
+__all__ = [
+    "TRACE_COLOURS",
+    "Excerpt",
+    "plot_holdings",
+    "plot_memory",
+    "plot_step_time",
+    "plot_timeline",
+    "plot_timelines",
+]
 
 COLOURS = {
     "forward": "#0072b2",
@@ -38,74 +47,151 @@ COLOURS = {
 """By what an op does on a computing stream, and by what it moves on the others."""
 VERBS = {"fwd": "forward", "bwd": "backward"}
 MOVED = {"params": "params", "grads": "grads", "states": "states", "acts": "acts", "x": "acts"}
-INK, WAIT_MEMORY, WAIT_INPUT, SLOWED = "#1b1f24", "#1b1f24", "#c9ced6", "#882255"
+INK = "#1b1f24"
+INPUT, MEMORY, SHARING = "waits for input", "waits for memory", "added by sharing (above)"
+WAITS = {INPUT: "#c9ced6", MEMORY: INK, SHARING: "#882255"}
 
 
-def plot_timeline(trace: Trace, *, window_s: Window = None, ax: Axes | None = None) -> Figure:
+TRACE_COLOURS = ("#0072b2", "#d55e00")
+"""Of lines: the first trace is dashed, the second one solid."""
+NARROW_FRAC = 4e-4
+"""Of the picture's width: bars of one colour that are closer than that, and as narrow, are drawn as one."""
+
+
+class Excerpt(NamedTuple):
+    """A stretch of a trace: what is drawn."""
+
+    trace: Trace
+    begin_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+def plot_timeline(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
     """Every op as a bar on the lane of its stream, coloured by what it does or moves.
 
     Successive units of the model alternate between full and paler colour, so that 96 layers can be told apart. Below a
     lane, a thin line shows what an idle stream waited for; above it, how much of an op was due to shared limits. Time
     counts from the beginning of the window.
     """
-    streams = _streams(trace)
-    fig, ax = _axes(ax, height=1.4 + 0.55 * len(streams))
-    begin_s, end_s = window_s or (0.0, trace.duration_s)
-    unit, per_s = _time_unit(end_s - begin_s)
-    bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
-    waits: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    slowed: dict[int, list[tuple[float, float]]] = {}
-    used = set()
-    for span in trace.spans:
-        if span.end_ns < begin_s * 1e9 or span.free_ns > end_s * 1e9:
-            continue
-        lane = streams.index(span.stream)
-        colour = _what(span)
-        used.add(colour)
-        bar = _bar(span.start_ns, span.end_ns, per_s, begin_s)
-        bars.setdefault((lane, colour, _paleness(span)), []).append(bar)
-        ready_ns = max(span.free_ns, span.ready_ns)
-        if ready_ns > span.free_ns:
-            waits.setdefault((lane, WAIT_INPUT), []).append(_bar(span.free_ns, ready_ns, per_s, begin_s))
-        if span.waited_memory_ns:
-            bar = _bar(ready_ns, ready_ns + span.waited_memory_ns, per_s, begin_s)
-            waits.setdefault((lane, WAIT_MEMORY), []).append(bar)
-        if 0 <= span.alone_ns < span.duration_ns:
-            slowed.setdefault(lane, []).append(
-                _bar(span.end_ns - (span.duration_ns - span.alone_ns), span.end_ns, per_s, begin_s)
-            )
-    for (lane, colour, alpha), found in sorted(bars.items()):
-        ax.broken_barh(found, (lane - 0.32, 0.64), facecolors=COLOURS[colour], alpha=alpha, linewidth=0)
-    for (lane, colour), found in sorted(waits.items()):
-        ax.broken_barh(found, (lane + 0.37, 0.08), facecolors=colour, linewidth=0)
-    for lane, found in sorted(slowed.items()):
-        ax.broken_barh(found, (lane - 0.45, 0.08), facecolors=SLOWED, linewidth=0)
-    for boundary_s in _step_ends(trace):
-        if begin_s < boundary_s < end_s:
-            ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")
+    return plot_timelines({"": Excerpt(trace, *(window_s or (0.0, trace.duration_s)))}, ax=ax)
+
+
+def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -> Figure:
+    """`plot_timeline` for several traces: each stream has a lane for each of them, in order, from top to bottom.
+
+    All begin at zero. At the right stand the names of the traces, and how busy the stream was in each.
+    """
+    streams = _streams([excerpt.trace for excerpt in excerpts.values()])
+    num_lanes = len(excerpts)
+    fig, ax = _axes(ax, height=1.4 + (0.35 + 0.2 * num_lanes) * len(streams))
+    length_s = max(excerpt.length_s for excerpt in excerpts.values())
+    unit, per_s = _time_unit(length_s)
+    seen: set[str] = set()
+    for lane, (name, excerpt) in enumerate(excerpts.items()):
+        height = 0.9 / num_lanes
+        centres = {stream: i + height * (lane - (num_lanes - 1) / 2) for i, stream in enumerate(streams)}
+        seen |= _draw_ops(ax, excerpt, centres, height, per_s, length_s)
+        if num_lanes > 1:
+            _name_lanes(ax, name, excerpt, centres, height, per_s)
     ax.set_yticks(range(len(streams)), streams)
     ax.set_ylim(len(streams) - 0.5, -0.5)
-    ax.set_xlim(0, (end_s - begin_s) * per_s)
+    ax.set_xlim(0, length_s * per_s)
     ax.set_xlabel(f"time ({unit})")
     labels: dict[str, list[str]] = {}  # updates and the states that they need share a colour
-    for name in [name for name in COLOURS if name in used]:
+    for name in [name for name in COLOURS if name in seen]:
         labels.setdefault(COLOURS[name], []).append(name)
     handles = [Patch(facecolor=colour, label=", ".join(names)) for colour, names in labels.items()]
-    handles += [
-        Patch(facecolor=colour, label=label)
-        for colour, label, is_there in (
-            (WAIT_INPUT, "waits for input", any(c == WAIT_INPUT for _, c in waits)),
-            (WAIT_MEMORY, "waits for memory", any(c == WAIT_MEMORY for _, c in waits)),
-            (SLOWED, "added by sharing (above)", bool(slowed)),
-        )
-        if is_there
-    ]
+    for what, colour in WAITS.items():
+        if what in seen:
+            handles.append(Patch(facecolor=colour, label=what))
     _finish(ax, handles)
     return fig
 
 
+def _draw_ops(
+    ax: Axes, excerpt: Excerpt, centres: Mapping[str, float], height: float, per_s: float, length_s: float
+) -> set[str]:
+    """Draws the ops of one trace, each on the lane around its stream's centre; the names of what was drawn."""
+    trace, begin_s, end_s = excerpt
+    bars: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
+    marks: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def box(start_ns: float, end_ns: float) -> tuple[float, float]:
+        """Start and width in the picture's unit, as far as it lies in the excerpt."""
+        start, end = max(start_ns / 1e9, begin_s), min(end_ns / 1e9, end_s)
+        return (start - begin_s) * per_s, max(0.0, end - start) * per_s
+
+    for span in trace.spans:
+        if span.end_ns <= begin_s * 1e9 or span.free_ns >= end_s * 1e9:
+            continue
+        bars.setdefault((span.stream, _what(span), _paleness(span)), []).append(box(span.start_ns, span.end_ns))
+        ready_ns = max(span.free_ns, span.ready_ns)
+        if ready_ns > span.free_ns:
+            marks.setdefault((span.stream, INPUT), []).append(box(span.free_ns, ready_ns))
+        if span.waited_memory_ns:
+            marks.setdefault((span.stream, MEMORY), []).append(box(ready_ns, ready_ns + span.waited_memory_ns))
+        if 0 <= span.alone_ns < span.duration_ns:
+            slow_ns = span.duration_ns - span.alone_ns
+            marks.setdefault((span.stream, SHARING), []).append(box(span.end_ns - slow_ns, span.end_ns))
+    narrow = NARROW_FRAC * length_s * per_s
+    for (stream, what, alpha), boxes in sorted(bars.items()):
+        place = (centres[stream] - 0.355 * height, 0.71 * height)
+        ax.broken_barh(_merged(boxes, narrow), place, facecolors=COLOURS[what], alpha=alpha, linewidth=0)
+    for (stream, what), boxes in sorted(marks.items()):
+        place = (centres[stream] + (-0.5 if what == SHARING else 0.41) * height, 0.09 * height)
+        ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0)
+    for boundary_s in _step_ends(trace):
+        if begin_s < boundary_s < end_s:
+            ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")
+    return {what for _, what, _ in bars} | {what for _, what in marks}
+
+
+def _name_lanes(
+    ax: Axes, name: str, excerpt: Excerpt, centres: Mapping[str, float], height: float, per_s: float
+) -> None:
+    """Says at the right which trace the lanes are of, and how busy the stream was; marks the end of the excerpt."""
+    times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
+    for stream, centre in centres.items():
+        busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
+        ax.annotate(
+            f"{name} {busy_frac:.0%}",
+            (1, centre),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
+        end = excerpt.length_s * per_s
+        ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
+
+
+def _merged(boxes: list[tuple[float, float]], narrow: float) -> list[tuple[float, float]]:
+    """Boxes (start, width) in order; neighbours that nobody could tell apart are drawn as one."""
+    merged: list[tuple[float, float]] = []
+    for start, width in sorted(boxes):
+        if width <= 0:
+            continue  # outside the excerpt
+        if merged:
+            start_before, width_before = merged[-1]
+            gap = start - start_before - width_before
+            if 0 <= gap < narrow and min(width, width_before) < narrow:
+                merged[-1] = (start_before, start + width - start_before)
+                continue
+        merged.append((start, width))
+    return merged
+
+
 def plot_memory(
-    trace: Trace, *, tiers: Sequence[str] | None = None, window_s: Window = None, axes: Sequence[Axes] | None = None
+    trace: Trace,
+    *,
+    tiers: Sequence[str] | None = None,
+    window_s: tuple[float, float] | None = None,
+    axes: Sequence[Axes] | None = None,
 ) -> Figure:
     """Bytes held in each tier by kind over time, stacked, against the capacity, with the exact peak named.
 
@@ -115,12 +201,7 @@ def plot_memory(
     shown = list(tiers or [t for t in trace.capacity_bytes if trace.peak_bytes[t] > 0])
     if not shown:
         raise ValueError(f"no tier of trace {trace.name!r} ever holds anything; there is nothing to draw")
-    if axes is None:
-        fig, grid = plt.subplots(
-            len(shown), 1, sharex=True, squeeze=False, figsize=(9, 0.6 + 1.9 * len(shown)), layout="constrained"
-        )
-        plt.close(fig)
-        axes = list(grid[:, 0])
+    axes = axes or _axes_of_tiers(shown)
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
     for tier, ax in zip(shown, axes, strict=True):
@@ -165,22 +246,56 @@ def plot_memory(
     return figure
 
 
-def plot_step_time(trace: Trace, *, window_s: Window = None, ax: Axes | None = None) -> Figure:
+def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figure:
+    """Bytes held in each of the tiers over time, a line for each trace; the capacity where it is near the peak."""
+    axes = _axes_of_tiers(tiers)
+    length_s = max(excerpt.length_s for excerpt in excerpts.values())
+    time_unit, per_s = _time_unit(length_s)
+    for tier, ax in zip(tiers, axes, strict=True):
+        lines = [_holding(excerpt, tier) for excerpt in excerpts.values()]
+        peak = max((held for _, levels in lines for held in levels), default=0)
+        capacity = max(excerpt.trace.capacity_bytes.get(tier, 0) for excerpt in excerpts.values())
+        size_unit, size = _size_unit(peak)
+        for (times_s, levels), colour, dash in zip(lines, TRACE_COLOURS, ("--", "-"), strict=False):
+            x = [t * per_s for t in times_s]
+            ax.plot(x, [held / size for held in levels], drawstyle="steps-post", color=colour, linestyle=dash, lw=1.2)
+        if capacity <= 2 * peak:
+            ax.axhline(capacity / size, color=INK, linewidth=1, linestyle=":")
+        ax.set_title(f"{tier}: at most {_sized(peak)} of {_sized(capacity)}", fontsize="medium", loc="left")
+        ax.set(
+            ylabel=size_unit,
+            xlim=(0, length_s * per_s),
+            ylim=(0, 1.08 * max(peak, capacity * (capacity <= 2 * peak)) / size),
+        )
+    handles = [
+        Line2D([], [], color=colour, linestyle=dash, label=name)
+        for name, colour, dash in zip(excerpts, TRACE_COLOURS, ("--", "-"), strict=False)
+    ]
+    _finish(axes[0], [*handles, Line2D([], [], color=INK, linestyle=":", label="capacity")])
+    for ax in axes[1:]:
+        _finish(ax, [])
+    axes[-1].set_xlabel(f"time ({time_unit})")
+    figure = axes[0].figure
+    assert isinstance(figure, Figure)
+    return figure
+
+
+def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
     """Where the time went: for each stream, work, what sharing added, and what it waited for.
 
     `window_s` is best one steady cycle (`SteadyState.window_s`): then every bar is as long as the step.
     """
     times = stream_times(trace, window_s)
-    streams = _streams(trace)
+    streams = _streams([trace])
     fig, ax = _axes(ax, height=1.2 + 0.45 * len(streams))
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
     parts = (
         ("at work", "alone_s", "#0072b2", None),
-        ("added by sharing", "slowed_s", SLOWED, "///"),
-        ("waits for input", "input_s", WAIT_INPUT, None),
-        ("waits for memory", "memory_s", INK, None),
-        ("has done all", "done_s", "#ffffff", "..."),
+        ("added by sharing", "slowed_s", WAITS[SHARING], "///"),
+        ("waits for input", "input_s", WAITS[INPUT], None),
+        ("waits for memory", "memory_s", WAITS[MEMORY], None),
+        ("idle", "idle_s", "#ffffff", "..."),
     )
     left = [0.0] * len(streams)
     handles = []
@@ -215,6 +330,15 @@ def plot_step_time(trace: Trace, *, window_s: Window = None, ax: Axes | None = N
 # ---- parts ----
 
 
+def _axes_of_tiers(tiers: Sequence[str]) -> list[Axes]:
+    """One Axes per tier, below each other, with one axis of time."""
+    fig, grid = plt.subplots(
+        len(tiers), 1, sharex=True, squeeze=False, figsize=(9, 0.6 + 1.9 * len(tiers)), layout="constrained"
+    )
+    plt.close(fig)
+    return list(grid[:, 0])
+
+
 def _axes(ax: Axes | None, *, height: float) -> tuple[Figure, Axes]:
     if ax is not None:
         figure = ax.figure
@@ -225,7 +349,7 @@ def _axes(ax: Axes | None, *, height: float) -> tuple[Figure, Axes]:
     return fig, ax
 
 
-def _finish(ax: Axes, handles: list[Patch]) -> None:
+def _finish(ax: Axes, handles: Sequence[Patch | Line2D]) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     if handles:
         ax.legend(
@@ -241,12 +365,12 @@ def _finish(ax: Axes, handles: list[Patch]) -> None:
         )
 
 
-def _streams(trace: Trace) -> list[str]:
+def _streams(traces: Sequence[Trace]) -> list[str]:
     """Computing first, then links, drives and the host; by name among equals."""
-    found = {s.stream for s in trace.spans}
-    if not found:
-        raise ValueError(f"trace {trace.name!r} has no ops; there is nothing to draw")
-    return sorted(found, key=display_order)
+    for trace in traces:
+        if not trace.spans:
+            raise ValueError(f"trace {trace.name!r} has no ops; there is nothing to draw")
+    return sorted({s.stream for trace in traces for s in trace.spans}, key=display_order)
 
 
 def _what(span: Span) -> str:
@@ -261,10 +385,6 @@ def _paleness(span: Span) -> float:
     """Alternates from one unit of the model to the next."""
     digits = re.sub(r"\D", "", "".join(parse_key(span.key).where[:1]))
     return 0.62 if digits and int(digits) % 2 else 1.0
-
-
-def _bar(start_ns: float, end_ns: float, per_s: float, begin_s: float) -> tuple[float, float]:
-    return (start_ns / 1e9 - begin_s) * per_s, (end_ns - start_ns) / 1e9 * per_s
 
 
 def _step_ends(trace: Trace) -> Iterable[float]:
@@ -296,6 +416,20 @@ def _levels(trace: Trace, tier: str) -> tuple[list[float], dict[str, list[int]]]
     for kind in held:
         levels[kind].append(held[kind])
     return [t / 1e9 for t in times_ns], levels
+
+
+def _holding(excerpt: Excerpt, tier: str) -> tuple[list[float], list[int]]:
+    """Times since the excerpt began, and the bytes held from then on."""
+    times_s, by_kind = _levels(excerpt.trace, tier)
+    total = [sum(levels) for levels in zip(*by_kind.values(), strict=True)] if by_kind else [0] * len(times_s)
+    before = [k for k, t in enumerate(times_s) if t <= excerpt.begin_s]
+    first = before[-1] if before else 0
+    shown = [
+        (max(0.0, t - excerpt.begin_s), held) for t, held in zip(times_s, total, strict=True) if t <= excerpt.end_s
+    ]
+    shown = shown[first:]
+    shown.append((excerpt.length_s, shown[-1][1] if shown else 0))
+    return [t for t, _ in shown], [held for _, held in shown]
 
 
 def _time_unit(length_s: float) -> tuple[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +22,9 @@ from tests.golden import scenarios, trainings
 
 GOLDEN_FILE = Path(__file__).parent / "golden.json"
 
-RENAMED: Mapping[str, str] = {}
-"""Today's word: the word when the golden file was written. For words that were renamed and nothing else; a renamed kind
-`widen`, say, is `{"cast": "widen"}`. Holds for kinds and work kinds, for tiers and streams, and for each part (between
-slashes) of the names of ops, buffers and contents."""
+RENAMED: Mapping[str, str] = {"cast": "widen", "fp32": "wide"}
+"""Today's word: the word when the golden file was written. For words that were renamed and nothing else. Holds for
+kinds and work kinds, for tiers and streams, and for each part of the names of ops, buffers and contents."""
 
 LIBRARIES = ("torch", "transformers", "numpy", "scipy", "highspy", "pulp", "simpy")
 
@@ -91,7 +91,7 @@ def canonical_lines(schedule: tp.Schedule, renamed: Mapping[str, str] = RENAMED)
 
 
 def _old(name: str, renamed: Mapping[str, str] = RENAMED) -> str:
-    return "/".join(renamed.get(part, part) for part in name.split("/"))
+    return "".join(renamed.get(part, part) for part in re.split("([/@#])", name))
 
 
 # ---- comparing ----

@@ -257,7 +257,7 @@ POLICY_SCENARIOS: Mapping[str, Scenario] = {
         "llama-6", "desktop-4090", policy("fuyou", write_back="delayed", swap="all", window=2), batch=8
     ),
     "fuyou opt, two tiles, none swapped": _of(
-        "opt-8", "desktop-4090", policy("fuyou", tiles=2, swap="none"), batch=4, accumulation=2
+        "opt-8", "desktop-4090", policy("fuyou", sub_batches=2, swap="none"), batch=4, accumulation=2
     ),
     "fuyou gpt2, clipped": _of("gpt2-12", "desktop-4090", policy("fuyou"), batch=16, clip=1.0),
     "ssdtrain bert": _of("bert-6", "ssdtrain-a100", policy("ssdtrain"), batch=16, dtype="fp16"),
@@ -313,7 +313,7 @@ HAND_SCENARIOS: Mapping[str, Scenario] = {
         "gpt2-12",
         "desktop-4090",
         by_hand(
-            {**MIXED, "acts": PER_SLOT, "late_update": True, "state_parts": 3},
+            {**MIXED, "acts": PER_SLOT, "late_update": True, "state_shards": 3},
             {"params": "host", "grads": "nvme", "states": "nvme", "input": "nvme", "acts": "recompute"},
             {"params": "device", "grads": "device", "states": "device", "acts": PER_SLOT[::-1]},
             prefetch_params_units=2,
@@ -327,10 +327,10 @@ HAND_SCENARIOS: Mapping[str, Scenario] = {
         "laptop",
         by_hand(
             {"params": "nvme", "grads": "nvme", "states": "nvme", "input": "host", "acts": "host"},
-            {"params": "host", "grads": "host", "states": "nvme", "input": "nvme", "acts": "nvme", "state_parts": 2},
+            {"params": "host", "grads": "host", "states": "nvme", "input": "nvme", "acts": "nvme", "state_shards": 2},
             semantics="exact-clip",
             order="vertical",
-            wide_grads=True,
+            cast_grads=True,
             update_order="backward",
             updates_in_flight=2,
             strict_windows=True,
@@ -347,7 +347,7 @@ HAND_SCENARIOS: Mapping[str, Scenario] = {
             {"params": "host", "grads": "host", "states": "nvme", "acts": "recompute"},
             semantics="delayed-1",
             order="vertical",
-            tiles=4,
+            sub_batches=4,
             prefetch_acts_units=2,
             write_back="delayed",
         ),

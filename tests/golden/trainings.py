@@ -41,7 +41,7 @@ TRAININGS: Mapping[str, TinyTraining] = {
     ),
     "training: gpt2, late updates, states in parts": TinyTraining(
         family="gpt2",
-        decide=by_hand({**MIXED, "late_update": True, "state_parts": 2}, {**MIXED, "acts": "recompute"}),
+        decide=by_hand({**MIXED, "late_update": True, "state_shards": 2}, {**MIXED, "acts": "recompute"}),
         training={"gradient_accumulation_steps": 2},
     ),
     "training: gpt2, zero-offload, delayed": TinyTraining(

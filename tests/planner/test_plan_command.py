@@ -45,15 +45,15 @@ def test_text_names_the_gap_and_the_policies(model, capsys):
     assert "zero-offload" in out
 
 
-def test_tiles_say_whose_numbers_they_give():
+def test_sub_batches_say_whose_numbers_they_give():
     workload = toy_workload(2, per_device_train_batch_size=4)
     whole = plan(workload, toy_machine(), time_limit_s=1, policies=["in-memory"], orders=["horizontal"])
-    tiled_plan = uniform_plan(workload, UnitPlan(), order="vertical", tiles=2)
+    tiled_plan = uniform_plan(workload, UnitPlan(), order="vertical", sub_batches=2)
     tiled = replace(whole, plan=tiled_plan, schedule=lower(tiled_plan, workload, toy_machine()))
-    assert whole.plan.tiles == 1
+    assert whole.plan.sub_batches == 1
     assert record(whole, workload)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}
     assert record(tiled, workload)["numbers_of"] == {"micro_batch": 2, "accumulation": 2}
-    assert "2 tiles" in text(tiled, workload)
+    assert "2 sub-batches" in text(tiled, workload)
     assert "numbers        of training in 2 micro-batches of 2 sequences" in text(tiled, workload)
     assert "numbers  " not in text(whole, workload)
 

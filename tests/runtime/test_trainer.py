@@ -312,7 +312,9 @@ def test_tiles_give_the_numbers_of_the_micro_batches_that_the_schedule_declares(
     """Gradients are summed tile by tile: plain training does so with as many smaller micro-batches, to the bit."""
     model = make_model("gpt2", dropout=0.1)
     workload = observed_workload(model, make_batches(1)[0], CPU)
-    schedule = lower(uniform_plan(workload, UnitPlan(acts="host"), order="vertical", tiles=2), workload, machine())
+    schedule = lower(
+        uniform_plan(workload, UnitPlan(acts="host"), order="vertical", sub_batches=2), workload, machine()
+    )
     declared: Any = schedule.meta["training"]
     sequences, accumulation = declared["per_device_train_batch_size"], declared["gradient_accumulation_steps"]
     assert (sequences, accumulation) == (1, 2)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tierplan.sim import contents
 from tierplan.sim.contents import (
     GRAIN,
+    CastGradients,
     Clip,
     Content,
     ContentError,
@@ -27,7 +28,6 @@ from tierplan.sim.contents import (
     StepKey,
     TiedGradients,
     Transient,
-    WideGradients,
     parse_content,
     parse_key,
     part_ranges,
@@ -42,7 +42,7 @@ CONTENTS: st.SearchStrategy[Content] = st.one_of(
     st.builds(States, UNITS, device=DEVICES),
     st.builds(lambda unit, part, more: States(unit, part, part + more), UNITS, st.integers(0, 9), st.integers(2, 9)),
     st.builds(Gradients, UNITS, st.none() | BATCHES, DEVICES),
-    st.builds(WideGradients, UNITS),
+    st.builds(CastGradients, UNITS),
     st.builds(TiedGradients, UNITS, BATCHES),
     st.builds(Input, UNITS, BATCHES),
     st.builds(InputGradient, UNITS, BATCHES),
@@ -71,7 +71,7 @@ def test_a_content_is_read_back_as_it_was_made(content: Content) -> None:
         (States("L3", 1, 4), "states/L3/1of4"),
         (Gradients("L3", 0), "grads/L3/mb0"),
         (Gradients("L0-L3", device=2), "grads/L0-L3/gpu2"),
-        (WideGradients("L3"), "grads/L3/wide"),
+        (CastGradients("L3"), "grads/L3/fp32"),
         (TiedGradients("embed", 2), "tied/embed/mb2"),
         (Input("L3", 0), "x/L3/mb0"),
         (InputGradient("L3", 0), "dx/L3/mb0"),

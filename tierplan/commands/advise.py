@@ -12,7 +12,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, new_file, number, whole
+from tierplan.commands.options.arguments import add_set, finite, new_file, whole
 
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
     parser.add_argument("--batch", type=whole(1), action="append", metavar="B",
                         help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip
-    parser.add_argument("--planner-s", type=number(least=0), default=3.0, metavar="S",
+    parser.add_argument("--planner-s", type=finite(least=0), default=3.0, metavar="S",
                         help="time limit of the planner; 0 leaves it out (default 3)")  # fmt: skip
     parser.add_argument(
-        "--electricity", type=number(least=0), default=0.20, metavar="USD", help="per kWh (default 0.20)"
+        "--electricity", type=finite(least=0), default=0.20, metavar="USD", help="per kWh (default 0.20)"
     )
     parser.add_argument(
         "--years",
-        type=number(above=0),
+        type=finite(above=0),
         default=3.0,
         metavar="YEARS",
         help="over which the machine is written off (default 3)",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advice_text import advice_lines, write_advice
-    from tierplan.studies.advise import BATCHES, Prices, advise
+    from tierplan.studies.advise import BATCHES, PriceList, advise
 
     overrides = dict(_pair(text) for text in args.overrides)
     advice = advise(
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         batches=args.batch or BATCHES,
         seq=args.seq,
         planner_s=args.planner_s,
-        prices=Prices(electricity_usd_per_kwh=args.electricity, years=args.years),
+        prices=PriceList(electricity_usd_per_kwh=args.electricity, years=args.years),
         num_workers=args.workers,
         progress=sys.stderr.isatty() and not args.json,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tierplan.commands.options.arguments import add_set, existing_file, new_file, whole
+from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set(parser)
     parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
     parser.add_argument("--warmup", type=whole(0), metavar="N", help="steps at the beginning to leave out (default 2)")
+    parser.add_argument(
+        "--plot", type=new_file(*PICTURES), metavar="FILE", help="also write both timelines as a picture"
+    )
     parser.add_argument("--perfetto", type=new_file(), metavar="FILE", help="also write both timelines for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
 
@@ -43,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
 
     machine = load_machine(args.machine, args.overrides)
     schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)
-    found = load_run(args.run_dir)
+    run_folder = load_run(args.run_dir)
     from tierplan.sim.analysis.steady import steady_state
 
     steady = steady_state(schedule, machine)
     comparison = compare(
         schedule,
         steady.trace,
-        found.trace,
+        run_folder.trace,
         predicted_step_s=steady.period_s,
         interval_s=interval_s,
         warmup_steps=2 if args.warmup is None else args.warmup,
@@ -68,18 +71,24 @@ def run(args: argparse.Namespace) -> int:
     write_report(
         args.output,
         comparison,
-        schedule,
         steady.trace,
-        found.trace,
+        run_folder.trace,
         title=f"{schedule.name}: predicted and measured",
         about=about,
-        losses=found.losses,
+        losses=run_folder.losses,
         notes=notes,
     )
+    if args.plot:
+        from tierplan.sim.output.plots import plot_timelines
+        from tierplan.validation.report.pictures import typical_steps
+
+        plot_timelines(typical_steps(steady.trace, run_folder.trace, comparison.warmup_steps)).savefig(
+            args.plot, dpi=120
+        )
     if args.perfetto:
         from tierplan.sim.output.perfetto import write_perfetto
 
-        write_perfetto({"predicted": steady.trace, "measured": found.trace}, args.perfetto)
+        write_perfetto({"predicted": steady.trace, "measured": run_folder.trace}, args.perfetto)
     if args.json:
         print(json.dumps(comparison.record()))
         return 0

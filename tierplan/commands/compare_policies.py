@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
     names = args.policies or list(POLICIES)
     for name in names:
         check_name(name)
-    found = scenario.read_scenario(args)
+    given = scenario.read_scenario(args)
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     options = {"semantics": args.semantics} if args.semantics else {}
     predictions = [
-        predict(name, found.workload, found.machine, {} if name.startswith(OWN_SEMANTICS) else options) for name in bar
+        predict(name, given.workload, given.machine, {} if name.startswith(OWN_SEMANTICS) else options) for name in bar
     ]
     if args.plot:
         from tierplan.studies.policy_plot import plot_policies
@@ -58,22 +58,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
     else:
-        tokens = found.workload.training.tokens_per_step
-        print(f"{found.workload.name} on {found.machine.name}, {tokens:,} tokens per step")
-        print(table(predictions))
+        tokens = given.workload.training.tokens_per_step
+        print(f"{given.workload.name} on {given.machine.name}, {tokens:,} tokens per step")
+        print(policy_table(predictions))
         for p in predictions:
             if p.fits and p.tokens != tokens:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
                 )
-        if found.machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+        if given.machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(given.machine.nameplate)}")
         if args.plot:
             print(f"picture: {args.plot}")
     return 0
 
 
-def table(predictions: Sequence[Prediction]) -> str:
+def policy_table(predictions: Sequence[Prediction]) -> str:
     """One line per policy, the most tokens per second first, those that do not fit at the end."""
     from tierplan.hwmodels.names import HOST, NVME, device_index
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
-    from tierplan.validation.demo.demo import run_demo, summary
+    from tierplan.validation.demo.demo import demo_summary, run_demo
 
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -90,5 +90,5 @@ def run(args: argparse.Namespace) -> int:
         bar.close()
         if own_nvme:
             shutil.rmtree(out / "nvme", ignore_errors=True)
-    print(json.dumps(result.record(), indent=2) if args.json else summary(result, out))
+    print(json.dumps(result.record(), indent=2) if args.json else demo_summary(result, out))
     return 0

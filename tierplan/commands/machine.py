@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, existing_file, new_file, new_folder, number
+from tierplan.commands.options.arguments import add_set, existing_file, finite, new_file, new_folder
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"about {THOROUGH_S / 60:.0f} minutes; writes enough to leave the drive's write cache",
     )
     measure.add_argument(
-        "--budget-s", type=number(least=5), metavar="S", help=f"seconds, about (default {QUICK_S:.0f}, least 5)"
+        "--budget-s", type=finite(least=5), metavar="S", help=f"seconds, about (default {QUICK_S:.0f}, least 5)"
     )
     measure.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto is cuda where PyTorch sees a GPU"

@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, new_file, number, whole
+from tierplan.commands.options.arguments import PICTURES, finite, new_file, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--time-limit",
-        type=number(above=0),
+        type=finite(above=0),
         default=8.0,
         metavar="S",
         help="seconds that each search may compute (default 8)",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drive-lifetime-years",
-        type=number(above=0),
+        type=finite(above=0),
         metavar="Y",
         help="the drives are to last this long, training without pause, by their rated endurance (nvme.endurance): "
         "plans whose steps write more are left out",
@@ -169,12 +169,12 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
 
     training = workload.training
     unitwise = result.plan if isinstance(result.plan, UnitwisePlan) else None
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "fits": True,
         "policy": result.plan.policy,
         "kind": result.plan.kind,
         "order": unitwise.order if unitwise else None,
-        "tiles": unitwise.tiles if unitwise else None,
+        "sub_batches": unitwise.sub_batches if unitwise else None,
         "micro_batch": training.per_device_train_batch_size,
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
@@ -200,8 +200,8 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "notes": list(result.notes),
     }
     if worths is not None:
-        found["worth"] = [{"change": w.change, "step_s": w.step_s, "saves_s": w.saves_s} for w in worths]
-    return found
+        fields["worth"] = [{"change": w.change, "step_s": w.step_s, "saves_s": w.saves_s} for w in worths]
+    return fields
 
 
 def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None = None) -> str:
@@ -249,7 +249,7 @@ def _shape(plan: Plan) -> str:
 
     match plan:
         case UnitwisePlan():
-            return f"{plan.order} order" + (f", {plan.tiles} tiles" if plan.tiles > 1 else "")
+            return f"{plan.order} order" + (f", {plan.sub_batches} sub-batches" if plan.sub_batches > 1 else "")
         case PackPlan():
             return "in packs of units"
         case PagedPlan():
@@ -257,17 +257,17 @@ def _shape(plan: Plan) -> str:
 
 
 def _numbers_of(result: PlanResult) -> dict[str, int]:
-    """The plain training whose gradients are summed in the same order: tiles are micro-batches of their own."""
+    """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
     training: Mapping[str, int] = result.schedule.meta["training"]  # type: ignore[assignment]
     micro_batch, accumulation = (training[k] for k in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     return {"micro_batch": micro_batch, "accumulation": accumulation}
 
 
 def _numbers(result: PlanResult) -> list[str]:
-    """What tiles change in the last bits."""
+    """What sub-batches change in the last bits."""
     from tierplan.planner.plan import UnitwisePlan
 
-    if not isinstance(result.plan, UnitwisePlan) or result.plan.tiles == 1:
+    if not isinstance(result.plan, UnitwisePlan) or result.plan.sub_batches == 1:
         return []
     same_as = _numbers_of(result)
     return [

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from tierplan.validation.published.page import summary_text, table_text, write_page
+    from tierplan.validation.published.page import summary_text, table_text, update_page
     from tierplan.validation.published.reproduce import published, reproduce, systems
 
     names = args.systems or systems()
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
         reports = reproduce(names, progress=show)
     if args.write:
-        write_page(reports, args.write)
+        update_page(reports, args.write)
     if args.json:
         record = {
             report.system: {

@@ -16,7 +16,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tierplan.commands.options.arguments import existing_file, new_folder, number, whole
+from tierplan.commands.options.arguments import existing_file, finite, new_folder, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nvme-weights",
-        type=number(above=0),
+        type=finite(above=0),
         nargs="+",
         default=(),
         metavar="W",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=number(least=0), default=1e-3, metavar="LR", help="learning rate (default 1e-3)")
+    training.add_argument("--lr", type=finite(least=0), default=1e-3, metavar="LR", help="learning rate (default 1e-3)")
     training.add_argument(
         "--lr-schedule",
         choices=("constant", "linear", "cosine"),
@@ -71,15 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--betas",
-        type=number(least=0, below=1),
+        type=finite(least=0, below=1),
         nargs=2,
         default=(0.9, 0.999),
         metavar=("B1", "B2"),
         help="of AdamW (default 0.9 0.999)",
     )
-    training.add_argument("--eps", type=number(above=0), default=1e-8, metavar="EPS", help="of AdamW (default 1e-8)")
+    training.add_argument("--eps", type=finite(above=0), default=1e-8, metavar="EPS", help="of AdamW (default 1e-8)")
     training.add_argument(
-        "--weight-decay", type=number(least=0), default=0.01, metavar="D", help="per unit of rate (default 0.01)"
+        "--weight-decay", type=finite(least=0), default=0.01, metavar="D", help="per unit of rate (default 0.01)"
     )
     training.add_argument(
         "--no-decay-on-norms", action="store_true", help="no weight decay for biases and the parameters of norms"

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.prediction import predict
 
     check_name(args.policy)
-    options = read_options(args)
+    options = policy_options(args)
     if args.max_model:
         if args.model or args.output:
             what = f"--model {args.model}" if args.model else f"-o {args.output}"
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         return _largest(args, options)
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
-    found = scenario.read_scenario(args)
-    prediction = predict(args.policy, found.workload, found.machine, options)
+    given = scenario.read_scenario(args)
+    prediction = predict(args.policy, given.workload, given.machine, options)
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
@@ -73,20 +73,20 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.sim.schedule_file import save_schedule
 
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
-        meta["machine_sha256"] = digest(found.machine)
+        meta["machine_sha256"] = digest(given.machine)
         save_schedule(replace(prediction.schedule, meta=meta), args.output)
     if args.json:
-        print(json.dumps({**prediction.record(), "nameplate": list(found.machine.nameplate)}, indent=2))
+        print(json.dumps({**prediction.record(), "nameplate": list(given.machine.nameplate)}, indent=2))
     else:
         print(text_of(prediction))
-        if found.machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(found.machine.nameplate)}")
+        if given.machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(given.machine.nameplate)}")
         if args.output:
             print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     return 0 if prediction.fits else 3
 
 
-def read_options(args: argparse.Namespace) -> dict[str, object]:
+def policy_options(args: argparse.Namespace) -> dict[str, object]:
     """The policy's options from `--option` and `--semantics`."""
     from tierplan.planner.policies.options import OptionError
 
@@ -136,13 +136,13 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     from tierplan.planner.questions.largest import largest_model
 
     machine = scenario.read_machine(args)
-    found = largest_model(args.policy, machine, scenario.read_training(args, machine), options)
+    largest = largest_model(args.policy, machine, scenario.read_training(args, machine), options)
     if args.json:
-        print(json.dumps(found.record(), indent=2))
-    elif found.fits is None:
-        print(f"{args.policy}: not even {found.next_model} fits on {machine.name}\n  {found.next_why_not}")
+        print(json.dumps(largest.record(), indent=2))
+    elif largest.fits is None:
+        print(f"{args.policy}: not even {largest.next_model} fits on {machine.name}\n  {largest.next_why_not}")
     else:
-        print(text_of(found.fits))
-        if found.next_model:
-            print(f"the next size, {found.next_model}, does not fit: {found.next_why_not}")
-    return 0 if found.fits is not None else 3
+        print(text_of(largest.fits))
+        if largest.next_model:
+            print(f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}")
+    return 0 if largest.fits is not None else 3

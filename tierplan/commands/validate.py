@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from tierplan.commands.options.arguments import new_file, new_folder, number
+from tierplan.commands.options.arguments import finite, new_file, new_folder
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto is cuda where PyTorch sees a GPU")  # fmt: skip
     parser.add_argument("--machine-name", default="", metavar="NAME", help="what this machine is called in tables")
-    parser.add_argument("--measure-s", type=number(least=5), default=20.0, metavar="S",
+    parser.add_argument("--measure-s", type=finite(least=5), default=20.0, metavar="S",
                         help="seconds to measure the machine, once per group (default 20)")  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="take up only runs whose group/name contains this")
     parser.add_argument("--list", action="store_true", help="print what the campaign asks, and run nothing")

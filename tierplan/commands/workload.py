@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import existing_file, number, whole
+from tierplan.commands.options.arguments import existing_file, finite, whole
 
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -57,7 +57,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states")
     add("--attention", choices=("flash", "plain"), default="flash",
         help="fused, or written out in matrix products, which needs --exact (default flash)")  # fmt: skip
-    add("--max-grad-norm", "--max_grad_norm", type=number(above=0), metavar="X",
+    add("--max-grad-norm", "--max_grad_norm", type=finite(above=0), metavar="X",
         help="clip gradients by their global norm (default: no clipping)")  # fmt: skip
     add("--backend", choices=("cuda", "cpu"), default="cuda", help="whose kernels run (default cuda)")
     add("--exact", action="store_true", help="run the model's class on fake tensors (needs torch)")
@@ -89,13 +89,9 @@ def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
         from tierplan.runtime.tracing.measured import measure_workload
 
         return measure_workload(model, training)
-    if args.exact:
-        from tierplan.runtime.tracing.trace import trace_workload
+    from tierplan.studies.defaults import load_or_trace
 
-        return trace_workload(model, training)
-    from tierplan.sim.workloads.models import load_workload
-
-    return load_workload(model, training)
+    return load_or_trace(model, training, exact=args.exact)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -131,19 +127,19 @@ def _show(args: argparse.Namespace) -> int:
 def _deepspeed(args: argparse.Namespace) -> int:
     from tierplan.planner.training_files import read_deepspeed
 
-    found = read_deepspeed(args.file, _training(args))
-    t = found.training
+    deepspeed = read_deepspeed(args.file, _training(args))
+    t = deepspeed.training
     workload = _read(args.model, t, args)
-    print(f"{args.file}: policy {found.policy}", *(f"{k}={v}" for k, v in found.options.items()))
-    for note in found.notes:
+    print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
+    for note in deepspeed.notes:
         print(f"  {note}")
     print()
     print("\n".join(table_lines(workload)))
-    options = "".join(f" --option {k}={v}" for k, v in found.options.items())
+    options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     settings = f"--batch {t.per_device_train_batch_size} --accumulation {t.gradient_accumulation_steps}"
     clip = f" --max-grad-norm {t.max_grad_norm:g}" if t.max_grad_norm else ""
     print(
-        f"\nTo simulate it: tierplan simulate --policy {found.policy}{options} --model {args.model} {settings} "
+        f"\nTo simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} {settings} "
         f"--seq {t.sequence_length} --dtype {t.dtype}{clip} --machine X"
     )
     return 0

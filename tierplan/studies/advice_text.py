@@ -97,10 +97,10 @@ def _answer(advice: Advice) -> str:
 
 
 def _figures(advice: Advice) -> list[tuple[str, str]]:
-    found = []
+    figures = []
     if advice.fits:
         best = advice.best
-        found += [
+        figures += [
             ("parameters", format_count(best["num_parameters"])),
             ("busy, of the step", _busy(best)),
             ("peak bytes", ", ".join(f"{t} {format_bytes(b)}" for t, b in _prefixed(best, "peak_bytes."))),
@@ -109,9 +109,9 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         if advice.written_bytes_per_step:
             years = advice.drive_life_years
             life = "not known" if years is None else f"{format_s(years * SECONDS_PER_YEAR)} of training"
-            found.append(("drives live", f"{life}; {format_bytes(advice.written_bytes_per_step)} written per step"))
-    found.append(("largest model that fits", advice.largest_model or "none of the named ones"))
-    return found
+            figures.append(("drives live", f"{life}; {format_bytes(advice.written_bytes_per_step)} written per step"))
+    figures.append(("largest model that fits", advice.largest_model or "none of the named ones"))
+    return figures
 
 
 def _days(advice: Advice) -> str:

@@ -22,7 +22,7 @@ from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, sweep
 
-__all__ = ["Advice", "Change", "Prices", "advise"]
+__all__ = ["Advice", "Change", "PriceList", "advise"]
 
 POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuyou", "sliding-window")
 """Tried beside the planner: those that need one GPU only."""
@@ -36,7 +36,7 @@ SECONDS_PER_YEAR = 365.25 * 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class PriceList:
     """What parts and power cost, where the machine's description does not say."""
 
     drive_usd: float = 160.0
@@ -113,7 +113,7 @@ def advise(
     seq: int = 1024,
     policies: Sequence[str] = POLICIES,
     planner_s: float = 3.0,
-    prices: Prices | None = None,
+    prices: PriceList | None = None,
     executor: Executor | None = None,
     num_workers: int | None = None,
     progress: bool = False,
@@ -130,40 +130,40 @@ def advise(
     num_workers
         Processes; by default this one alone, since most questions take less than starting others.
     """
-    prices = prices or Prices()
+    prices = prices or PriceList()
     overrides = dict(overrides or {})
     description = load_description(machine, [f"{k}={v}" for k, v in overrides.items()])
     with ExitStack() as life:
         if executor is None and (num_workers or 1) > 1:
             pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
             executor = life.enter_context(pool)
-        ask = _Asker(
+        scenarios = _Scenarios(
             base=Point(model=model, machine=machine, seq=seq, overrides=overrides, planner_s=planner_s),
             batches=tuple(sorted(batches)),
             policies=tuple(policies),
             settings={"executor": executor, "num_workers": 1, "progress": progress},
         )
-        as_is = ask.as_it_is()
+        as_is = scenarios.as_it_is()
         if all("error" in row for row in as_is):
             raise MachineError(str(as_is[0]["error"]))
         reference = _fastest(as_is)
         if planner_s > 0:
-            as_is += ask.planner([{}], reference)[0]
+            as_is += scenarios.planner([{}], reference)[0]
         best = _fastest(as_is)
-        wished = _wishes(description, prices)
-        changed = ask.changed([changes for _, changes, _ in wished], as_is)
+        purchases = _purchases(description, prices)
+        changed = scenarios.changed([changes for _, changes, _ in purchases], as_is)
         if planner_s > 0 and best is None:
             hopeless = [i for i, rows in enumerate(changed) if _fastest(rows) is None]
-            for i, rows in zip(hopeless, ask.planner([wished[i][1] for i in hopeless], None), strict=True):
+            for i, rows in zip(hopeless, scenarios.planner([purchases[i][1] for i in hopeless], None), strict=True):
                 changed[i] += rows
-        largest_model = _largest_model(ask, as_is)
+        largest_model = _largest_model(scenarios, as_is)
     advice = Advice(
         model=model,
         machine=description.name,
         seq=seq,
         fits=False,
         rows=tuple(as_is),
-        changes=_changes(wished, changed, reference),
+        changes=_changes(purchases, changed, reference),
         largest_model=largest_model,
         assumptions=_assumptions(description, prices),
     )
@@ -174,7 +174,7 @@ def advise(
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
+class _Scenarios:
     """Asks the simulator, and only what it does not know the answer of."""
 
     base: Point
@@ -183,19 +183,19 @@ class _Asker:
     policies: tuple[str, ...]
     settings: Mapping[str, Any]
 
-    def _ask(self, points: Sequence[Point]) -> list[Row]:
+    def _rows(self, points: Sequence[Point]) -> list[Row]:
         return sweep(points, **self.settings)
 
     def _rising(self, base: Point, policies: Sequence[str], batches: Sequence[int]) -> list[Row]:
         """The policies at rising batch sizes, each until one does not fit."""
-        found: list[Row] = []
+        rising: list[Row] = []
         for batch in batches:
-            rows = self._ask([replace(base, policy=p, batch=batch) for p in policies])
-            found += rows
+            rows = self._rows([replace(base, policy=p, batch=batch) for p in policies])
+            rising += rows
             policies = [str(row["policy"]) for row in rows if row.get("fits")]
             if not policies:
                 break
-        return found
+        return rising
 
     def as_it_is(self) -> list[Row]:
         """The machine as it is."""
@@ -204,7 +204,7 @@ class _Asker:
     def planner(self, machines: Sequence[Mapping[str, object]], reference: Row | None) -> list[list[Row]]:
         """The planner's row for each machine, given by its changes, at the batch of the reference."""
         batch = self.batches[0] if reference is None else int(reference["batch"])
-        return [[row] for row in self._ask([replace(self._on(m), policy="planner", batch=batch) for m in machines])]
+        return [[row] for row in self._rows([replace(self._on(m), policy="planner", batch=batch) for m in machines])]
 
     def changed(self, machines: Sequence[Mapping[str, object]], as_is: Sequence[Row]) -> list[list[Row]]:
         """The rows of each machine, given by its changes.
@@ -214,7 +214,7 @@ class _Asker:
         """
         fitting = [p for p in self.policies if any(r["policy"] == p and r.get("fits") for r in as_is)]
         others = [p for p in self.policies if p not in fitting]
-        found = []
+        by_machine = []
         for changes in machines:
             base, rows = self._on(changes), []
             for policy in fitting:
@@ -225,13 +225,13 @@ class _Asker:
                     rows += self._rising(base, [policy], [b for b in self.batches if b < best["batch"]])
             if not fitting or set(changes) != {"nvme.drives"}:
                 rows += self._rising(base, others, self.batches)
-            found.append(rows)
-        return found
+            by_machine.append(rows)
+        return by_machine
 
     def fits(self, model: str, policies: Sequence[str]) -> bool:
         """Whether the model fits with one sequence under any of the policies."""
         points = (replace(self.base, model=model, policy=p, batch=1) for p in policies)
-        return any(row.get("fits") for point in points for row in self._ask([point]))
+        return any(row.get("fits") for point in points for row in self._rows([point]))
 
     def _on(self, changes: Mapping[str, object]) -> Point:
         return replace(self.base, overrides={**self.base.overrides, **changes})
@@ -247,14 +247,14 @@ def _fastest(rows: Sequence[Row]) -> Row | None:
     return min(near, key=lambda row: (row["batch"], -float(row["tokens_per_s"])))
 
 
-def _wishes(description: Description, prices: Prices) -> list[tuple[str, dict[str, object], float]]:
+def _purchases(description: Description, prices: PriceList) -> list[tuple[str, dict[str, object], float]]:
     """What could be bought: (what, changes to the machine, price)."""
-    found: list[tuple[str, dict[str, object], float]] = []
+    purchases: list[tuple[str, dict[str, object], float]] = []
     drives = int(description.number("nvme.drives") or 0)
     if drives and description.number("nvme.read"):
         price = description.number("nvme.price") or prices.drive_usd
-        found.append((f"{_plural(drives + 1)} in place of {drives}", {"nvme.drives": drives + 1}, price))
-        found.append(
+        purchases.append((f"{_plural(drives + 1)} in place of {drives}", {"nvme.drives": drives + 1}, price))
+        purchases.append(
             (f"{_plural(2 * drives + 2)} in place of {drives}", {"nvme.drives": 2 * drives + 2}, (drives + 2) * price)
         )
     capacity = description.number("host.capacity")
@@ -263,14 +263,14 @@ def _wishes(description: Description, prices: Prices) -> list[tuple[str, dict[st
             gib = factor * capacity / 2**30
             added = (factor - 1) * capacity / 2**30
             what = f"{gib:.0f} GiB of DRAM in place of {capacity / 2**30:.0f}"
-            found.append((what, {"host.capacity": f"{gib:.2f} GiB"}, added * prices.dram_usd_per_gib))
+            purchases.append((what, {"host.capacity": f"{gib:.2f} GiB"}, added * prices.dram_usd_per_gib))
     part = description.quantity("gpu.part")
     for name in catalog_names("gpus"):
         other = load_part("gpu", name)
         its_price = other.number("gpu.price")
         if its_price and (part is None or (name != part.value and not _is_lesser(other, description))):
-            found.append((f"{name} as GPU", {"gpu.part": name}, its_price))
-    return found
+            purchases.append((f"{name} as GPU", {"gpu.part": name}, its_price))
+    return purchases
 
 
 def _is_lesser(gpu: Description, description: Description) -> bool:
@@ -284,10 +284,12 @@ def _plural(drives: int) -> str:
 
 
 def _changes(
-    wished: Sequence[tuple[str, dict[str, object], float]], found: Sequence[Sequence[Row]], best: Row | None
+    purchases: Sequence[tuple[str, dict[str, object], float]],
+    rows_of: Sequence[Sequence[Row]],
+    best: Row | None,
 ) -> tuple[Change, ...]:
     changes = []
-    for (what, overrides, price_usd), rows in zip(wished, found, strict=True):
+    for (what, overrides, price_usd), rows in zip(purchases, rows_of, strict=True):
         if all("error" in row for row in rows):
             continue  # the change does not apply to this machine
         change = Change(what=what, overrides=overrides, price_usd=price_usd, fits=False)
@@ -309,25 +311,25 @@ def _changes(
     return tuple(sorted(changes, key=lambda c: (not c.fits, -(c.gain_per_1000_usd or 0.0), c.price_usd)))
 
 
-def _largest_model(ask: _Asker, as_is: Sequence[Row]) -> str:
+def _largest_model(scenarios: _Scenarios, as_is: Sequence[Row]) -> str:
     """By bisection: a larger model never needs less memory."""
-    low, high, policies = 0, len(MODELS), ask.policies
-    if ask.base.model in MODELS:
+    low, high, policies = 0, len(MODELS), scenarios.policies
+    if scenarios.base.model in MODELS:
         fitting = {str(row["policy"]) for row in as_is if row.get("fits")}
         if fitting & set(policies):
-            low, policies = MODELS.index(ask.base.model) + 1, tuple(p for p in policies if p in fitting)
-        elif ask.batches[0] == 1:
-            high = MODELS.index(ask.base.model)
+            low, policies = MODELS.index(scenarios.base.model) + 1, tuple(p for p in policies if p in fitting)
+        elif scenarios.batches[0] == 1:
+            high = MODELS.index(scenarios.base.model)
     while low < high:
         middle = (low + high) // 2
-        if ask.fits(MODELS[middle], policies):
+        if scenarios.fits(MODELS[middle], policies):
             low = middle + 1
         else:
             high = middle
     return MODELS[low - 1] if low else ""
 
 
-def _with_costs(advice: Advice, best: Row, description: Description, prices: Prices) -> Advice:
+def _with_costs(advice: Advice, best: Row, description: Description, prices: PriceList) -> Advice:
     seconds = 1e9 / float(best["tokens_per_s"])
     gpus, drives = description.number("gpu.count") or 1.0, description.number("nvme.drives") or 0.0
     power_w = (
@@ -351,20 +353,20 @@ def _with_costs(advice: Advice, best: Row, description: Description, prices: Pri
     )
 
 
-def _assumptions(description: Description, prices: Prices) -> tuple[str, ...]:
+def _assumptions(description: Description, prices: PriceList) -> tuple[str, ...]:
     """What was assumed for want of a number in the description."""
-    found = [f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh"]
-    found.append(f"the machine's price is written off over {prices.years:g} years of continuous training")
-    found.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB")
+    assumptions = [f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh"]
+    assumptions.append(f"the machine's price is written off over {prices.years:g} years of continuous training")
+    assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB")
     if description.number("nvme.drives") and description.number("nvme.price") is None:
-        found.append(f"a drive costs {prices.drive_usd:g} USD")
+        assumptions.append(f"a drive costs {prices.drive_usd:g} USD")
     if description.number("host.power") is None:
-        found.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
+        assumptions.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
     for key, what in (
         ("gpu.price", "the GPU's price"),
         ("host.price", "the host's price"),
         ("gpu.power", "the GPU's power"),
     ):
         if description.number(key) is None:
-            found.append(f"{what} is not known and counts as 0")
-    return tuple(found)
+            assumptions.append(f"{what} is not known and counts as 0")
+    return tuple(assumptions)

@@ -188,10 +188,10 @@ def _values(value: object) -> list[object]:
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """`{"nvme": {"drives": 1}}` and `{"nvme.drives": 1}` are the same: TOML writes both as `nvme.drives`."""
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

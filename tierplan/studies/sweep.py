@@ -60,19 +60,19 @@ def sweep(
         from tierplan.studies.evaluate import evaluate_point
 
         evaluate = evaluate_point
-    kept = _Kept(Path(out_dir)) if out_dir is not None else None
-    rows: dict[str, Row] = dict(kept.rows) if kept else {}
+    results_file = _ResultsFile(Path(out_dir)) if out_dir is not None else None
+    rows: dict[str, Row] = dict(results_file.rows) if results_file else {}
     missing = {p.key: p for p in points if p.key not in rows}
     with ExitStack() as stack:
-        if kept:
-            stack.enter_context(kept)
+        if results_file:
+            stack.enter_context(results_file)
         bar = stack.enter_context(
             tqdm(total=len(points), initial=len(points) - len(missing), unit="point", disable=not progress)
         )
         for key, row in _results(missing, evaluate, executor, num_workers, stack):
             rows[key] = row
-            if kept:
-                kept.add(key, row)
+            if results_file:
+                results_file.add(key, row)
             bar.update()
     ordered = [rows[p.key] for p in points]
     if out_dir is not None:
@@ -152,7 +152,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-class _Kept:
+class _ResultsFile:
     """The results of a folder, read when it is opened and appended to line by line."""
 
     def __init__(self, folder: Path) -> None:
@@ -180,7 +180,7 @@ class _Kept:
             self.rows[key] = row
             self._whole_bytes += len(line)
 
-    def __enter__(self) -> _Kept:
+    def __enter__(self) -> _ResultsFile:
         if self.path.exists():
             os.truncate(self.path, self._whole_bytes)
         self._file = self.path.open("a", encoding="utf-8")

@@ -27,7 +27,7 @@ from typing import Any
 from tierplan import __version__
 from tierplan.hwmodels.build import build
 from tierplan.hwmodels.description import write_description
-from tierplan.runtime.data.synthetic import device_name, random_batches, seeded_model, versions
+from tierplan.runtime.data.synthetic import device_model, random_batches, seeded_model, versions
 from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
@@ -198,7 +198,7 @@ def _execute(
 ) -> Iterator[Artifact]:
     """Predicts and trains these runs, turn by turn."""
     with ExitStack() as life:
-        executions = [_Execution(campaign, group, run, calibrated, setup, life) for run in runs]
+        executions = [_RunExecution(campaign, group, run, calibrated, setup, life) for run in runs]
         turns = campaign.steps_by_turn
         for k, num_steps in enumerate(turns):
             for execution in executions:
@@ -210,7 +210,7 @@ def _execute(
             yield execution.artifact(median(slowdowns) if slowdowns else 1.0)
 
 
-class _Execution:
+class _RunExecution:
     """One run: its prediction, its training, and how slow the machine was before each turn."""
 
     def __init__(
@@ -337,4 +337,4 @@ def _versions() -> dict[str, str]:
 def _machine_name(device: str) -> str:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores, {gib:.0f} GiB, {device_name(device)}"
+    return f"{cores} cores, {gib:.0f} GiB, {device_model(device)}"

@@ -54,21 +54,21 @@ def attribute(
     repeated = unroll(schedule, NUM_STEPS)
     durations = dict(predicted_ns)
     before = first = _step_s(repeated, durations)
-    found = []
+    contributions = []
     for stream, kind in told_apart:
         durations.update({key: measured_ns[key] for key in groups[stream, kind]})
         now = _step_s(repeated, durations)
-        found.append(Contribution(stream=stream, kind=kind, seconds=now - before))
+        contributions.append(Contribution(stream=stream, kind=kind, seconds=now - before))
         before = now
     if others:
         durations.update({key: measured_ns[key] for group in others for key in groups[group]})
         now = _step_s(repeated, durations)
-        found.append(Contribution(stream="", kind="other ops", seconds=now - before))
+        contributions.append(Contribution(stream="", kind="other ops", seconds=now - before))
         before = now
     # The prediction itself may differ from what its own median durations give, by what contention varies over steps.
     rest = (measured_step_s - before) - (predicted_step_s - first)
-    found.append(Contribution(stream="", kind="dispatch latency and variation", seconds=rest))
-    return tuple(found)
+    contributions.append(Contribution(stream="", kind="dispatch latency and variation", seconds=rest))
+    return tuple(contributions)
 
 
 def _step_s(repeated: Schedule, duration_ns: Mapping[str, float]) -> float:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
 
 import numpy as np
 from scipy.optimize import nnls
 
+from tierplan.sim.analysis.explain import StreamTime, times_in_windows
 from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
-__all__ = ["StreamTime", "mean_ns", "overlap_ns", "split_difference", "stream_times"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamTime:
-    """How one stream spent a step, in seconds; means over the steady steps."""
-
-    busy_s: float
-    waiting_input_s: float
-    waiting_memory_s: float
-    overhead_s: float
-
-    @property
-    def step_s(self) -> float:
-        """The sum of all parts."""
-        return self.busy_s + self.waiting_input_s + self.waiting_memory_s + self.overhead_s
+__all__ = ["mean_ns", "mean_stream_times", "overlap_ns", "split_difference"]
 
 
 def split_difference(
@@ -104,39 +90,24 @@ def mean_ns(steps: Steps) -> dict[str, float]:
     return {key: ns / len(steps.steady) for key, ns in total.items()}
 
 
-def stream_times(steps: Steps) -> dict[str, StreamTime]:
-    """How each stream spent a steady step.
+def mean_stream_times(steps: Steps) -> dict[str, StreamTime]:
+    """How each stream spent a step: means over the steady steps.
 
-    A stream's step lasts from the end of its last op of the step before to the end of its own last op. What it was
-    idle without waiting for an input or for memory is overhead.
+    A stream's step lasts from the end of its last op of the step before to the end of its own last op.
     """
-    parts: dict[str, list[int]] = {}
-    last_end: dict[str, int] = {}
-    steady = set(steps.steady)
-    ordered = sorted(
-        ((span.start_ns, k, span) for k, spans in steps.spans.items() for span in spans.values()),
-        key=lambda entry: entry[:2],
-    )
-    for start, k, span in ordered:
-        before = last_end.get(span.stream, 0)
-        last_end[span.stream] = span.end_ns
-        if k not in steady:
-            continue
-        gap = max(0, start - before)
-        on_input = min(max(0, span.ready_ns - before), gap)
-        rest = gap - on_input
-        on_memory = min(span.waited_memory_ns, rest)
-        busy, waited_input, waited_memory, overhead = parts.get(span.stream, (0, 0, 0, 0))
-        parts[span.stream] = [
-            busy + span.duration_ns,
-            waited_input + on_input,
-            waited_memory + on_memory,
-            overhead + rest - on_memory,
-        ]
-    scale = 1e9 * len(steps.steady)
+    times: dict[str, list[StreamTime]] = {}
+    last_end_ns: dict[str, int] = {}
+    for k in sorted(steps.spans):
+        spans = steps.spans[k].values()
+        begin_ns = dict(last_end_ns)
+        for span in spans:
+            last_end_ns[span.stream] = max(last_end_ns.get(span.stream, 0), span.end_ns)
+        if k in steps.steady:
+            windows_ns = {stream: (begin_ns.get(stream, 0), end_ns) for stream, end_ns in last_end_ns.items()}
+            for stream, time in times_in_windows(spans, windows_ns).items():
+                times.setdefault(stream, []).append(time)
+    parts = [part.name for part in fields(StreamTime)]
     return {
-        stream: StreamTime(
-            busy_s=p[0] / scale, waiting_input_s=p[1] / scale, waiting_memory_s=p[2] / scale, overhead_s=p[3] / scale
-        )
-        for stream, p in parts.items()
+        stream: StreamTime(**{part: sum(getattr(t, part) for t in of_steps) / len(steps.steady) for part in parts})
+        for stream, of_steps in times.items()
     }

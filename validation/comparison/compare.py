@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.validation.comparison.attribution import Contribution, attribute
-from tierplan.validation.comparison.causes import StreamTime, mean_ns, overlap_ns, split_difference, stream_times
+from tierplan.validation.comparison.causes import mean_ns, mean_stream_times, overlap_ns, split_difference
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
-__all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "StreamTime", "TierComparison", "compare"]
+__all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "TierComparison", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def compare(
     schedule
         One step, as it was simulated and run.
     predicted_step_s
-        The step time in steady state, where the simulator has found it; else the median of the predicted steps.
+        The step time in steady state, where the simulator has counted it; else the median of the predicted steps.
     interval_s
         The predicted 90 % interval of the step time.
     moved_bytes
@@ -181,8 +182,8 @@ def compare(
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)
     if moved_bytes is None:
-        found = measured.meta.get("bytes_per_step")
-        moved_bytes = found if isinstance(found, Mapping) else None
+        counted = measured.meta.get("bytes_per_step")
+        moved_bytes = counted if isinstance(counted, Mapping) else None
     kinds = _compare_kinds(schedule, steps_p, steps_m)
     step_s = Pair(steps_p.step_s if predicted_step_s is None else predicted_step_s, steps_m.step_s)
     durations = steps_m.durations_s
@@ -213,9 +214,9 @@ def compare(
 def _check_same_ops(schedule: Schedule, trace: Trace, steps: Steps) -> None:
     wanted = {op.key for op in schedule.ops}
     for k in steps.steady:
-        seen = set(steps.spans[k])
-        if seen != wanted:
-            missing, foreign = sorted(wanted - seen), sorted(seen - wanted)
+        present = set(steps.spans[k])
+        if present != wanted:
+            missing, foreign = sorted(wanted - present), sorted(present - wanted)
             what = f"lacks op {missing[0]!r}" if missing else f"has op {foreign[0]!r}, which the schedule has not"
             raise ValueError(
                 f"trace {trace.name!r} {what} in step {k} ({len(missing)} missing, {len(foreign)} foreign); "
@@ -233,7 +234,7 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
     duration_p, alone_p, duration_m = steps_p.median_ns(), steps_p.median_ns("alone_ns"), steps_m.median_ns()
     overlap_p, overlap_m = overlap_ns(steps_p), overlap_ns(steps_m)
     mean_m = mean_ns(steps_m)
-    found = []
+    kinds = []
     for (stream, kind), keys in groups.items():
         predicted = np.array([duration_p[k] for k in keys])
         alone = np.array([alone_p[k] if alone_p[k] >= 0 else duration_p[k] for k in keys])
@@ -244,7 +245,7 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
         ]
         rate, overhead, contention = split_difference(predicted, alone, middle, *overlaps)
         total_p, total_m = float(predicted.sum()), float(sum(mean_m[k] for k in keys))
-        found.append(
+        kinds.append(
             KindComparison(
                 stream=stream,
                 kind=kind,
@@ -257,7 +258,7 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
                 variation_s=(total_m - total_p - rate - overhead - contention) / 1e9,
             )
         )
-    return tuple(found)
+    return tuple(kinds)
 
 
 # ---- streams ----
@@ -266,18 +267,18 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
 def _compare_streams(
     schedule: Schedule, steps_p: Steps, steps_m: Steps, kinds: Sequence[KindComparison]
 ) -> tuple[StreamComparison, ...]:
-    times_p, times_m = stream_times(steps_p), stream_times(steps_m)
-    found = []
+    times_p, times_m = mean_stream_times(steps_p), mean_stream_times(steps_m)
+    streams = []
     for stream in schedule.streams:
         p, m = times_p[stream], times_m[stream]
         here = [k for k in kinds if k.stream == stream]
         causes = {
             "rate": sum(k.rate_s for k in here),
             "contention": sum(k.contention_s for k in here),
-            "overhead": m.overhead_s - p.overhead_s + sum(k.overhead_s for k in here),
-            "waiting for input": m.waiting_input_s - p.waiting_input_s,
-            "waiting for memory": m.waiting_memory_s - p.waiting_memory_s,
+            "overhead": m.idle_s - p.idle_s + sum(k.overhead_s for k in here),
+            "waiting for input": m.input_s - p.input_s,
+            "waiting for memory": m.memory_s - p.memory_s,
         }
-        causes["variation"] = m.step_s - p.step_s - sum(causes.values())
-        found.append(StreamComparison(stream=stream, predicted=p, measured=m, causes=causes))
-    return tuple(found)
+        causes["variation"] = m.total_s - p.total_s - sum(causes.values())
+        streams.append(StreamComparison(stream=stream, predicted=p, measured=m, causes=causes))
+    return tuple(streams)

@@ -50,7 +50,7 @@ class Steps:
         for k in self.steady:
             for key, span in self.spans[k].items():
                 values.setdefault(key, []).append(getattr(span, what))
-        return {key: float(median(seen)) for key, seen in values.items()}
+        return {key: float(median(ns)) for key, ns in values.items()}
 
 
 def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int] = ()) -> Steps:

@@ -32,6 +32,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.solve import PlanResult, plan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
+from tierplan.sim.output.plots import plot_timelines
 from tierplan.sim.output.text import format_bytes, format_count, format_error, format_frac, format_s
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
@@ -40,9 +41,10 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import AMPLE_BYTES, capacity_for
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
+from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
-__all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "run_demo", "summary"]
+__all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "demo_summary", "run_demo"]
 
 BATCH, SEQUENCE = 4, 256
 LEARNING_RATE = 5e-5
@@ -162,10 +164,25 @@ def run_demo(
     measure_s: float = MEASURE_S,
     progress: Progress = lambda what, part: None,
 ) -> DemoResult:
-    """Runs the whole job; leaves `report.html`, `timeline.json` (Perfetto), the schedule and both traces in `out`.
+    """Measures, plans, simulates, trains and compares.
 
-    `nvme_dir` is the folder of the NVMe tier; one in `out` if not given. Kernels run on `num_threads` cores, so that
-    copies, the optimizer and file I/O have the others.
+    Leaves `report.html`, `timeline.png`, `timeline.json` (for Perfetto), `result.json`, the schedule and both traces in
+    the folder `out`.
+
+    Parameters
+    ----------
+    nvme_dir
+        Folder of the NVMe tier; one in `out` if not given.
+    steps
+        Training steps of each of the two trainings, 4 or more.
+    num_threads
+        Cores for the model's kernels. The others are left to copies, the optimizer and file I/O.
+    seed
+        Of weights and batches.
+    measure_s
+        Seconds to measure the machine.
+    progress
+        Called with what is being done, and the part of it that is done.
     """
     from tierplan.runtime.measure.machine import measure
     from tierplan.runtime.optim.adam import OptimizerSettings
@@ -203,7 +220,7 @@ def run_demo(
     with _timed("plan", seconds):
         progress("planning", 0.0)
         in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(base))
-        # no tiles: they would sum gradients in another order than the training that the losses are compared with
+        # no sub-batches: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)
     with _timed("train with the plan", seconds):
@@ -268,10 +285,11 @@ def _write(out: Path, result: DemoResult, measured: Trace) -> None:
     predicted.save(out / "predicted.trace.json")
     measured.save(out / "measured.trace.json")
     write_perfetto({"predicted": predicted, "measured": measured}, out / "timeline.json")
+    steps = typical_steps(predicted, measured, result.comparison.warmup_steps)
+    plot_timelines(steps).savefig(out / "timeline.png", dpi=120)
     write_report(
         out / "report.html",
         result.comparison,
-        result.planned.schedule,
         predicted,
         measured,
         title="tierplan demo: predicted and measured",
@@ -309,7 +327,7 @@ def load_notes(load: float, cores: int) -> list[str]:
     return [f"other programs ran when this began (load {load:.1f} on {cores} cores): times vary with what they do"]
 
 
-def summary(result: DemoResult, out: Path) -> str:
+def demo_summary(result: DemoResult, out: Path) -> str:
     """The result on one screen."""
     c = result.comparison
     about = _about(result)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
-__all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "write_page"]
+__all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "update_page"]
 
 BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
 END = "<!-- end of published figures -->"
@@ -131,7 +131,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def write_page(reports: Sequence[Report], page: str | os.PathLike[str]) -> None:
+def update_page(reports: Sequence[Report], page: str | os.PathLike[str]) -> None:
     """Replaces the published part of a page, and writes its pictures beside it.
 
     Raises `ValueError` where the page lacks the marker lines.

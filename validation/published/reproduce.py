@@ -182,10 +182,10 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
     high = settings.get("high", settings.get("value"))
     base = (system, settings["role"], settings["quantity"], label_of(settings), low, high)
     note = settings.get("note", "")
-    found = QUANTITIES[settings["quantity"]](table, settings)
-    if isinstance(found, Prediction):
-        return Row(*base, found.step_s, found.why_not, _path(found), note)
-    return Row(*base, found, note=note)
+    outcome = QUANTITIES[settings["quantity"]](table, settings)
+    if isinstance(outcome, Prediction):
+        return Row(*base, outcome.step_s, outcome.why_not, _path(outcome), note)
+    return Row(*base, outcome, note=note)
 
 
 def _path(prediction: Prediction) -> str:
@@ -260,12 +260,12 @@ def _tflops(table: Settings, settings: Settings) -> float | None:
 
 def _best_tflops(table: Settings, settings: Settings) -> float | None:
     """The best throughput over batches, as the papers count it."""
-    found = []
+    throughputs = []
     for batch in settings["batches"]:
         prediction = _step(table, {**settings, "batch": batch})
         if prediction.tflops_8nd is not None:
-            found.append(prediction.tflops_8nd)
-    return max(found, default=None)
+            throughputs.append(prediction.tflops_8nd)
+    return max(throughputs, default=None)
 
 
 def _phase(table: Settings, settings: Settings) -> float | Prediction:
@@ -279,7 +279,7 @@ def _phase(table: Settings, settings: Settings) -> float | Prediction:
 
 
 def _is_of_backward(op: OpKey) -> bool:
-    return op.verb in ("bwd", "widen") or (op.verb, op.moved) == ("offload", "grads")
+    return op.verb in ("bwd", "cast") or (op.verb, op.moved) == ("offload", "grads")
 
 
 @lru_cache(maxsize=4)

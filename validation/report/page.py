@@ -22,7 +22,7 @@ h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top:
 h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 p { margin: .5rem 0; max-width: 46rem; }
 .lead { font-size: 1.1rem; }
-.soft, figcaption, small { color: var(--soft); font-size: .875rem; }
+.soft, small { color: var(--soft); font-size: .875rem; }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; margin: .5rem 0; }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
@@ -40,29 +40,17 @@ th:first-child, td:first-child, .left { text-align: left; padding-left: 0; }
 .card span { color: var(--soft); font-size: .85rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-figure { margin: .75rem 0 1.25rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; font-size: .85rem; margin: .25rem 0; }
-.legend i { display: inline-block; width: .9rem; height: .9rem; vertical-align: -.1rem; margin-right: .35rem;
+svg.plot { display: block; width: 100%; min-width: 44rem;
   -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-.row { display: grid; grid-template-columns: 10rem 1fr; gap: 0 .75rem; align-items: start; margin: .35rem 0;
-  break-inside: avoid; }
-.row .name { font-size: .85rem; line-height: 1.25; }
-.plot { position: relative; background: var(--wash); border: 1px solid var(--line); }
-.plot svg { display: block; width: 100%; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-.axis { position: relative; height: 1.4rem; font-size: .8rem; color: var(--soft); font-variant-numeric: tabular-nums; }
-.axis span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
-.axis span:first-child { transform: none; } .axis span:last-child { transform: translateX(-100%); }
 code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
   body { padding: 1rem .8rem 3rem; }
-  .row { grid-template-columns: 1fr; } .row .name { margin-bottom: .1rem; }
   th, td { padding: .25rem .4rem; } table { font-size: .82rem; } .bar { width: 6rem; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
-  .axis span:nth-child(even) { display: none; }
 }
 @media print {
   body { max-width: none; padding: 0; font-size: 10.5pt; } .scroll { overflow: visible; }
-  h2 { break-after: avoid; } table, figure, .cards { break-inside: avoid; }
+  svg.plot { min-width: 0; } h2 { break-after: avoid; } table, svg.plot, .cards { break-inside: avoid; }
   @page { margin: 15mm; }
 }
 """
@@ -131,13 +119,13 @@ def bars(values: Sequence[float]) -> list[str]:
     low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
     width = (high - low) or 1.0
     zero = -low / width * 100
-    found = []
+    cells = []
     for value in values:
         x, w = (zero, value / width * 100) if value >= 0 else (zero + value / width * 100, -value / width * 100)
         colour = "#a33a00" if value > 0 else "#0b5cad"
-        found.append(
+        cells.append(
             '<td class="bar"><svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img">'
             f'<rect x="{x:.2f}" y="1" width="{max(w, 0):.2f}" height="8" fill="{colour}"/>'
             f'<rect x="{zero:.2f}" y="0" width="0.5" height="10" fill="#59636e"/></svg></td>'
         )
-    return found
+    return cells

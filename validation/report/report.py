@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from tierplan.sim.output.plots import Excerpt, plot_holdings, plot_timelines
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
-from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.compare import Comparison, Pair
-from tierplan.validation.comparison.steps import cut_predicted, cut_steps
-from tierplan.validation.report import pictures
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
+from tierplan.validation.report.pictures import inline_svg, plot_losses, typical_steps
 
 __all__ = ["verdict", "write_report"]
 
@@ -19,7 +18,6 @@ __all__ = ["verdict", "write_report"]
 def write_report(
     path: str | os.PathLike[str],
     comparison: Comparison,
-    schedule: Schedule,
     predicted: Trace,
     measured: Trace,
     *,
@@ -33,6 +31,10 @@ def write_report(
 
     Parameters
     ----------
+    comparison
+        Of the two traces.
+    predicted, measured
+        The traces, of which a typical step is drawn.
     about
         Facts to show beside the figures: model, machine, plan, date; in this order.
     losses, reference_losses
@@ -41,16 +43,17 @@ def write_report(
         Sentences that a reader must know, shown below the verdict: data-sheet numbers, fall-backs.
     """
     items = about.items() if isinstance(about, Mapping) else about
+    steps = typical_steps(predicted, measured, comparison.warmup_steps)
     sections = [
         paragraph(verdict(comparison), "lead"),
         *(paragraph(note, "soft") for note in notes),
         _key_figures(comparison),
         facts(items),
-        _timelines(comparison, schedule, predicted, measured),
+        _timelines(steps),
         _causes(comparison),
         _streams(comparison),
         _kinds(comparison),
-        _memory(comparison, predicted, measured),
+        _memory(comparison, steps),
         _bytes(comparison),
     ]
     if losses:
@@ -87,7 +90,7 @@ def _key_figures(comparison: Comparison) -> str:
         (
             "Busiest stream",
             busiest.stream,
-            f"worked {format_frac(_part(busiest.measured.busy_s, busiest.measured.step_s))} of the step",
+            f"worked {format_frac(_part(busiest.measured.busy_s, busiest.measured.total_s))} of the step",
         ),
     ]
     for tier in comparison.tiers:
@@ -113,29 +116,15 @@ def _measured_steps(comparison: Comparison) -> str:
     return f"median of {len(steady)}; {format_s(min(steady))} to {format_s(max(steady))}"
 
 
-def _timelines(comparison: Comparison, schedule: Schedule, predicted: Trace, measured: Trace) -> str:
-    windows = _windows(comparison, predicted, measured)
-    kinds = {op.key: op.kind for op in schedule.ops}
-    busy = {
-        s.stream: f"busy {format_frac(_part(s.predicted.busy_s, s.predicted.step_s))} / "
-        f"{format_frac(_part(s.measured.busy_s, s.measured.step_s))}"
-        for s in comparison.streams
-    }
-    used = [k for k in pictures.COLOURS if k in kinds.values()]
-    used += [k for k in dict.fromkeys(kinds.values()) if k not in used]
+def _timelines(steps: Mapping[str, Excerpt]) -> str:
     return section(
         "One step, by stream",
-        paragraph("Upper lane: predicted. Lower lane: measured. A black mark ends the step of each.", "soft"),
-        pictures.legend(used),
-        f"<figure>{pictures.timeline(schedule.streams, kinds, *windows, busy)}</figure>",
-    )
-
-
-def _windows(comparison: Comparison, predicted: Trace, measured: Trace) -> tuple[pictures.Window, pictures.Window]:
-    warmup = comparison.warmup_steps
-    return (
-        pictures.typical_window(predicted, cut_predicted(predicted, warmup)),
-        pictures.typical_window(measured, cut_steps(measured, warmup)),
+        paragraph(
+            "Of each stream's two lanes, the upper one is predicted and the lower one measured. A black mark ends the "
+            "step. At the right: how much of the step the stream worked.",
+            "soft",
+        ),
+        inline_svg(plot_timelines(steps), "ops by stream over one step: predicted above, measured below"),
     )
 
 
@@ -144,12 +133,12 @@ def _part(amount: float, whole: float) -> float:
 
 
 def _causes(comparison: Comparison) -> str:
-    found = comparison.attribution
+    contributions = comparison.attribution
     by_op = table(
         ("ops", "stream", "seconds", ""),
         [
             (c.kind, c.stream, format_s(c.seconds, signed=True), bar)
-            for c, bar in zip(found, bars([c.seconds for c in found]), strict=True)
+            for c, bar in zip(contributions, bars([c.seconds for c in contributions]), strict=True)
         ],
         num_left=2,
     )
@@ -181,9 +170,9 @@ def _streams(comparison: Comparison) -> str:
             format_s(s.predicted.busy_s),
             format_s(s.measured.busy_s),
             format_error(s.busy_s.error_frac),
-            f"{format_s(s.predicted.waiting_input_s)} / {format_s(s.measured.waiting_input_s)}",
-            f"{format_s(s.predicted.waiting_memory_s)} / {format_s(s.measured.waiting_memory_s)}",
-            f"{format_s(s.predicted.overhead_s)} / {format_s(s.measured.overhead_s)}",
+            f"{format_s(s.predicted.input_s)} / {format_s(s.measured.input_s)}",
+            f"{format_s(s.predicted.memory_s)} / {format_s(s.measured.memory_s)}",
+            f"{format_s(s.predicted.idle_s)} / {format_s(s.measured.idle_s)}",
         )
         for s in comparison.streams
     ]
@@ -217,9 +206,8 @@ def _kinds(comparison: Comparison) -> str:
     )
 
 
-def _memory(comparison: Comparison, predicted: Trace, measured: Trace) -> str:
-    windows = _windows(comparison, predicted, measured)
-    drawn = "".join(pictures.memory_picture(t.tier, t.capacity_bytes, *windows) for t in comparison.tiers)
+def _memory(comparison: Comparison, steps: Mapping[str, Excerpt]) -> str:
+    tiers = [t.tier for t in comparison.tiers if t.peak_bytes.predicted or t.peak_bytes.measured]
     rows = [
         (t.tier, *_bytes_cells(t.peak_bytes), format_bytes(t.capacity_bytes))
         for t in comparison.tiers
@@ -227,8 +215,7 @@ def _memory(comparison: Comparison, predicted: Trace, measured: Trace) -> str:
     ]
     return section(
         "Memory over the step",
-        pictures.memory_legend(),
-        f"<figure>{drawn}</figure>",
+        inline_svg(plot_holdings(steps, tiers), "bytes held in each tier over one step") if tiers else "",
         table(("tier", "peak, predicted", "measured", "error", "capacity"), rows),
     )
 
@@ -268,7 +255,8 @@ def _losses(losses: Sequence[float], reference: Sequence[float]) -> str:
         else:
             worst = max(abs(a - b) for a, b in zip(losses, reference, strict=False))
             text += f" Plain training in memory gave losses that differ by at most {worst:.2e}."
-    return section("Losses", paragraph(text), f"<figure>{pictures.losses_picture(losses, reference)}</figure>")
+    picture = inline_svg(plot_losses(losses, reference), "loss by step") if len(losses) > 1 else ""
+    return section("Losses", paragraph(text), picture)
 
 
 def _reading(comparison: Comparison) -> str:

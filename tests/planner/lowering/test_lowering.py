@@ -160,19 +160,19 @@ def test_windows_bound_how_many_units_are_on_the_device_at_once() -> None:
         assert peak == 6 * MIB * (window + 2)
 
 
-def in_parts(plan: UnitwisePlan, num_parts: int) -> UnitwisePlan:
-    return replace(plan, units=tuple(replace(unit, state_parts=num_parts) for unit in plan.units))
+def in_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
+    return replace(plan, units=tuple(replace(unit, state_shards=num_shards) for unit in plan.units))
 
 
 @pytest.mark.parametrize("params", PLACES)
 @pytest.mark.parametrize("grads", PLACES)
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-def test_states_in_parts_move_the_same_bytes_and_run_two_steps(params: str, grads: str, order: str) -> None:
+def test_states_in_shards_move_the_same_bytes_and_run_two_steps(params: str, grads: str, order: str) -> None:
     for semantics, late, settings in (
         ("in-backward", False, {}),
         ("in-backward", True, {"write_back": "delayed"}),
         ("exact-clip", False, {"hold_updates": True, "strict_windows": True}),
-        ("exact-clip", False, {"write_back": "awaited", "updates_in_flight": 1, "wide_grads": True}),
+        ("exact-clip", False, {"write_back": "awaited", "updates_in_flight": 1, "cast_grads": True}),
         ("delayed-1", False, {}),
     ):
         if grads == "nvme" and (late or semantics == "delayed-1"):
@@ -182,7 +182,7 @@ def test_states_in_parts_move_the_same_bytes_and_run_two_steps(params: str, grad
         )
         choice = UnitPlan(params=params, grads=grads, states="nvme", late_update=late)  # type: ignore[arg-type]
         whole = uniform_plan(workload, choice, semantics=semantics, order=order, **settings)
-        split = lower(in_parts(whole, 3), workload, toy_machine())
+        split = lower(in_shards(whole, 3), workload, toy_machine())
         assert len(simulate_on(validate(unroll(split, 2)), toy_machine()).spans) == 2 * len(split.ops)
         assert split.bytes_moved() == lower(whole, workload, toy_machine()).bytes_moved()
         assert sum(op.kind == "update" and op.unit == "L1" for op in split.ops) == 3
@@ -194,19 +194,19 @@ def test_within_a_unit_parts_are_read_updated_and_written_at_once() -> None:
     workload = toy_workload(1, tied=False, max_grad_norm=1.0)
     plan = uniform_plan(workload, UnitPlan(), semantics="exact-clip", hold_updates=True)
     read_s, update_s, write_s = (3 * MIB * amount for amount in (12 / 2e9, 1 / 5e8, 12 / 1e9))
-    for num_parts in (1, 2, 4):
-        on_drive = UnitPlan(grads="host", states="nvme", state_parts=num_parts)
+    for num_shards in (1, 2, 4):
+        on_drive = UnitPlan(grads="host", states="nvme", state_shards=num_shards)
         split = lower(replace(plan, units=(plan.units[0], on_drive, plan.units[2])), workload, toy_machine())
         spans = [s for s in simulate_on(split, toy_machine()).spans if "states/L0" in s.key]
         taken_s = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9
-        assert taken_s == pytest.approx((read_s + update_s) / num_parts + write_s)
+        assert taken_s == pytest.approx((read_s + update_s) / num_shards + write_s)
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
-def test_two_parts_at_a_time_are_in_host_memory(num_parts: int) -> None:
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+def test_two_shards_at_a_time_are_in_host_memory(num_shards: int) -> None:
     """The one that is updated and the next, beside the unit's gradients and new parameters, which are whole."""
     workload = toy_workload(6, tied=False)
-    plan = in_parts(uniform_plan(workload, UnitPlan(params="device", grads="device", states="nvme")), num_parts)
+    plan = in_shards(uniform_plan(workload, UnitPlan(params="device", grads="device", states="nvme")), num_shards)
     low, high = 1, 1000
     while low < high:
         middle = (low + high) // 2
@@ -217,15 +217,15 @@ def test_two_parts_at_a_time_are_in_host_memory(num_parts: int) -> None:
         except RuntimeError:
             low = middle + 1
     states_mib, rest_mib = 10 * 12, 10 * (2 + 2)  # of embed, the largest
-    assert low == rest_mib + 2 * states_mib / num_parts
+    assert low == rest_mib + 2 * states_mib / num_shards
 
 
 def test_parts_are_for_states_on_nvme() -> None:
     workload = toy_workload()
-    with pytest.raises(PlanError, match="only states on 'nvme' travel in parts"):
-        lower(uniform_plan(workload, UnitPlan(states="host", state_parts=2)), workload, toy_machine())
-    with pytest.raises(PlanError, match="in 0 parts"):
-        in_parts(uniform_plan(workload, UnitPlan(states="nvme")), 0).check(workload)
+    with pytest.raises(PlanError, match="only states on 'nvme' travel in shards"):
+        lower(uniform_plan(workload, UnitPlan(states="host", state_shards=2)), workload, toy_machine())
+    with pytest.raises(PlanError, match="in 0 shards"):
+        in_shards(uniform_plan(workload, UnitPlan(states="nvme")), 0).check(workload)
 
 
 def test_a_plan_that_contradicts_itself_is_refused() -> None:
@@ -255,7 +255,7 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         ({}, {"update_order": "random"}, "update_order 'random'"),
         ({}, {"prefetch_params_units": -1}, "prefetch_params_units is -1; it must be a whole number of 0 or more"),
         ({}, {"updates_in_flight": 1.5}, "updates_in_flight is 1.5; it must be a whole number of 0 or more"),
-        ({}, {"tiles": 0}, "tiles is 0; it must be a whole number of 1 or more"),
+        ({}, {"sub_batches": 0}, "sub_batches is 0; it must be a whole number of 1 or more"),
         ({}, {"segment_units": 0}, "segment_units is 0"),
         ({}, {"devices": 0}, "devices is 0"),
     ],
@@ -359,9 +359,9 @@ def test_what_is_made_again_needs_the_parameters_even_where_backward_does_not(se
     assert read_params("recompute", segment_units=segment_units) >= {"forward", "recompute"}
 
 
-@pytest.mark.parametrize("pieces", [{"order": "vertical", "tiles": 4}, {"operator_tiles": 4}])
+@pytest.mark.parametrize("pieces", [{"order": "vertical", "sub_batches": 4}, {"operator_tiles": 4}])
 def test_a_measured_recomputation_is_cut_with_its_unit(pieces: dict[str, object]) -> None:
-    """Four tiles recompute what the whole does, in the schedule and in the program: no tile pays for the unit."""
+    """Four pieces recompute what the whole does, in the schedule and in the program: none pays for the unit."""
     workload = toy_workload(per_device_train_batch_size=4)
     seconds = {"s": 0.8}
     saved_s = {"s": 0.8 / 4}
@@ -378,8 +378,8 @@ def test_a_measured_recomputation_is_cut_with_its_unit(pieces: dict[str, object]
         return sum(op.work["s"] for op in schedule.ops if op.kind == "recompute")
 
     assert recomputed_s(**pieces) == pytest.approx(recomputed_s()) == pytest.approx(4 * 0.8)
-    if "tiles" in pieces:
-        p = problem(workload, toy_machine(), semantics="in-backward", order="vertical", tiles=4)
+    if "sub_batches" in pieces:
+        p = problem(workload, toy_machine(), semantics="in-backward", order="vertical", sub_batches=4)
         by_the_program_s = p.turn * sum(g.recompute_s for u in p.units for g in u.groups if g.recomputable)
         assert by_the_program_s == pytest.approx(recomputed_s(**pieces))
 

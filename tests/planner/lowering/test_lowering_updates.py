@@ -85,7 +85,7 @@ def test_updates_after_backward_come_in_the_order_that_was_chosen(order: str) ->
 
 def test_parts_of_delayed_updates_are_spread_over_the_step() -> None:
     """Ten units with parameters over twenty turns: two turns for each update, one for each half of it."""
-    choice = UnitPlan(grads="host", states="nvme", state_parts=2)
+    choice = UnitPlan(grads="host", states="nvme", state_shards=2)
     keys = list(ops_of(choice, semantics="delayed-1"))
     for unit in ("L0", "L3", "L7"):
         first, second = (keys.index(f"update/{unit}/{part}of2") for part in (0, 1))
@@ -108,11 +108,11 @@ def test_an_accumulation_reads_two_gradients_and_writes_one() -> None:
 
 def test_a_gradient_is_widened_only_where_it_is_not_fp32() -> None:
     choice = UnitPlan(grads="nvme", states="nvme")
-    ops = ops_of(choice, semantics="exact-clip", wide_grads=True)
-    assert ops["widen/L3"].work == {"elementwise_bytes": (2 + 4) * BLOCK}
+    ops = ops_of(choice, semantics="exact-clip", cast_grads=True)
+    assert ops["cast/L3"].work == {"elementwise_bytes": (2 + 4) * BLOCK}
     assert ops["write_grads/L3"].work == {"bytes": 4 * BLOCK}
-    in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", wide_grads=True)
-    assert "widen/L3" not in in_fp32
+    in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", cast_grads=True)
+    assert "cast/L3" not in in_fp32
     assert in_fp32["write_grads/L3"].work == {"bytes": 4 * BLOCK}
 
 

@@ -45,7 +45,7 @@ def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
     workload = chain(forward_s=[0.01] * 8, parameters=[10 * MB] * 8, saved_mb=[[1]] * 8, border_mb=0.1)
     machine = small_machine(device_mb=70, host_mb=90)
     assert 8 * 10 * MB * workload.training.grad_bytes > 90 * MB
-    choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_parts=16)
+    choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_shards=16)
     parking = UnitwisePlan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
     step_s = Evaluator(workload, machine, Budget(1e9))(parking).step_s
     assert step_s is not None

@@ -228,7 +228,7 @@ def test_fuyou_swaps_more_when_links_are_quick_and_compute_is_slow() -> None:
 def test_fuyou_cuts_a_batch_that_would_not_fit_and_moves_the_same_parameters() -> None:
     workload = load_workload("gpt-13b", Training(per_device_train_batch_size=64, dtype="fp16"))
     machine = load_machine("fuyou-4090")
-    whole = predict("fuyou", workload, machine, {"tiles": 1, "swap": "none"})
+    whole = predict("fuyou", workload, machine, {"sub_batches": 1, "swap": "none"})
     cut = predict("fuyou", workload, machine, {"swap": "none"})
     assert not whole.fits
     assert cut.fits
@@ -391,5 +391,5 @@ def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_o
     assert on_four.step_s is not None
     assert on_one.step_s is not None
     assert on_four.step_s > on_one.step_s
-    lines = compare_policies.table([on_one, on_four]).splitlines()
+    lines = compare_policies.policy_table([on_one, on_four]).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["zero-infinity", "zero-offload"]

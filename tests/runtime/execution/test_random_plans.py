@@ -62,7 +62,7 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
         write_back=rng.choice(["at once", "delayed", "awaited"]),  # type: ignore[arg-type]
         update_order=rng.choice(["forward", "backward"]),  # type: ignore[arg-type]
         hold_updates=semantics == "exact-clip" and rng.random() < 0.5,
-        wide_grads=rng.random() < 0.5,
+        cast_grads=rng.random() < 0.5,
         segment_units=segment_units,
     )
 
@@ -83,7 +83,7 @@ def _draw_unit(unit: Unit, rng: random.Random, semantics: str, segment_units: in
     place = rng.choice(["keep", "host", "nvme"])
     parts = rng.choice([1, 2, 3]) if states == "nvme" else 1
     return UnitPlan(
-        params=params, grads=grads, states=states, acts=acts, input=place, late_update=late, state_parts=parts
+        params=params, grads=grads, states=states, acts=acts, input=place, late_update=late, state_shards=parts
     )  # type: ignore[arg-type]
 
 

@@ -32,7 +32,8 @@ def split(workload: Workload, choice: UnitPlan, **settings: Any) -> UnitwisePlan
     """A plan with states in parts, and embed in more of them."""
     plan = uniform_plan(workload, choice, **settings)
     units = [
-        replace(unit, state_parts=PARTS + (k == 0), late_update=choice.late_update) for k, unit in enumerate(plan.units)
+        replace(unit, state_shards=PARTS + (k == 0), late_update=choice.late_update)
+        for k, unit in enumerate(plan.units)
     ]
     return replace(plan, units=tuple(units))
 
@@ -68,7 +69,7 @@ def test_numbers_of_plain_training(dtype: str, clip: float | None, semantics: st
     [
         {"order": "vertical", "prefetch_states_units": 2},
         {"strict_windows": True, "updates_in_flight": 1, "write_back": "awaited"},
-        {"write_back": "delayed", "wide_grads": True},
+        {"write_back": "delayed", "cast_grads": True},
     ],
 )
 def test_with_gradients_on_nvme_and_every_way_home(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: P
     plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
     workload = observed_workload(model, batches[0], replace(CPU, dtype="bf16"))
     plan = split(workload, UnitPlan(params="host", grads="host", states="nvme", late_update=True))
-    other = replace(plan, units=tuple(replace(unit, state_parts=then) for unit in plan.units))
+    other = replace(plan, units=tuple(replace(unit, state_shards=then) for unit in plan.units))
     optimizer = OptimizerSettings(lr=1e-2)
     losses = train_plainly(plain, batches, steps=6, optimizer=optimizer)
     places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}

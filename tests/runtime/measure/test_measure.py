@@ -14,7 +14,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
 from tierplan.runtime.measure.machine import MeasurementError, measure
-from tierplan.runtime.measure.timing import LEAST_SPREAD, Crew, summary
+from tierplan.runtime.measure.timing import LEAST_SPREAD, StreamThreads, summary
 
 TINY = Sizes(
     copy_bytes=(4096, 1 << 16, 1 << 18),
@@ -142,15 +142,15 @@ def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
 
 def test_rates_count_work_per_second_of_all_loads_together() -> None:
     """Two sleeping loads do not disturb each other, whatever the machine does; amounts are in proportion."""
-    crew = Crew(["a", "b"])
+    threads = StreamThreads(["a", "b"])
     try:
         one = Load("a", "bytes", 1.0, lambda: time.sleep(0.002))
         two = Load("b", "bytes", 10.0, lambda: time.sleep(0.002))
-        together = crew.rates([one, two], 0.1)
+        together = threads.rates([one, two], 0.1)
         assert together[1] / together[0] == pytest.approx(10.0, rel=0.5)
         assert 0 < together[0] <= 1 / 0.002
     finally:
-        crew.close()
+        threads.close()
 
 
 def test_the_spread_grows_with_scatter_and_has_a_floor() -> None:

@@ -67,7 +67,7 @@ def test_every_streams_time_is_accounted_for(
     for window_s in (None, (begin_s, end_s)):
         whole_s = trace.duration_s if window_s is None else end_s - begin_s
         for time in stream_times(trace, window_s).values():
-            parts = [time.alone_s, time.slowed_s, time.input_s, time.memory_s, time.done_s]
+            parts = [time.alone_s, time.slowed_s, time.input_s, time.memory_s, time.idle_s]
             assert sum(parts) == pytest.approx(whole_s, abs=1e-6)
             assert min(parts) >= 0
     for stream, time in stream_times(trace).items():
@@ -84,8 +84,8 @@ def test_waits_by_hand() -> None:
     ]
     trace = run(buffers, ops, {"load0": 2.0, "use0": 3.0, "load1": 2.0, "use1": 3.0}, capacity_bytes=4)
     times = stream_times(trace)
-    assert (times["load"].alone_s, times["load"].memory_s, times["load"].done_s) == (4.0, 3.0, 3.0)
-    assert (times["use"].alone_s, times["use"].input_s, times["use"].done_s) == (6.0, 4.0, 0.0)
+    assert (times["load"].alone_s, times["load"].memory_s, times["load"].idle_s) == (4.0, 3.0, 3.0)
+    assert (times["use"].alone_s, times["use"].input_s, times["use"].idle_s) == (6.0, 4.0, 0.0)
     schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=4),), buffers=tuple(buffers), ops=tuple(ops))
     path = critical_path(schedule, trace)
     assert [(s.key, s.reason) for s in path] == [
@@ -115,7 +115,7 @@ def test_slowed_by_a_shared_limit() -> None:
         limits={"bus": 1.0},
     )
     times = stream_times(trace)
-    assert (times["a"].alone_s, times["a"].slowed_s, times["a"].done_s) == (1.0, 1.0, 2.0)
+    assert (times["a"].alone_s, times["a"].slowed_s, times["a"].idle_s) == (1.0, 1.0, 2.0)
     assert (times["b"].alone_s, times["b"].slowed_s) == (3.0, 1.0)
 
 
@@ -192,4 +192,4 @@ def test_a_thread_that_wakes_up_does_not_wait_for_memory() -> None:
     spans = (Span("a", "s", 0, 0, 90, 100, granted_ns=10),)
     trace = Trace(name="measured", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
     time = stream_times(trace)["s"]
-    assert (time.memory_s, time.busy_s, time.done_s) == pytest.approx((10e-9, 10e-9, 80e-9))
+    assert (time.memory_s, time.busy_s, time.idle_s) == pytest.approx((10e-9, 10e-9, 80e-9))

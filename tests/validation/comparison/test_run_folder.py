@@ -54,8 +54,10 @@ def arguments(*words: str):  # type: ignore[no-untyped-def]
 
 
 def test_compare_writes_the_page_and_says_the_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = folder / "report.html"
-    assert command.run(arguments(str(folder / "plan.json"), str(folder / "run"), "-o", str(page))) == 0
+    page, picture = folder / "report.html", folder / "timeline.svg"
+    words = [str(folder / "plan.json"), str(folder / "run"), "-o", str(page), "--plot", str(picture)]
+    assert command.run(arguments(*words)) == 0
+    assert "<svg" in picture.read_text(encoding="utf-8")
     said = capsys.readouterr().out
     assert "an error of -20.0 %" in said
     assert "bytes per stream agree exactly" in said

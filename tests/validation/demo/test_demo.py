@@ -18,7 +18,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import OutOfMemory
-from tierplan.validation.demo.demo import byte_tokens, demo_budgets, load_notes, run_demo, summary
+from tierplan.validation.demo.demo import byte_tokens, demo_budgets, demo_summary, load_notes, run_demo
 
 
 def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:
@@ -76,7 +76,7 @@ def test_the_whole_job(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "report.html").read_text()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert len(timeline["traceEvents"]) > 100
-    assert "equal bit for bit" in summary(result, tmp_path)
+    assert "equal bit for bit" in demo_summary(result, tmp_path)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.validation.published import reproduce as reproduction
-from tierplan.validation.published.page import BEGIN, END, markdown, write_page
+from tierplan.validation.published.page import BEGIN, END, markdown, update_page
 from tierplan.validation.published.reproduce import Report, Row, is_step_time, published, reproduce, systems
 
 QUICK = ("fuyou", "ssdtrain", "zero")
@@ -155,17 +155,17 @@ def test_kendalls_tau_is_that_of_hand_counted_pairs() -> None:
 def test_writing_the_page_leaves_the_rest_of_it_alone(tmp_path: Path, reports: dict[str, Report]) -> None:
     page = tmp_path / "validation.md"
     page.write_text(f"# Validation\n\nBefore.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n", encoding="utf-8")
-    write_page([reports["zero"]], page)
+    update_page([reports["zero"]], page)
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# Validation\n\nBefore.\n")
     assert text.endswith("\n\nAfter.\n")
     assert "old" not in text
     assert (tmp_path / "figures" / "reproduce-zero.png").stat().st_size > 1000
-    write_page([reports["zero"]], page)
+    update_page([reports["zero"]], page)
     assert page.read_text(encoding="utf-8") == text
     page.write_text("# no markers\n", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
-        write_page([reports["zero"]], page)
+        update_page([reports["zero"]], page)
 
 
 def test_every_row_is_on_the_page(reports: dict[str, Report]) -> None:

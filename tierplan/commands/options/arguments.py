@@ -1,7 +1,7 @@
 """Types for arguments: what they refuse is said before anything is read or computed, and the exit status is 2.
 
     parser.add_argument("--batch", type=whole(1))             a whole number of 1 or more
-    parser.add_argument("--lr", type=number(above=0))         a finite number above 0
+    parser.add_argument("--lr", type=finite(above=0))         a finite number above 0
     parser.add_argument("plan", type=existing_file)           a file that is there
     parser.add_argument("-o", type=new_file())                a file that can be written
     parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
@@ -19,7 +19,7 @@ from argparse import ArgumentTypeError, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PICTURES", "add_set", "existing_file", "new_file", "new_folder", "number", "whole"]
+__all__ = ["PICTURES", "add_set", "existing_file", "finite", "new_file", "new_folder", "whole"]
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -51,7 +51,7 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
-def number(*, least: float = -math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[str], float]:
+def finite(*, least: float = -math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[str], float]:
     """A finite number of `least` or more, above `above` and below `below`."""
     rules = [f"{least:g} or more"] if least > -math.inf else []
     rules += [f"above {above:g}"] if above > -math.inf else []

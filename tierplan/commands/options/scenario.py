@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, number, whole
+from tierplan.commands.options.arguments import add_set, finite, whole
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
@@ -30,8 +30,6 @@ __all__ = [
 ]
 
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
-PRECISIONS = ("bf16", "fp16", "fp32")
-"""In order of preference, for `--dtype auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
     what.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
     what.add_argument(
         "--dtype",
-        choices=("auto", *PRECISIONS),
+        choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
         help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine knows)",
     )
@@ -78,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
     )
     what.add_argument(
         "--max-grad-norm",
-        type=number(above=0),
+        type=finite(above=0),
         metavar="X",
         help="clip gradients by their global norm (default: no clipping)",
     )
@@ -113,60 +111,29 @@ def read_machine(args: argparse.Namespace) -> Machine:
 def read_training(args: argparse.Namespace, machine: Machine) -> Training:
     """The training settings, with `auto` resolved against the machine."""
     from tierplan.sim.workloads.workload import Training
+    from tierplan.studies.defaults import default_backend, default_precision
 
     return Training(
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.accumulation,
         sequence_length=args.seq,
-        dtype=precision_of(machine) if args.dtype == "auto" else args.dtype,
+        dtype=default_precision(machine) if args.dtype == "auto" else args.dtype,
         master_weights=not args.no_master_weights,
         optimizer=args.optimizer,
         attention=args.attention,
         max_grad_norm=args.max_grad_norm,
-        backend=backend_of(machine) if args.backend == "auto" else args.backend,
+        backend=default_backend(machine) if args.backend == "auto" else args.backend,
     )
 
 
 def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
-    """The workload that the arguments describe, from closed forms or from fake tensors.
+    """The workload that the arguments describe."""
+    from tierplan.studies.defaults import load_or_trace
 
-    From the latter where `--exact` says so, and where a family has no closed forms but torch is there to run it.
-    """
-    from importlib.util import find_spec
-
-    from tierplan.sim.workloads.models import SUPPORTED, read_config
-
-    training = read_training(args, machine)
-    has_forms = read_config(args.model, training)[1]["model_type"] in SUPPORTED
-    if args.exact or (not has_forms and find_spec("torch") and find_spec("transformers")):
-        from tierplan.runtime.tracing.trace import trace_workload
-
-        return trace_workload(args.model, training)
-    from tierplan.sim.workloads.models import load_workload
-
-    return load_workload(args.model, training)
+    return load_or_trace(args.model, read_training(args, machine), exact=args.exact)
 
 
 def read_scenario(args: argparse.Namespace) -> Scenario:
     """The machine, and the workload for it."""
     machine = read_machine(args)
     return Scenario(workload=read_workload(args, machine), machine=machine)
-
-
-def precision_of(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
-    """The first of bf16, fp16, fp32 in which the machine's compute stream has a matmul rate."""
-    from tierplan.hwmodels.names import COMPUTE
-
-    rates = machine.stream(COMPUTE).rates
-    for name in PRECISIONS:
-        if f"matmul_{name}_flops" in rates:
-            return name  # type: ignore[return-value]
-    return "fp32"
-
-
-def backend_of(machine: Machine) -> Literal["cuda", "cpu"]:
-    """`cpu` for a machine whose compute stream is the host's own cores, else `cuda`."""
-    from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
-
-    shares_cores = CORES_LIMIT in machine.stream(COMPUTE).takes
-    return "cpu" if shares_cores else "cuda"

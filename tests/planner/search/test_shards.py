@@ -1,4 +1,4 @@
-"""States in parts in the search: local moves keep plans valid, and a tight host memory makes parts worth their ops."""
+"""States in shards: local moves keep plans valid, and a tight host memory makes shards worth their ops."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.milp.amounts import MODES, problem
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.search.candidates import Budget, Evaluator
-from tierplan.planner.search.moves import FAMILIES, with_parts, with_placement
+from tierplan.planner.search.moves import FAMILIES, with_placement, with_shards
 
 
-def test_every_move_from_a_plan_in_parts_is_a_plan() -> None:
+def test_every_move_from_a_plan_in_shards_is_a_plan() -> None:
     workload = toy_workload(3)
     p = problem(workload, toy_machine(), semantics="in-backward")
-    plan = with_parts(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
+    plan = with_shards(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
     mixed = replace(plan, units=(UnitPlan(params="host", grads="host", states="host"), *plan.units[1:]))
     num_moves = 0
     for start in (plan, mixed):
@@ -27,13 +27,13 @@ def test_every_move_from_a_plan_in_parts_is_a_plan() -> None:
     assert num_moves > 100
 
 
-def test_a_unit_that_moves_to_nvme_travels_in_parts_like_the_others() -> None:
+def test_a_unit_that_moves_to_nvme_travels_in_shards_like_the_others() -> None:
     workload = toy_workload(3)
-    plan = with_parts(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
+    plan = with_shards(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
     to_host = next(mode for mode in MODES if (mode.params, mode.states, mode.grads) == ("host", "host", "host"))
     to_nvme = next(mode for mode in MODES if (mode.params, mode.states, mode.grads) == ("host", "nvme", "host"))
     there = with_placement(plan, 1, to_host)
-    assert [unit.state_parts for unit in there.units] == [4, 1, 4, 4, 4]
+    assert [unit.state_shards for unit in there.units] == [4, 1, 4, 4, 4]
     assert with_placement(there, 1, to_nvme) == plan
 
 
@@ -44,4 +44,4 @@ def test_parts_make_a_plan_fit_that_does_not_fit_whole() -> None:
     evaluate = Evaluator(workload, machine, Budget(100.0))
     whole = uniform_plan(workload, UnitPlan(params="device", grads="device", states="nvme"))
     assert not evaluate(whole).fits
-    assert evaluate(with_parts(whole, 4)).fits
+    assert evaluate(with_shards(whole, 4)).fits

@@ -1,8 +1,8 @@
-"""What it is worth that optimizer states travel in parts: gaps to the bound without and with them.
+"""What it is worth that optimizer states travel in shards: gaps to the bound without and with them.
 
-    python -m benchmarks.planner_parts
+    python -m benchmarks.planner_shards
 
-Scenarios of `benchmarks.planner_grid` with large units beside little host memory. Without parts the planner is the
+Scenarios of `benchmarks.planner_grid` with large units beside little host memory. Without shards the planner is the
 same in all else. Takes ten seconds of computing for each line and column.
 """
 
@@ -31,19 +31,19 @@ def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
     with ExitStack() as stack:
         if not in_parts:
             for module in ("search", "solve"):
-                stack.enter_context(mock.patch(f"tierplan.planner.{module}.with_parts", lambda plan, num_parts: plan))
+                stack.enter_context(mock.patch(f"tierplan.planner.{module}.with_shards", lambda plan, num_shards: plan))
         return plan(load_workload(model, training), machine, time_limit_s=TIME_LIMIT_S)
 
 
 def main() -> None:
-    print("| machine | model | batch | bound, s | whole, s | gap | in parts, s | gap | parts |")
+    print("| machine | model | batch | bound, s | whole, s | gap | in shards, s | gap | shards |")
     print("|---|---|---|---|---|---|---|---|---|")
     for label, model, batch in SCENARIOS:
         whole, split = (answer(label, model, batch, in_parts=in_parts) for in_parts in (False, True))
-        parts = max(unit.state_parts for unit in split.plan.units)
+        shards = max(unit.state_shards for unit in split.plan.units)
         print(
             f"| {label} | {model} | {batch} | {split.lower_bound_s:.2f} | {whole.step_s:.2f} | {whole.gap:.1%} | "
-            f"{split.step_s:.2f} | {split.gap:.1%} | {parts} |",
+            f"{split.step_s:.2f} | {split.gap:.1%} | {shards} |",
             flush=True,
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from tierplan.hwmodels import load_description
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, Prices, _wishes, advise
+from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, PriceList, _purchases, advise
 from tierplan.studies.evaluate import evaluate_point
 from tierplan.studies.study import Point
 
@@ -43,7 +43,7 @@ def test_time_and_lifetime_are_those_of_the_best_step(advice: Advice) -> None:
 
 
 def test_cost_is_electricity_depreciation_and_wear(advice: Advice) -> None:
-    prices, description = Prices(), load_description("desktop-4090")
+    prices, description = PriceList(), load_description("desktop-4090")
     seconds = 1e9 / advice.best["tokens_per_s"]
     watts = 450 + (description.number("host.power") or prices.host_power_w) + (description.number("nvme.power") or 0)
     electricity = watts / 1000 * seconds / 3600 * prices.electricity_usd_per_kwh
@@ -65,10 +65,10 @@ def test_another_drive_helps_where_the_drive_is_the_limit(advice: Advice) -> Non
 
 def test_a_gpu_that_is_in_nothing_better_is_not_offered() -> None:
     """A 3090 has the memory of a 4090 and half its speed; for a 1080 Ti it would be a gain in all figures."""
-    own = [what for what, _, _ in _wishes(load_description("desktop-4090"), Prices())]
+    own = [what for what, _, _ in _purchases(load_description("desktop-4090"), PriceList())]
     assert not any("GPU" in what for what in own)
     older = load_description("desktop-4090", ["gpu.part=gtx-1080-ti"])
-    assert {what for what, _, _ in _wishes(older, Prices()) if "GPU" in what} == {
+    assert {what for what, _, _ in _purchases(older, PriceList()) if "GPU" in what} == {
         "rtx-3090 as GPU",
         "rtx-4090 as GPU",
     }
@@ -108,7 +108,7 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
 
 def test_the_planner_is_asked_at_the_best_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that fits anyway: quick to plan, and nothing beats keeping it in memory."""
-    monkeypatch.setattr("tierplan.studies.advise._wishes", lambda description, prices: [])
+    monkeypatch.setattr("tierplan.studies.advise._purchases", lambda description, prices: [])
     found = advise(
         "gpt-6.7b",
         "desktop-4090",

@@ -1,0 +1,46 @@
+"""What `auto` means for training settings, and where the amounts of a workload come from."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
+from tierplan.sim.workloads.models import SUPPORTED, read_config, workload_of
+from tierplan.sim.workloads.workload import Training, Workload
+
+__all__ = ["default_backend", "default_precision", "load_or_trace"]
+
+
+def default_precision(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
+    """The first of bf16, fp16, fp32 in which the machine's compute stream has a rate for matrix products."""
+    rates = machine.stream(COMPUTE).rates
+    names: tuple[Literal["bf16", "fp16", "fp32"], ...] = ("bf16", "fp16", "fp32")
+    return next((name for name in names if f"matmul_{name}_flops" in rates), "fp32")
+
+
+def default_backend(machine: Machine) -> Literal["cuda", "cpu"]:
+    """`cpu` for a machine whose compute stream is the host's own cores, else `cuda`."""
+    return "cpu" if CORES_LIMIT in machine.stream(COMPUTE).takes else "cuda"
+
+
+def load_or_trace(model: str, training: Training, *, exact: bool = False) -> Workload:
+    """The workload of a model by closed forms, or from its own class on fake tensors.
+
+    The latter where `exact` asks for it, and for families without closed forms where torch is installed.
+    """
+    name, config = read_config(model, training)
+    if not exact and (config["model_type"] in SUPPORTED or not (find_spec("torch") and find_spec("transformers"))):
+        return workload_of(name, config, training)
+    return _traced(name, json.dumps(config), training)
+
+
+@lru_cache(maxsize=64)
+def _traced(name: str, config: str, training: Training) -> Workload:
+    """Takes seconds, so it is kept: by the config's text, since a file may change under the same path."""
+    from tierplan.runtime.tracing.trace import trace_config
+
+    return trace_config(name, json.loads(config), training)
