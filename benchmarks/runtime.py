@@ -44,8 +44,9 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.memory.arena import map_host
-from tierplan.runtime.memory.store import FILE_NAME, Extent, Store
+from tierplan.runtime.memory.store import Extent, Store
 from tierplan.runtime.memory.striping import REQUEST_BYTES
+from tierplan.runtime.memory.tier_file import FILE_NAME
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer

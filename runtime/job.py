@@ -52,6 +52,7 @@ class Job:
     nvme_dirs: tuple[Path, ...] = ()
     nvme_weights: tuple[float, ...] = ()
     checkpoint_every: int | None = None
+    read_back: bool = True
     export: bool = True
     lr: float = 1e-3
     lr_schedule: str = "constant"
@@ -142,6 +143,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             on_step=metrics.on_step,
             out_dir=job.out_dir,
             checkpoint_every=job.checkpoint_every,
+            read_back=job.read_back,
             resume=job.resume,
             fixed={"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps},
             weights=weights,

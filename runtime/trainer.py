@@ -125,6 +125,8 @@ class Trainer:
     """Where steps are committed; nothing is, and nothing outlives a crash, if not given."""
     checkpoint_every: int | None = None
     """Commits after so many steps, and at the end of each `run`; only at the end if not given."""
+    read_back: bool = True
+    """Every commit is read from the drives and compared before it counts; only the last one of a `run` if not."""
     resume: bool = False
     """Goes on from the last commit in `out_dir`, or begins if there is none."""
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -158,7 +160,7 @@ class Trainer:
         self._bodies: Bodies | None = None
         self._executor: Executor
         self._placement: Placement
-        self._is_set_up = self._is_closed = False
+        self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
         self._hooks: ModelHooks | None = None
         self._batches: Iterator[Batch] = iter(())
         self._set_back = ExitStack()
@@ -203,23 +205,38 @@ class Trainer:
         wanted = self.num_steps_done + steps
         try:
             while self.num_steps_done < wanted:
-                part = min(wanted - self.num_steps_done, self.checkpoint_every or steps)
-                expected = self.num_steps_done + part
+                part = 1 if self._is_stop_wanted else min(wanted - self.num_steps_done, self.checkpoint_every or steps)
+                self._has_failed = True
+                assert self._bodies is not None
+                self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
                 self._executor.run(part)
+                self._has_failed = False
+                is_last = self._is_stop_wanted or self.num_steps_done == wanted
                 if self._durability is not None:
-                    self.commit()
-                if self.num_steps_done < expected:
-                    break  # a stop was requested
+                    self.commit(read_back=self.read_back or is_last)
+                if is_last or self._is_stop_wanted:
+                    break
         finally:
+            self._is_stop_wanted = False
             torch.set_num_threads(self._threads_before)
 
-    def commit(self) -> None:
-        """Makes the steps so far survive whatever happens next."""
+    def commit(self, *, read_back: bool = True) -> None:
+        """Makes the steps so far survive whatever happens next.
+
+        With `read_back`, what was committed on the drives is read and compared before it counts.
+        """
         assert self._durability is not None
+        if self._has_failed:
+            raise TrainingError("a step has failed, so what it left is not committed; resume from the last commit")
         assert self._bodies is not None
         rng = self._device.rng_state() if self.seed is None else ()
         self._durability.commit(
-            self.num_steps_done, self._executor.carried, self._bodies, losses=self.result().losses, rng=rng
+            self.num_steps_done,
+            self._executor.carried,
+            self._bodies,
+            losses=self.result().losses,
+            rng=rng,
+            read_back=read_back,
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -242,8 +259,10 @@ class Trainer:
         return sum(self._losses[self.num_steps_done - 1])
 
     def request_stop(self) -> None:
-        """Lets the steps under way run to their end; `run` returns then."""
-        self._executor.request_stop()
+        """Lets the steps under way run to their end, or one if there is none; `run` returns then."""
+        self._is_stop_wanted = True
+        if self._is_set_up:
+            self._executor.request_stop()
 
     def result(self) -> RunResult:
         """What has been done so far."""
@@ -308,6 +327,8 @@ class Trainer:
         if self._store is not None:
             self._store.close(remove=self._durability is None)
             self._store = None
+        if self._durability is not None:
+            self._durability.close()
         self._give_buffers_back()
         self._set_back.close()
         torch.set_num_threads(self._threads_before)
@@ -409,6 +430,8 @@ class Trainer:
         if durability is not None:  # a second region for what is committed
             needed += sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
             self._store.claim(durability.run_id, str(durability.folder.resolve()))
+        if self._resumed is not None:
+            self._store.expect(self._resumed.store_bytes)
         self._store.reserve(needed)
 
     def _place_committed(self) -> None:

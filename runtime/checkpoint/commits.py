@@ -5,10 +5,13 @@ where it lies: the extents of the last commit are never written again before the
 them goes to others (two regions per buffer, used in turn). What lies in memory goes to a file beside the record. The
 order is: data, `fdatasync`, then one small record that replaces the old one by an atomic rename.
 
+Every part is vouched for by a checksum of the bytes as they were in memory: each content, and the record itself.
+
 A run's folder holds
 
     commit.json         the record of the last commit
-    resident-N.bin      what was in memory after N steps
+    resident-N.bin      what was in memory after N steps, behind a page that says so
+    tierplan.lock       held by the process that trains there
 
     CommitError(ValueError)   a run that cannot be resumed: nothing committed, another run's files, other settings,
     damage
@@ -16,57 +19,67 @@ A run's folder holds
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import reprlib
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from xxhash import xxh3_64_hexdigest
 
-__all__ = ["Commit", "CommitError", "CommitLog", "Stored"]
+from tierplan.runtime.memory import files
+from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.memory.files import StoreError
+
+__all__ = ["Commit", "CommitError", "CommitLog", "Stored", "stamp"]
 
 FORMAT = "tierplan-commit"
-VERSION = 1
+VERSION = 2
+LOCK_NAME = "tierplan.lock"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Hexadecimal = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
 
 
 class CommitError(ValueError):
     """A run that cannot be resumed. Says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the bytes of one content are."""
 
-    size_bytes: int
-    offset_bytes: int
+    size_bytes: Count
+    offset_bytes: Count
     """In the store's address space, or in the resident file."""
     in_store: bool
-    crc32: int = 0
-    """Of bytes in the resident file; those in the store are vouched for by its seal."""
+    xxh3: Hexadecimal = ""
+    """Of the bytes, as they were written."""
     is_absent: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state of training after `num_steps` steps."""
 
-    num_steps: int
-    run_id: str
+    num_steps: Count
+    run_id: Hexadecimal
     contents: Mapping[str, Stored]
     settings: Mapping[str, Any]
     """What must be the same for the numbers to be the same."""
     losses: tuple[float, ...] = ()
     seal: Stored | None = None
     """A page in the store that names the run and the step."""
-    stripes: tuple[int, ...] = ()
-    """How the store's data is dealt out to its folders; empty if nothing is in the store."""
-    rng: tuple[str, ...] = ()
-    """States of PyTorch's generators, in hexadecimal, where the run draws from them."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+    """Of the store; empty if nothing is in it."""
+    stripes: tuple[Count, ...] = ()
+    """How the store's data is dealt out to its folders."""
+    store_bytes: Count = 0
+    """The store's address space."""
+    rng: tuple[Hexadecimal, ...] = ()
+    """States of PyTorch's generators, where the run draws from them."""
 
 
 class CommitLog:
@@ -74,79 +87,115 @@ class CommitLog:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self._record = self.folder / "commit.json"
+
+    def lock(self) -> int:
+        """A descriptor; until it is closed, no other process trains here. Raises `StoreError` when one does."""
+        path = self.folder / LOCK_NAME
+        return files.lock_file(path, f"{self.folder} is in use by another run; wait for it, or give another folder")
+
+    def check(self, lock: int) -> None:
+        """Raises `StoreError` unless the folder that was locked is the one at its path."""
+        files.check_in_place(lock, self.folder / LOCK_NAME)
 
     def last(self) -> Commit | None:
         """The last commit; None if there is none. Raises `CommitError` for a record that cannot be read."""
-        try:
-            record = json.loads(self._record.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        content = files.read_content(self._record)
+        if content is None:
             return None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CommitError(
-                f"{self._record} is not a commit record: {error}; start the run anew elsewhere"
-            ) from error
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise self._broken(f"it is not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise self._broken(f"it holds {type(record).__name__}, not an object")
         if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
             raise CommitError(
                 f"{self._record} has format {record.get('format')!r} version {record.get('version')!r}; this version "
                 f"of tierplan resumes {FORMAT!r} version {VERSION}"
             )
+        if record.pop("xxh3", None) != _checksum(record):
+            raise self._broken("it is not what was written there")
         del record["format"], record["version"]
-        record["contents"] = {name: Stored(**where) for name, where in record["contents"].items()}
-        record["seal"] = Stored(**record["seal"]) if record["seal"] else None
-        for name in ("losses", "rng", "stripes"):
-            record[name] = tuple(record.get(name, ()))
-        return Commit(**record)
+        try:
+            return msgspec.convert(record, Commit)
+        except msgspec.ValidationError as error:
+            raise self._broken(str(error)) from error
+
+    def _broken(self, why: str) -> CommitError:
+        return CommitError(
+            f"{self._record} is not a commit record: {why}; put back a whole copy of it, or start the run anew in "
+            "another folder"
+        )
 
     def resident_path(self, num_steps: int) -> Path:
         return self.folder / f"resident-{num_steps}.bin"
 
-    def write_resident(self, num_steps: int, contents: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, Stored]:
+    def write_resident(
+        self, run_id: str, num_steps: int, contents: Mapping[str, Callable[[], torch.Tensor]]
+    ) -> dict[str, Stored]:
         """Writes bytes to the resident file, one content at a time, and returns where they are."""
-        found = {}
-        with self.resident_path(num_steps).open("wb") as file:
+        path, found, at = self.resident_path(num_steps), {}, PAGE_BYTES
+        fd = files.create_file(path)
+        try:
+            files.write_at(fd, path, [memoryview(stamp("resident", run_id, num_steps))], 0)
             for name, memory in contents.items():
                 data = memory().numpy().data
                 found[name] = Stored(
-                    size_bytes=len(data), offset_bytes=file.tell(), in_store=False, crc32=zlib.crc32(data)
+                    size_bytes=len(data), offset_bytes=at, in_store=False, xxh3=xxh3_64_hexdigest(data)
                 )
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+                files.write_at(fd, path, [data], at)
+                at += len(data)
+            files.sync_file(fd, path)
+        finally:
+            os.close(fd)
         return found
 
     def read_resident(self, commit: Commit, name: str) -> torch.Tensor:
         """The bytes of one content. Raises `CommitError` if they are not those that were written."""
         where, path = commit.contents[name], self.resident_path(commit.num_steps)
         out = torch.empty(where.size_bytes, dtype=torch.uint8)
+        page = bytearray(PAGE_BYTES)
         try:
-            with path.open("rb") as file:
-                file.seek(where.offset_bytes)
-                num_read = file.readinto(out.numpy().data)  # type: ignore[attr-defined]
-        except FileNotFoundError as error:
-            raise CommitError(f"{path}, which the last commit needs, is missing; the run cannot be resumed") from error
-        if num_read != where.size_bytes or zlib.crc32(out.numpy().data) != where.crc32:
+            fd = files.open_file(path, os.O_RDONLY)
+        except StoreError as error:
+            if error.errno == errno.ENOENT:
+                raise CommitError(
+                    f"{path}, which the last commit needs, is missing; the run cannot be resumed"
+                ) from error
+            raise
+        try:
+            if os.fstat(fd).st_size < where.offset_bytes + where.size_bytes:
+                raise CommitError(f"{path} was cut short: {name!r} is not in it; the run cannot be resumed from it")
+            files.read_at(fd, path, [memoryview(page)], 0)
+            if where.size_bytes:
+                files.read_at(fd, path, [out.numpy().data], where.offset_bytes)
+        finally:
+            os.close(fd)
+        if page != stamp("resident", commit.run_id, commit.num_steps):
+            raise CommitError(f"{path} is not of the last commit; the run cannot be resumed from it")
+        if xxh3_64_hexdigest(out.numpy().data) != where.xxh3:
             raise CommitError(f"{name!r} in {path} is damaged; the run cannot be resumed from it")
         return out
 
     def write(self, commit: Commit) -> None:
         """Makes this commit the last one, at once and for good."""
-        record = {"format": FORMAT, "version": VERSION, **asdict(commit)}
-        temporary = self._record.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._record)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        record = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(commit)}
+        text = json.dumps({**record, "xxh3": _checksum(record)})
+        files.replace_content(self._record, text.encode())
         for old in self.folder.glob("resident-*.bin"):
             if old != self.resident_path(commit.num_steps):
-                old.unlink()
+                files.remove_file(old)
+
+
+def stamp(what: str, run_id: str, num_steps: int) -> bytes:
+    """A page that says of which run and step the bytes beside it are."""
+    return f"tierplan {what} of run {run_id} after {num_steps} steps\n".encode().ljust(PAGE_BYTES, b"\0")
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
 def check_settings(commit: Commit, settings: Mapping[str, Any]) -> None:

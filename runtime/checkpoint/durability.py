@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierplan.hwmodels.names import NVME
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_settings
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_settings, stamp
 from tierplan.runtime.execution.executor import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import cut, join, states_of
 from tierplan.runtime.execution.values import Held, content_of, held_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
-from tierplan.runtime.memory.store import Extent, Store
+from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.sim.contents import States
 
 __all__ = ["Durability"]
@@ -33,22 +35,34 @@ class Durability:
     """The commits of one run, made and resumed."""
 
     def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Raises `CommitError` if the folder holds a run that is not to be resumed, or of other settings."""
+        """Holds the folder until `close`. Raises `CommitError` if it holds a run that is not to be resumed, or of other
+        settings, and `StoreError` if another run holds the folder."""
         self._log = CommitLog(folder)
         self.folder = Path(folder)
         self._settings = settings
-        self.last = self._log.last()
-        """The last commit."""
-        self.run_id = os.urandom(8).hex()
+        self._lock = self._log.lock()
+        self.close = weakref.finalize(self, os.close, self._lock)
+        """Lets another run have the folder."""
+        try:
+            self.last = self._last(resume)
+            """The last commit."""
+        except BaseException:
+            self.close()
+            raise
+        self.run_id = os.urandom(8).hex() if self.last is None else self.last.run_id
         self._seal: Extent | None = None
-        if self.last is not None:
+        self._has_failed = False
+
+    def _last(self, resume: bool) -> Commit | None:
+        last = self._log.last()
+        if last is not None:
             if not resume:
                 raise CommitError(
-                    f"{folder} holds a run that was committed after {self.last.num_steps} steps; resume it, or give "
+                    f"{self.folder} holds a run that was committed after {last.num_steps} steps; resume it, or give "
                     "another folder"
                 )
-            check_settings(self.last, settings)
-            self.run_id = self.last.run_id
+            check_settings(last, self._settings)
+        return last
 
     def commit(
         self,
@@ -58,22 +72,34 @@ class Durability:
         *,
         losses: tuple[float, ...],
         rng: tuple[torch.Tensor, ...],
+        read_back: bool = False,
     ) -> None:
-        """Makes the state after so many steps the one to resume from. Nothing runs meanwhile."""
+        """Makes the state after so many steps the one to resume from. Nothing runs meanwhile.
+
+        With `read_back`, what lies on the NVMe tier is read and compared before it counts.
+        """
+        if self._has_failed:
+            raise CommitError(f"a commit in {self.folder} has failed; resume from the last one that did not")
+        if self.last is not None and self.last.num_steps == num_steps:
+            return  # its files stand under this number
+        self._has_failed = True
         contents: dict[str, Stored] = {}
         resident: dict[str, Callable[[], torch.Tensor]] = {}
-        extents: set[Extent] = set()
+        places: dict[str, Extent] = {}
         for instance in carried.values():
             held, content, size_bytes = held_of(instance), instance.buffer.content, instance.buffer.size_bytes
             if isinstance(held.place, Extent):
-                extents.add(held.place)
-                contents[content] = Stored(size_bytes=size_bytes, offset_bytes=held.place.offset_bytes, in_store=True)
+                places[content] = held.place
             elif held.is_absent:
                 contents[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
             else:
                 resident[content] = functools.partial(bodies.read, instance)
-        seal = self._write_seal(num_steps, bodies) if bodies.store is not None else None
-        contents.update(self._log.write_resident(num_steps, resident))
+        seal = None
+        if bodies.store is not None:
+            seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
+            contents.update({content: _stored(place, bodies.store) for content, place in places.items()})
+        contents.update(self._log.write_resident(self.run_id, num_steps, resident))
+        self._log.check(self._lock)
         self.last = Commit(
             num_steps=num_steps,
             run_id=self.run_id,
@@ -81,21 +107,29 @@ class Durability:
             settings=self._settings,
             losses=losses,
             seal=seal,
-            stripes=bodies.store.pattern if bodies.store is not None else (),
+            folders=tuple(str(path.parent.resolve()) for path in bodies.store.paths) if bodies.store else (),
+            stripes=bodies.store.pattern if bodies.store else (),
+            store_bytes=bodies.store.size_bytes if bodies.store else 0,
             rng=tuple(s.numpy().tobytes().hex() for s in rng),
         )
         self._log.write(self.last)
         if self._seal is not None:
-            bodies.commit({*extents, self._seal})
+            bodies.commit({*places.values(), self._seal})
+        self._has_failed = False
 
-    def _write_seal(self, num_steps: int, bodies: Bodies) -> Stored:
-        """Everything in the store is on the drives when this returns, with a page that says of which run and step."""
-        store = bodies.store
-        assert store is not None
-        self._seal = store.allocate(PAGE_BYTES)
-        store.write(self._seal, _seal_page(self.run_id, num_steps))
+    def _seal_store(self, num_steps: int, store: Store, extents: Iterable[Extent], *, read_back: bool) -> Stored:
+        """When this returns, all that was written to the store is on the drives, in the files that are at their paths,
+        with a page that says of which run and step; and these extents have checksums."""
+        before, self._seal = self._seal, store.allocate(PAGE_BYTES)
+        store.write(self._seal, _page(stamp("tier", self.run_id, num_steps)), will_be_committed=True)
         store.sync()
-        return Stored(size_bytes=PAGE_BYTES, offset_bytes=self._seal.offset_bytes, in_store=True)
+        store.check()
+        for extent in (*([before] if before else []), self._seal):
+            store.verify(extent)
+        for extent in extents:
+            if read_back or store.checksum(extent) is None:  # nobody knew that this step would be the last
+                store.verify(extent)
+        return _stored(self._seal, store)
 
     def place(self, carried: Mapping[str, Instance], bodies: Bodies, fill: Fill) -> tuple[torch.Tensor, ...]:
         """Gives the initial buffers of a schedule the last commit's bytes; the states of PyTorch's generators, if any.
@@ -111,7 +145,7 @@ class Durability:
                 if store is None:
                     raise CommitError(f"{content!r} was committed on the NVMe tier, which this schedule does not use")
                 taken[content] = Extent(where.offset_bytes, where.size_bytes)
-                store.allocate_at(taken[content])
+                store.allocate_at(taken[content], where.xxh3)
         for instance in carried.values():
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
             found = commit.contents.get(content)
@@ -124,6 +158,9 @@ class Durability:
             if found.is_absent:
                 instance.value = Held(bodies.allocate(instance), is_absent=True)
             elif found.in_store and instance.buffer.tier == NVME:
+                assert store is not None
+                with self._intact(content):
+                    store.verify(taken[content])
                 instance.value = Held(taken[content])
             else:
                 fill(instance, self._committed(content, store))
@@ -138,8 +175,21 @@ class Durability:
             return self._log.read_resident(self.last, content)
         assert store is not None
         memory = map_host(where.size_bytes)[: where.size_bytes]
-        store.read(Extent(where.offset_bytes, where.size_bytes), memory)
+        extent = Extent(where.offset_bytes, where.size_bytes)
+        with self._intact(content):
+            store.verify(extent)
+            store.read(extent, memory)
         return memory
+
+    @contextmanager
+    def _intact(self, content: str) -> Iterator[None]:
+        try:
+            yield
+        except DamageError as error:
+            raise CommitError(
+                f"{content!r} of the last commit in {self.folder} is damaged; the run cannot be resumed from it: "
+                f"{error}"
+            ) from error
 
     def _cut_otherwise(self, content: States, bodies: Bodies) -> torch.Tensor:
         """Optimizer states, or a part of them, from a commit in which the unit's states were cut otherwise."""
@@ -156,18 +206,23 @@ class Durability:
         if commit.seal is None or store is None:
             return
         self._seal = Extent(commit.seal.offset_bytes, commit.seal.size_bytes)
-        store.allocate_at(self._seal)
-        page = map_host(PAGE_BYTES)
-        store.read(self._seal, page)
-        if not torch.equal(page, _seal_page(commit.run_id, commit.num_steps)):
+        store.allocate_at(self._seal, commit.seal.xxh3)
+        try:
+            store.verify(self._seal)
+        except DamageError as error:
             raise CommitError(
                 f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps) in "
                 f"{self.folder}; give the folder that the run was made with"
-            )
+            ) from error
 
 
-def _seal_page(run_id: str, num_steps: int) -> torch.Tensor:
-    text = f"tierplan run {run_id} after {num_steps} steps".encode()
+def _stored(extent: Extent, store: Store) -> Stored:
+    checksum = store.checksum(extent)
+    assert checksum is not None
+    return Stored(size_bytes=extent.size_bytes, offset_bytes=extent.offset_bytes, in_store=True, xxh3=checksum)
+
+
+def _page(content: bytes) -> torch.Tensor:
     page = map_host(PAGE_BYTES)
-    page[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    page.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     return page

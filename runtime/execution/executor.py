@@ -194,7 +194,6 @@ class Executor:
         if self._zero_ns is None:
             self._zero_ns = time.perf_counter_ns()
         self._end += num_steps
-        self._stop_wanted = False
         if num_steps:
             self._open_step()
         self._num_running = self._num_workers = len(self._queue)
@@ -215,6 +214,7 @@ class Executor:
                 if worker.ident is not None:
                     worker.join()
             raise
+        self._stop_wanted = False  # not at the beginning: a stop may be asked for right before
         if self._failure is not None:
             raise self._failure
         self._carry_over()

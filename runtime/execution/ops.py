@@ -71,6 +71,8 @@ class Bodies:
 
     committed: set[Extent] = field(default_factory=set)
     """Extents that the last commit needs: neither written nor freed."""
+    commits_after: int | None = None
+    """The number of steps after which the next commit is expected: what the last of them leaves gets checksums."""
 
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
@@ -188,7 +190,8 @@ class Bodies:
             gather(old, self._unit(content), new)
         elif isinstance(new.place, Extent):
             assert self.store is not None
-            self.store.write(new.place, self._memory(source))
+            is_left = target.buffer.becomes is not None and call.step + 1 == self.commits_after
+            self.store.write(new.place, self._memory(source), will_be_committed=is_left)
         elif isinstance(old.place, Extent):
             assert self.store is not None
             self.store.read(old.place, new.block.pages)

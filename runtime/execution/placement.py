@@ -74,7 +74,7 @@ class Placement:
         instance.value = Held(place)
         if isinstance(place, Extent):
             assert self.bodies.store is not None
-            self.bodies.store.write(place, memory)
+            self.bodies.store.write(place, memory, will_be_committed=True)
         else:
             place.data.copy_(memory)
 

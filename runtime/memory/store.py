@@ -1,44 +1,51 @@
 """The NVMe tier: extents of preallocated files in folders that the user names, read and written past the page cache.
 
-One file per folder. Data is striped over the folders (`striping`), in proportion to the speed of each drive where that
-is known (`measure_weights`). Each folder has its own threads, so a slow drive does not block the others. Where a folder
-does not take O_DIRECT, its file is used through the page cache and `notes` says so.
+One file per folder (`tier_file`). Data is striped over the folders (`striping`), in proportion to the speed of each
+drive where that is known (`measure_weights`). Each folder has its own threads, so a slow drive does not block the
+others. Where a folder does not take O_DIRECT, its file is used through the page cache and `notes` says so.
 
-    StoreError(OSError)      a folder that cannot be used: missing, not writable, full, in use, failing
+Bytes that are not those that were written are an error, never a result. The store takes two checksums from memory as an
+extent is written. That of a *sample*, the first cache line of each page, is taken of every extent and compared whenever
+it is read: a page that was zeroed, lost, put elsewhere, or is an older one, is found, for a tenth of the time that all
+bytes would take. That of *all bytes* is taken of what will be committed, and compared by `verify`.
+
+    StoreError(OSError)             a folder that cannot be used: missing, not writable, full, in use, failing
+    └── DamageError                 an extent that does not hold what was written to it
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from xxhash import xxh3_64
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
+from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.striping import REQUEST_BYTES, Striping, stripe_pattern
+from tierplan.runtime.memory.tier_file import PROBE_NAME, Owner, TierFile
 
-__all__ = ["Extent", "Store", "StoreError", "measure_weights"]
+__all__ = ["DamageError", "Extent", "Store", "StoreError", "measure_weights"]
 
 STAGING_BYTES = 8 << 20
-FILE_NAME = "tierplan.tier"
-PROBE_NAME = "tierplan.probe"
 PROBE_BYTES = 64 << 20
-OWNER_NAME = "tierplan.owner.json"
-RECORD_NAME = "commit.json"
-"""In the folder of the run that owns a file: without it, or with another run's, the claim is void."""
+SAMPLE_BYTES = 64
+"""Of each page."""
+VERIFY_BYTES = 64 << 20
+"""Read at a time where an extent is only looked at: as many requests as keep a few drives busy."""
 
 
-class StoreError(OSError):
-    """A folder that cannot be used as a tier, or a drive that failed. Names the folder and what to do."""
+class DamageError(StoreError):
+    """An extent that does not hold what was written to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,133 +55,6 @@ class Extent:
     offset_bytes: int
     size_bytes: int
     """The bytes asked for; the extent covers whole pages."""
-
-
-class _File:
-    """The preallocated file in one folder, with its threads."""
-
-    def __init__(self, folder: Path, num_threads: int, run_id: str, name: str = FILE_NAME) -> None:
-        self.folder = folder
-        self.path = folder / name
-        self.owner_path = folder / OWNER_NAME
-        self.size_bytes = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock_fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise StoreError(
-                error.errno, f"cannot create {self.path}: {error.strerror}; give a folder that you may write to"
-            ) from error
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock_fd)
-            raise StoreError(
-                error.errno, f"{self.path} is in use by another run; wait for it, or give another folder"
-            ) from error
-        try:
-            if name == FILE_NAME:
-                self._check_owner(run_id)
-        except StoreError:
-            os.close(lock_fd)
-            raise
-        self._lock_fd = lock_fd  # a second descriptor, opened for direct access, does the I/O
-        self.note = ""
-        try:
-            self.fd = os.open(self.path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-            self.direct = hasattr(os, "O_DIRECT")
-            if self.direct:
-                self._try_direct()
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                os.close(lock_fd)
-                raise StoreError(error.errno, f"cannot use {self.path}: {error.strerror}") from error
-            self.direct = False
-        if not self.direct:
-            self.fd = os.open(self.path, os.O_RDWR)
-            self.note = (
-                f"{folder} does not take O_DIRECT: its file goes through the page cache, at the cost of memory; "
-                "speeds measured there are those of the cache"
-            )
-        self.size_bytes = os.fstat(self.fd).st_size
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tierplan-{folder.name}")
-
-    def _check_owner(self, run_id: str) -> None:
-        if not self.owner_path.exists():
-            return
-        owner = json.loads(self.owner_path.read_text(encoding="utf-8"))
-        record = Path(owner["run_folder"]) / RECORD_NAME
-        is_alive = record.exists() and owner["run_id"] in record.read_text(encoding="utf-8")
-        if is_alive and owner["run_id"] != run_id:
-            raise StoreError(
-                errno.EBUSY,
-                f"{self.path} holds committed states of the run in {owner['run_folder']}; resume that run, give "
-                "another folder, or remove that run's folder if it is no longer wanted",
-            )
-
-    def _try_direct(self) -> None:
-        """Some file systems accept the flag and refuse the first transfer."""
-        if os.fstat(self.fd).st_size < PAGE_BYTES:
-            os.posix_fallocate(self._lock_fd, 0, PAGE_BYTES)
-        probe = map_host(PAGE_BYTES)
-        try:
-            os.preadv(self.fd, [probe.numpy().data], 0)
-        except OSError:
-            os.close(self.fd)
-            raise
-
-    def grow(self, size_bytes: int) -> None:
-        """Preallocates the file up to this size, after checking that the drive has the room."""
-        if size_bytes <= self.size_bytes:
-            return
-        held = os.fstat(self.fd).st_blocks * 512
-        disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
-        if size_bytes - held > free:
-            raise StoreError(
-                errno.ENOSPC,
-                f"{self.folder} has {free:,} bytes free, but the plan needs {size_bytes - held:,} more there; "
-                "free space, give another folder, or lower the NVMe budget",
-            )
-        try:
-            os.posix_fallocate(self._lock_fd, 0, size_bytes)
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(self._lock_fd, size_bytes)
-            else:
-                raise StoreError(
-                    error.errno, f"could not reserve {size_bytes:,} bytes in {self.path}: {error.strerror}"
-                ) from error
-        self.size_bytes = size_bytes
-
-    def transfer(self, verb: str, views: Sequence[memoryview], offset: int) -> None:
-        """Reads into or writes from the views, one after the other, from a file offset on; goes on after short ones."""
-        call: Callable[..., int] = os.preadv if verb == "read" else os.pwritev
-        size, done, left = sum(map(len, views)), 0, list(views)
-        while done < size:
-            try:
-                moved = call(self.fd, left, offset + done)
-            except OSError as error:
-                raise StoreError(
-                    error.errno,
-                    f"could not {verb} {size:,} bytes at {offset + done:,} of {self.path}: {error.strerror}",
-                ) from error
-            if moved == 0:
-                raise StoreError(
-                    errno.EIO, f"{self.path} ended at {offset + done:,}, before the data that it should hold"
-                )
-            if self.direct and moved % PAGE_BYTES and done + moved < size:
-                moved -= moved % PAGE_BYTES  # a short transfer may stop inside a page; O_DIRECT needs whole ones
-            done += moved
-            while left and moved >= len(left[0]):
-                moved -= len(left.pop(0))
-            if moved:
-                left[0] = left[0][moved:]
-
-    def close(self) -> None:
-        self.threads.shutdown(wait=True, cancel_futures=True)
-        os.close(self.fd)
-        os.close(self._lock_fd)
 
 
 class Store:
@@ -206,10 +86,10 @@ class Store:
                 "the same order",
             )
         self._striping = Striping(tuple(pattern) or stripe_pattern(weights or [1.0] * len(folders)))
-        self._files: list[_File] = []
+        self._files: list[TierFile] = []
         try:
             for folder in folders:
-                self._files.append(_File(Path(folder), num_threads, run_id))
+                self._files.append(TierFile(Path(folder), num_threads, run_id))
         except BaseException:
             self.close()
             raise
@@ -217,6 +97,9 @@ class Store:
         self._end_bytes = 0
         self._lock = threading.Lock()
         self._bounce = threading.local()
+        self._samples: dict[Extent, str] = {}
+        self._checksums: dict[Extent, str] = {}
+        """Of those extents that were written to be committed, or verified since."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -233,13 +116,20 @@ class Store:
         """Whether every folder takes O_DIRECT."""
         return all(f.direct for f in self._files)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(f.path for f in self._files)
+
     def claim(self, run_id: str, run_folder: str) -> None:
         """Notes in every folder whose committed data its file holds, so that no other run writes over it."""
         for file in self._files:
-            record = json.dumps({"run_id": run_id, "run_folder": run_folder})
-            whole = file.owner_path.with_suffix(".tmp")  # a kill while it is written must not leave half of it
-            whole.write_text(record, encoding="utf-8")
-            whole.replace(file.owner_path)
+            file.claim(Owner(run_id=run_id, run_folder=run_folder))
+
+    def check(self) -> None:
+        """Raises `StoreError` unless every file is where and what it was: its name, its length, its first page."""
+        for file in self._files:
+            file.check()
 
     @property
     def size_bytes(self) -> int:
@@ -250,6 +140,17 @@ class Store:
         """Makes room for so many bytes on the drives now, so that a full disk is an error before the run."""
         for file, share in zip(self._files, self._striping.shares(padded(size_bytes)), strict=True):
             file.grow(share)
+
+    def expect(self, size_bytes: int) -> None:
+        """Raises `StoreError` unless the files are as long as an address space of this size, left by an earlier run."""
+        for file, share in zip(self._files, self._striping.shares(size_bytes), strict=True):
+            if file.size_bytes < share:
+                raise StoreError(
+                    errno.EIO,
+                    f"{file.path} is not that of the last commit, or was cut short: it has {file.size_bytes:,} bytes "
+                    f"of data, and {share:,} were committed. Give the folder that the run was made with, or put back a "
+                    "whole copy of its file",
+                )
 
     def allocate(self, size_bytes: int) -> Extent:
         """An extent of whole pages, the first free range that fits; the files grow when none does."""
@@ -270,9 +171,12 @@ class Store:
             self._end_bytes = offset + room
             return Extent(offset, size_bytes)
 
-    def allocate_at(self, extent: Extent) -> None:
+    def allocate_at(self, extent: Extent, checksum: str) -> None:
         """Takes a known extent, of an earlier run, into use. Call before any `allocate`."""
+        if extent.offset_bytes % PAGE_BYTES:
+            raise self._implausible(extent)
         with self._lock:
+            self._checksums[extent] = checksum
             end = extent.offset_bytes + padded(extent.size_bytes)
             if end > self._end_bytes:
                 if extent.offset_bytes > self._end_bytes:
@@ -284,11 +188,18 @@ class Store:
                     rest = [(offset, extent.offset_bytes - offset), (end, offset + length - end)]
                     self._free[k : k + 1] = [r for r in rest if r[1]]
                     return
-            raise StoreError(errno.EINVAL, f"{extent} overlaps one that is in use; the record of extents is damaged")
+            raise self._implausible(extent)
+
+    def _implausible(self, extent: Extent) -> StoreError:
+        names = ", ".join(str(path) for path in self.paths)
+        return StoreError(
+            errno.EINVAL, f"{names}: {extent} overlaps one that is in use; the record of what lies there is damaged"
+        )
 
     def free(self, extent: Extent) -> None:
         """Gives an extent back; its range may be allocated again at once."""
         with self._lock:
+            self._forget(extent)
             self._free.append((extent.offset_bytes, padded(extent.size_bytes)))
             self._free.sort()
             merged: list[tuple[int, int]] = []
@@ -300,33 +211,76 @@ class Store:
             self._free = merged
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
-        """Fills a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy)."""
-        self._move("read", extent, into)
+        """Fills a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy).
 
-    def write(self, extent: Extent, data: torch.Tensor) -> None:
+        Raises `DamageError` when the sample is not that of what was written.
+        """
+        self._move("read", extent, into)
+        found = _sample(into[: extent.size_bytes]).hexdigest()
+        if found != self._samples.get(extent, found):
+            raise self._damage(extent)
+
+    def write(self, extent: Extent, data: torch.Tensor, *, will_be_committed: bool = False) -> None:
         """Writes a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy)."""
-        self._move("write", extent, data)
+        self._forget(extent)
+        content = data[: extent.size_bytes]
+        sample = _sample(content).hexdigest()
+        digest = xxh3_64() if will_be_committed else None
+        self._move("write", extent, data, digest)
+        self._samples[extent] = sample
+        if digest is not None:
+            self._checksums[extent] = digest.hexdigest()
+
+    def _forget(self, extent: Extent) -> None:
+        self._samples.pop(extent, None)
+        self._checksums.pop(extent, None)
+
+    def checksum(self, extent: Extent) -> str | None:
+        """Of all its bytes: XXH3 of 64 bits, in hexadecimal; None where it was not taken as they were written."""
+        return self._checksums.get(extent)
+
+    def verify(self, extent: Extent) -> str:
+        """Reads the extent, which may be larger than memory, and drops it; the checksum of all its bytes.
+
+        Raises `DamageError` when it does not hold what was written, as far as is known.
+        """
+        digest, sample, room = xxh3_64(), xxh3_64(), padded(extent.size_bytes)
+        memory = map_host(min(room, VERIFY_BYTES)) if room else torch.empty(0, dtype=torch.uint8)
+        for at in range(0, room, VERIFY_BYTES):
+            pages = memory[: min(VERIFY_BYTES, room - at)]
+            self._transfer("read", extent.offset_bytes + at, pages)
+            content = pages[: extent.size_bytes - at]
+            digest.update(content.numpy().data)
+            _sample(content, sample)
+        found = digest.hexdigest()
+        if sample.hexdigest() != self._samples.setdefault(extent, sample.hexdigest()):
+            raise self._damage(extent)
+        if found != self._checksums.setdefault(extent, found):
+            raise self._damage(extent)
+        return found
+
+    def _damage(self, extent: Extent) -> DamageError:
+        return DamageError(
+            errno.EIO,
+            f"{', '.join(str(path) for path in self.paths)}: the {extent.size_bytes:,} bytes at "
+            f"{extent.offset_bytes:,} of the tier are not those that were written there; the drive or another program "
+            "changed them. Nothing was computed from them",
+        )
 
     def sync(self) -> None:
         """Returns when everything written is on the drives."""
         for file in self._files:
-            try:
-                os.fdatasync(file.fd)
-            except OSError as error:
-                raise StoreError(error.errno, f"could not sync {file.path}: {error.strerror}") from error
+            file.sync()
 
     def close(self, *, remove: bool = False) -> None:
         """Closes the files, and removes them if asked."""
-        for file in self._files:
-            file.close()
-            if remove:
-                file.path.unlink(missing_ok=True)
-                file.owner_path.unlink(missing_ok=True)
-        self._files = []
+        while self._files:
+            self._files.pop().close(remove=remove)
 
     # ---- transfers ----
 
-    def _move(self, verb: str, extent: Extent, tensor: torch.Tensor) -> None:
+    def _move(self, verb: str, extent: Extent, tensor: torch.Tensor, digest: xxh3_64 | None = None) -> None:
+        """Between the extent and memory; the digest takes the bytes while they are on their way."""
         room = padded(extent.size_bytes)
         if tensor.numel() not in (extent.size_bytes, room):
             raise ValueError(
@@ -334,36 +288,40 @@ class Store:
             )
         pages = _whole_pages(tensor, room)
         if pages is not None:
-            self._transfer(verb, extent.offset_bytes, pages)
+            self._transfer(verb, extent.offset_bytes, pages, digest, extent.size_bytes)
             return
         for at in range(0, room, STAGING_BYTES):
             part = tensor[at : at + STAGING_BYTES]
             staging = self._staging()[: padded(part.numel())]
             if verb == "write":
                 staging[: part.numel()].copy_(part)
-            self._transfer(verb, extent.offset_bytes + at, staging)
+            self._transfer(verb, extent.offset_bytes + at, staging, digest, extent.size_bytes - at)
             if verb == "read":
                 part.copy_(staging[: part.numel()])
 
-    def _transfer(self, verb: str, offset: int, pages: torch.Tensor) -> None:
+    def _transfer(
+        self, verb: str, offset: int, pages: torch.Tensor, digest: xxh3_64 | None = None, size_bytes: int = 0
+    ) -> None:
+        """Moves whole pages; the digest takes the first `size_bytes` of them meanwhile."""
         view = pages.numpy().data
         requests = self._striping.requests(offset, len(view))
-        work = [
-            (self._files[k], [view[at : at + size] for at, size in parts], in_file) for k, in_file, parts in requests
-        ]
+        work = []
+        for k, in_file, parts in requests:
+            move = self._files[k].read if verb == "read" else self._files[k].write
+            work.append((self._files[k], move, [view[at : at + size] for at, size in parts], in_file))
+        moves: list[Future[None]] = []
+        if len(work) > 1:
+            moves = [file.threads.submit(move, views, in_file) for file, move, views, in_file in work]
+        if digest is not None:
+            digest.update(view[: min(len(view), size_bytes)])
         if len(work) == 1:
-            file, views, in_file = work[0]
-            file.transfer(verb, views, in_file)
-        else:
-            moves: list[Future[None]] = [
-                file.threads.submit(file.transfer, verb, views, in_file) for file, views, in_file in work
-            ]
-            errors = [error for move in moves if (error := move.exception()) is not None]
-            if errors:
-                raise errors[0]
+            _, move, views, in_file = work[0]
+            move(views, in_file)
+        errors = [error for moved in moves if (error := moved.exception()) is not None]
+        if errors:
+            raise errors[0]
         for k in {request.file for request in requests}:
-            if not self._files[k].direct:
-                os.posix_fadvise(self._files[k].fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._files[k].forget()
 
     def _staging(self) -> torch.Tensor:
         """Aligned memory of this thread, for callers whose own is not."""
@@ -383,6 +341,16 @@ def _whole_pages(tensor: torch.Tensor, room: int) -> torch.Tensor | None:
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (room,), (1,))
 
 
+def _sample(content: torch.Tensor, digest: xxh3_64 | None = None) -> xxh3_64:
+    """Takes the first line of each page into a digest."""
+    digest = xxh3_64() if digest is None else digest
+    data = content.numpy()
+    whole = len(data) // PAGE_BYTES * PAGE_BYTES
+    digest.update(np.ascontiguousarray(data[:whole].reshape(-1, PAGE_BYTES)[:, :SAMPLE_BYTES]).data)
+    digest.update(np.ascontiguousarray(data[whole : whole + SAMPLE_BYTES]).data)
+    return digest
+
+
 def measure_weights(folders: Sequence[str | os.PathLike[str]], *, probe_bytes: int = PROBE_BYTES) -> list[float]:
     """Bytes per second of each folder's drive, written and read in equal parts; the median of three turns.
 
@@ -392,22 +360,21 @@ def measure_weights(folders: Sequence[str | os.PathLike[str]], *, probe_bytes: i
     memory.random_(0, 256)
     view = memory.numpy().data
     seconds: list[list[float]] = [[] for _ in folders]
-    files: list[_File] = []
+    files: list[TierFile] = []
     try:
         for folder in folders:
-            files.append(_File(Path(folder), 1, "", PROBE_NAME))
+            files.append(TierFile(Path(folder), 1, "", PROBE_NAME))
             files[-1].grow(probe_bytes)
         for turn in range(4):
             for file, times in zip(files, seconds, strict=True):
                 began = time.perf_counter()
-                for verb in ("write", "read"):
+                for move in (file.write, file.read):
                     for at in range(0, probe_bytes, REQUEST_BYTES):
-                        file.transfer(verb, [view[at : at + REQUEST_BYTES]], at)
-                    os.fdatasync(file.fd)
+                        move([view[at : at + REQUEST_BYTES]], at)
+                    file.sync()
                 if turn:  # the first write into fresh blocks is slower
                     times.append(time.perf_counter() - began)
     finally:
         for file in files:
-            file.close()
-            file.path.unlink(missing_ok=True)
+            file.close(remove=True)
     return [2 * probe_bytes / statistics.median(times) for times in seconds]

@@ -8,6 +8,7 @@ Examples:
     tierplan run plan.json --model ./gpt2 --data corpus/ --steps 1000 --out run1
     tierplan run plan.json --model config.json --data text.txt --steps 200 --out run2 --nvme /mnt/a --nvme /mnt/b
     tierplan run plan.json --model ./gpt2 --data corpus/ --steps 1000 --out run1 --resume
+    tierplan run --verify --out run1
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from tierplan.commands.options.arguments import existing_file, finite, new_folde
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=existing_file, metavar="PLAN", help="a plan or a schedule, in a file")
+    parser.add_argument("plan", type=existing_file, nargs="?", metavar="PLAN", help="a plan or a schedule, in a file")
     parser.add_argument(
         "--model",
         type=Path,
-        required=True,
         metavar="M",
         help="a folder with config.json and, if any, *.safetensors and a tokenizer; or a config.json alone",
     )
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="D", help="a text file, a folder of them, or tokens (.npy, .bin)"
-    )
-    parser.add_argument("--steps", type=whole(1), required=True, metavar="N", help="optimizer steps of the whole run")
+    parser.add_argument("--data", type=Path, metavar="D", help="a text file, a folder of them, or tokens (.npy, .bin)")
+    parser.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps of the whole run")
     parser.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="the run's folder")
     parser.add_argument("--resume", action="store_true", help="go on from the last commit in DIR, if there is one")
     parser.add_argument(
@@ -56,6 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         metavar="K",
         help="commit every K steps (default: at the end, and on Ctrl-C)",
+    )
+    parser.add_argument(
+        "--no-read-back",
+        action="store_true",
+        help="do not read each commit back from the drives before it counts, only the last one (saves a reading of the "
+        "parameters and states per commit)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="do not train: read all of the last commit in DIR and say whether it is whole",
     )
     parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
     training = parser.add_argument_group("training")
@@ -104,6 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verify:
+        from tierplan.runtime.checkpoint.verification import verify_commit
+
+        print(verify_commit(args.out, args.nvme or ()))
+        return 0
+    wanted = {"PLAN": args.plan, "--model": args.model, "--data": args.data, "--steps": args.steps}
+    if missing := [name for name, value in wanted.items() if value is None]:
+        args.parser.error(f"the following arguments are required: {', '.join(missing)}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     from tierplan.runtime.job import Job, run_job
@@ -118,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         nvme_dirs=tuple(map(Path, args.nvme or ())),
         nvme_weights=tuple(args.nvme_weights),
         checkpoint_every=args.checkpoint_every,
+        read_back=not args.no_read_back,
         export=not args.no_export,
         lr=args.lr,
         lr_schedule=args.lr_schedule,

@@ -37,6 +37,7 @@ STEPS = 8
 CHOICES = {
     "nvme": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
     "memory": UnitPlan(params="device", states="host"),
+    "memory_and_nvme": UnitPlan(params="nvme", grads="host", states="host"),
 }
 
 
@@ -60,14 +61,18 @@ def train_on(
     folder: Path, schedule: Schedule, steps: int = STEPS, *, resume: bool = True, **settings: Any
 ) -> list[torch.Tensor]:
     """Trains up to `steps`, committing each step."""
-    model = new_model()
+    with new_trainer(folder, schedule, resume=resume, **settings) as trainer:
+        trainer.run(make_batches(STEPS), steps - trainer.num_steps_done)
+        trainer.restore_model()
+        return [p.detach() for p in trainer.model.parameters()]
+
+
+def new_trainer(folder: Path, schedule: Schedule, **settings: Any) -> Trainer:
+    """One that commits each step."""
     settings = {
         "checkpoint_every": 1, "optimizer": OptimizerSettings(lr=1e-2), "nvme_dir": folder / "nvme", **settings
     }  # fmt: skip
-    with Trainer(schedule, model, out_dir=folder / "out", resume=resume, **settings) as trainer:
-        trainer.run(make_batches(STEPS), steps - trainer.num_steps_done)
-        trainer.restore_model()
-    return [p.detach() for p in model.parameters()]
+    return Trainer(schedule, new_model(), out_dir=folder / "out", **settings)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -90,7 +95,7 @@ def test_a_resumed_run_finds_its_stripes(tmp_path: Path) -> None:
         train_on(tmp_path, schedule, 3, nvme_dir=drives, nvme_weights=(3.0, 1.0))
         with pytest.raises(StoreError, match="the same folders in the same order"):
             train_on(tmp_path, schedule, nvme_dir=drives[:1])
-        with pytest.raises(CommitError, match="the files in the NVMe folder are not those of the last commit"):
+        with pytest.raises(StoreError, match="is not that of the last commit, or was cut short"):
             train_on(tmp_path, schedule, nvme_dir=drives[::-1])
         assert same(train_on(tmp_path, schedule, nvme_dir=drives, nvme_weights=(1.0, 2.0)), plain_weights())
 
@@ -140,7 +145,7 @@ def test_a_failing_drive_leaves_the_last_commit(fault: str, tmp_path: Path) -> N
         return real(fd, views, at)
 
     with (
-        mock.patch("tierplan.runtime.memory.store.os.pwritev", failing),
+        mock.patch("tierplan.runtime.memory.files.os.pwritev", failing),
         pytest.raises(StoreError, match="could not write"),
     ):
         train_on(tmp_path, schedule)
@@ -157,7 +162,7 @@ def test_short_writes_and_a_slow_drive_change_nothing(tmp_path: Path) -> None:
         time.sleep(rng.random() / 1000)
         return real(fd, [views[0][: max(4096, len(views[0]) // 2 // 4096 * 4096)]], at)
 
-    with mock.patch("tierplan.runtime.memory.store.os.pwritev", slow_and_short):
+    with mock.patch("tierplan.runtime.memory.files.os.pwritev", slow_and_short):
         weights = train_on(tmp_path, schedule_for("nvme"))
     assert same(weights, plain_weights())
 
@@ -166,7 +171,7 @@ def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> Non
     schedule = schedule_for("memory")
     train_on(tmp_path, schedule, 3)
     full = mock.patch(
-        "tierplan.runtime.checkpoint.commits.os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")
+        "tierplan.runtime.memory.files.os.fdatasync", side_effect=OSError(errno.ENOSPC, "No space left on device")
     )
     with full, pytest.raises(OSError, match="No space left"):
         train_on(tmp_path, schedule)
@@ -225,7 +230,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
         Store([tmp_path / "nvme"])
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "nvme").rename(tmp_path / "gone")
-    with pytest.raises(CommitError, match="are not those of the last commit"):
+    with pytest.raises(StoreError, match="is not that of the last commit, or was cut short: it has 0 bytes"):
         train_on(tmp_path, schedule)
 
 
@@ -243,7 +248,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     train_on(tmp_path, schedule, 2)
     resident = tmp_path / "out" / "resident-2.bin"
     data = bytearray(resident.read_bytes())
-    data[100] ^= 1
+    data[PAGE_BYTES + 100] ^= 1
     resident.write_bytes(data)
     with pytest.raises(CommitError, match="is damaged"):
         train_on(tmp_path, schedule)
@@ -261,4 +266,5 @@ def test_the_files_do_not_grow(tmp_path: Path) -> None:
     before = (tmp_path / "nvme" / "tierplan.tier").stat().st_size
     train_on(tmp_path, schedule)
     assert (tmp_path / "nvme" / "tierplan.tier").stat().st_size == before
-    assert len(list((tmp_path / "out").iterdir())) == 2
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"commit.json", f"resident-{STEPS}.bin", "tierplan.lock"}

@@ -15,6 +15,7 @@ import torch
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, Pool, map_host
 from tierplan.runtime.memory.store import Store, StoreError, measure_weights
+from tierplan.runtime.memory.tier_file import HEADER_BYTES
 
 
 def noise(size: int, seed: int) -> torch.Tensor:
@@ -67,10 +68,11 @@ def test_known_extents_can_be_taken_again(tmp_path: Path) -> None:
     kept = [store.allocate(5000) for _ in range(4)]
     for k, extent in enumerate(kept):
         store.write(extent, noise(5000, k))
+    checksums = {k: store.verify(kept[k]) for k in (2, 0)}
     store.close()
     again = Store([tmp_path])
     for k in (2, 0):
-        again.allocate_at(kept[k])
+        again.allocate_at(kept[k], checksums[k])
     fresh = [again.allocate(5000) for _ in range(3)]
     assert kept[0] not in fresh
     assert kept[2] not in fresh
@@ -79,7 +81,7 @@ def test_known_extents_can_be_taken_again(tmp_path: Path) -> None:
         again.read(kept[k], found)
         assert torch.equal(found, noise(5000, k))
     with pytest.raises(StoreError, match="overlaps one that is in use"):
-        again.allocate_at(kept[0])
+        again.allocate_at(kept[0], "")
     again.close()
 
 
@@ -113,7 +115,7 @@ def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
         return real_open(path, flags, *rest)
 
-    with mock.patch("tierplan.runtime.memory.store.os.open", refuse_direct):
+    with mock.patch("tierplan.runtime.memory.files.os.open", refuse_direct):
         store = Store([tmp_path])
     assert not store.direct
     assert "does not take O_DIRECT" in store.notes[0]
@@ -139,7 +141,7 @@ def test_short_transfers_are_completed(tmp_path: Path, num_folders: int, most_by
         memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return real(fd, [memory.numpy().data], at)
 
-    with mock.patch("tierplan.runtime.memory.store.os.pwritev", short):
+    with mock.patch("tierplan.runtime.memory.files.os.pwritev", short):
         store.write(extent, noise(5_000_000, 1))
     found = torch.empty(5_000_000, dtype=torch.uint8)
     store.read(extent, found)
@@ -151,7 +153,7 @@ def test_a_failing_drive_is_named(tmp_path: Path) -> None:
     store = Store([tmp_path])
     extent = store.allocate(20 << 20)
     failing = mock.patch(
-        "tierplan.runtime.memory.store.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")
+        "tierplan.runtime.memory.files.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")
     )
     with failing, pytest.raises(StoreError, match=f"could not read .*{tmp_path}"):
         store.read(extent, torch.empty(20 << 20, dtype=torch.uint8))
@@ -162,7 +164,7 @@ def test_faster_drives_hold_more(tmp_path: Path) -> None:
     store = Store([tmp_path / "fast", tmp_path / "slow"], weights=(3.0, 1.0))
     store.reserve(64 << 20)
     fast, slow = ((tmp_path / name / "tierplan.tier").stat().st_size for name in ("fast", "slow"))
-    assert (fast, slow) == (48 << 20, 16 << 20)
+    assert (fast - HEADER_BYTES, slow - HEADER_BYTES) == (48 << 20, 16 << 20)
     store.close()
 
 
@@ -182,8 +184,8 @@ def test_weights_are_speeds(tmp_path: Path) -> None:
         return move
 
     with (
-        mock.patch("tierplan.runtime.memory.store.os.preadv", timed(real[0])),
-        mock.patch("tierplan.runtime.memory.store.os.pwritev", timed(real[1])),
+        mock.patch("tierplan.runtime.memory.files.os.preadv", timed(real[0])),
+        mock.patch("tierplan.runtime.memory.files.os.pwritev", timed(real[1])),
         mock.patch("tierplan.runtime.memory.store.time.perf_counter", side_effect=lambda: clock[0]),
     ):
         found = measure_weights([tmp_path / "fast", tmp_path / "slow"], probe_bytes=1 << 20)
@@ -197,10 +199,10 @@ def test_data_is_found_by_the_round_that_it_was_written_with(tmp_path: Path) -> 
     store = Store(folders, weights=(2.0, 1.0))
     extent = store.allocate(7 << 20)
     store.write(extent, noise(7 << 20, 1))
-    pattern = store.pattern
+    pattern, checksum = store.pattern, store.verify(extent)
     store.close()
     again = Store(folders, weights=(1.0, 1.0), pattern=pattern)
-    again.allocate_at(extent)
+    again.allocate_at(extent, checksum)
     found = torch.empty(7 << 20, dtype=torch.uint8)
     again.read(extent, found)
     assert torch.equal(found, noise(7 << 20, 1))

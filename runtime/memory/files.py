@@ -1,0 +1,250 @@
+"""The operations on files that a run must not lose.
+
+One place, so that each is named when it fails, none follows a link, and a test can record all of them in their order
+and let any of them fail (`benchmarks.crash_consistency`).
+
+    StoreError(OSError)   an operation that was refused or failed; names it, the file, and what to do
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tierplan.runtime.memory.arena import PAGE_BYTES
+
+__all__ = [
+    "StoreError",
+    "check_in_place",
+    "create_file",
+    "grow_file",
+    "is_at",
+    "lock_file",
+    "make_folder",
+    "naming",
+    "open_file",
+    "read_at",
+    "read_content",
+    "remove_file",
+    "rename_file",
+    "replace_content",
+    "sync_file",
+    "sync_folder",
+    "write_at",
+]
+
+PRIVATE = 0o600
+IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
+REMEDIES = {
+    errno.ENOSPC: "; free space there, or give another folder",
+    errno.EDQUOT: "; free space there, or give another folder",
+    errno.EIO: "; the drive fails. What was committed is as it was: save it, and resume from there",
+    errno.EEXIST: "; give a folder that you may write to",
+    errno.EROFS: "; make it writable, or give another folder",
+    errno.EACCES: "; give a folder that you may write to",
+    errno.ENOTDIR: "; give a folder that you may write to",
+    errno.ELOOP: ": a link stands there, which is not followed; remove it, or give another folder",
+}
+
+
+class StoreError(OSError):
+    """A file or a folder of a run that cannot be used, or a drive that failed. Names it and what to do."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextlib.contextmanager
+def naming(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
+    """What the system refuses inside is a `StoreError` that says "could not OPERATION PATH"."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        reason = (error.strerror or str(error)) if error.errno != errno.ELOOP else "it is not a plain file"
+        raise StoreError(
+            error.errno or errno.EIO,
+            f"could not {operation} {path}: {reason}{REMEDIES.get(error.errno or errno.EIO, '')}",
+        ) from error
+
+
+# ---- files and folders ----
+
+
+def make_folder(path: Path) -> None:
+    """The folder is there, with those above it."""
+    with naming("create folder", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """A descriptor of a plain file that only its owner may read. A link there is an error, and so is a second name."""
+    with naming("create" if flags & os.O_CREAT else "open", path):
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, PRIVATE)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(fd)
+        what = "has a second name" if stat.S_ISREG(found.st_mode) else "is not a plain file"
+        raise StoreError(errno.EMLINK, f"{path} {what}; remove it, or give another folder")
+    if found.st_mode & 0o077:
+        with contextlib.suppress(OSError):  # file systems without permissions
+            os.fchmod(fd, PRIVATE)
+    return fd
+
+
+def create_file(path: Path) -> int:
+    """A descriptor of a new, empty file, whatever stood there before."""
+    remove_file(path)
+    return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+def lock_file(path: Path, in_use: str) -> int:
+    """A descriptor of this file, made if need be, that nobody else holds until it is closed; `StoreError` with the
+    text `in_use` when somebody does."""
+    while True:
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in IN_USE:
+                raise StoreError(error.errno, in_use) from error
+            with naming("lock", path):
+                raise
+        if is_at(fd, path):
+            return fd
+        os.close(fd)  # its last holder removed it meanwhile
+
+
+def check_in_place(fd: int, path: Path, least_bytes: int = 0) -> None:
+    """Raises `StoreError` unless the open file still stands at its path, under this name only, not cut short."""
+    found = os.fstat(fd)
+    if not is_at(fd, path):
+        what = "was removed or replaced"
+    elif found.st_nlink > 1:
+        what = "got a second name"
+    elif found.st_size < least_bytes:
+        what = f"was cut from {least_bytes:,} bytes to {found.st_size:,}"
+    else:
+        return
+    raise StoreError(
+        errno.ESTALE,
+        f"{path} {what} by another program while a run was using it; nothing more was committed. Keep that program out "
+        "and resume from the last commit, if it was left whole",
+    )
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that stands at this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+def grow_file(fd: int, path: Path, size_bytes: int) -> None:
+    """The file has at least this size, in blocks that are its own where the file system can promise that."""
+    with naming(f"reserve {size_bytes:,} bytes in", path):
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            if os.fstat(fd).st_size < size_bytes:
+                os.ftruncate(fd, size_bytes)
+
+
+def rename_file(source: Path, target: Path) -> None:
+    """In one step, `source` stands where `target` stood."""
+    with naming(f"rename {source} to", target):
+        source.replace(target)
+
+
+def remove_file(path: Path) -> None:
+    """There is no such file any more."""
+    with naming("remove", path):
+        path.unlink(missing_ok=True)
+
+
+# ---- bytes ----
+
+
+def read_at(fd: int, path: Path, views: Sequence[memoryview], offset: int, *, direct: bool = False) -> None:
+    """Fills the views, one after the other, from this offset on."""
+    _move("read", os.preadv, fd, path, views, offset, direct)
+
+
+def write_at(fd: int, path: Path, views: Sequence[memoryview], offset: int, *, direct: bool = False) -> None:
+    """Writes the views, one after the other, from this offset on."""
+    _move("write", os.pwritev, fd, path, views, offset, direct)
+
+
+def _move(
+    verb: str, call: Callable[..., int], fd: int, path: Path, views: Sequence[memoryview], offset: int, direct: bool
+) -> None:
+    """Goes on after short transfers. One may stop inside a page; direct access goes on at whole ones only."""
+    size, done, left = sum(map(len, views)), 0, list(views)
+    while done < size:
+        with naming(f"{verb} {size - done:,} bytes at {offset + done:,} of", path):
+            moved = call(fd, left, offset + done)
+        if moved == 0:
+            raise StoreError(errno.EIO, f"{path} ended at {offset + done:,}, before the data that it should hold")
+        if direct and done + moved < size:
+            moved -= moved % PAGE_BYTES
+        done += moved
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if moved:
+            left[0] = left[0][moved:]
+
+
+def sync_file(fd: int, path: Path) -> None:
+    """Returns when what was written to the file is on its drive."""
+    with naming("sync", path):
+        os.fdatasync(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Returns when the names in the folder are on its drive as they stand."""
+    with naming("sync folder", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def replace_content(path: Path, content: bytes) -> None:
+    """At once and for good, the file holds this: a crash at any moment leaves the old content or the new."""
+    temporary = path.with_suffix(".tmp")
+    fd = create_file(temporary)
+    try:
+        write_at(fd, temporary, [memoryview(content)], 0)
+        sync_file(fd, temporary)
+    finally:
+        os.close(fd)
+    rename_file(temporary, path)
+    sync_folder(path.parent)
+
+
+def read_content(path: Path) -> bytes | None:
+    """What a small file holds; None if there is none."""
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except StoreError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    try:
+        content = bytearray(os.fstat(fd).st_size)
+        if content:
+            read_at(fd, path, [memoryview(content)], 0)
+        return bytes(content)
+    finally:
+        os.close(fd)
