@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from tierplan.planner.milp.amounts import MODES, Problem, Window
 from tierplan.planner.milp.program import Draft, Terms
 
-__all__ = ["TRANSFER_COST", "Choice", "Columns", "minus"]
+__all__ = ["TRANSFER_COST", "Columns", "UnitColumns", "minus"]
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
@@ -20,7 +20,7 @@ BLOCK_LAYERS = 6
 
 
 @dataclass
-class Choice:
+class UnitColumns:
     """The columns of one unit's decisions."""
 
     place: dict[int, int] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Columns:
         self.lp = Draft()
         self.units = problem.units
         self.windows = problem.windows
-        self.choices: list[Choice] = []
+        self.choices: list[UnitColumns] = []
         """Per unit. Alike units inside a window's run, which stand in sums only, have theirs in common."""
         self.only_bounds: list[int] = []
         """Columns that only a bound may use: inputs made again."""
@@ -71,11 +71,11 @@ class Columns:
 
     # ---- decisions ----
 
-    def _choice(self, u: int) -> Choice:
+    def _choice(self, u: int) -> UnitColumns:
         lp, unit, wheres = self.lp, self.units[u], self._wheres
         place = {k: lp.column(high=1.0) for k in self.p.modes(u)}
         lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
-        found = Choice(place)
+        found = UnitColumns(place)
         for g, group in enumerate(unit.groups):
             if group.recomputable or not group.slots:
                 found.recompute[g] = lp.column(high=1.0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.capacities import ENDURANCE, deadline_rows, endurance_row, memory_rows, stream_rows
-from tierplan.planner.milp.columns import TRANSFER_COST, Choice, Columns
+from tierplan.planner.milp.columns import TRANSFER_COST, Columns, UnitColumns
 from tierplan.planner.milp.program import Floats, Program, Solution
 from tierplan.planner.milp.queues import activation_queues, parameter_queues, update_queues
 
@@ -47,7 +47,7 @@ class Model:
     bare: Program
     """Without margins."""
     problem: Problem
-    choices: tuple[Choice, ...]
+    choices: tuple[UnitColumns, ...]
     """Per unit."""
     tau: tuple[tuple[int, int], ...]
     """Per window: column of its duration, copies of its block."""
@@ -166,7 +166,7 @@ def fractions(model: Model, solution: Solution) -> Fractions:
     )
 
 
-def _actions(unit: UnitAmounts, choice: Choice, v: Floats, high: Floats) -> list[dict[str, float]]:
+def _actions(unit: UnitAmounts, choice: UnitColumns, v: Floats, high: Floats) -> list[dict[str, float]]:
     """By group: the share of each action. What leaves is made up of the first groups that may, drives before host."""
     shares: list[dict[str, float]] = [{} for _ in unit.groups]
     left = {True: {w: v[c] for w, c in choice.inputs.items()}, False: {w: v[c] for w, c in choice.saved.items()}}
