@@ -1,23 +1,20 @@
 """A schedule in the making: what every lowering does alike.
 
-Buffers get their names and versions here, ops their position, and what outlives the step is kept track of. A *position*
-is the moment in the walk over compute ops at which an op is wanted; the list order is the order of positions, made
-consistent with who needs whose output. Lowerings that emit ops in list order leave positions alone.
+Buffers get their names and versions here, and what outlives the step is kept track of. Ops are added in list order.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
-from tierplan.sim.contents import Content, TiedGradients, Transient, buffer_name, copy_key, parse_content
+from tierplan.sim.contents import Content, TiedGradients, Transient, buffer_name, parse_content
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.workloads.workload import Unit
 
-__all__ = ["Builder", "Position", "tiers_of"]
+__all__ = ["LINKS", "Builder", "tiers_of"]
 
 LINKS = {
     (HOST, DEVICE): (H2D, "fetch"),
@@ -27,9 +24,6 @@ LINKS = {
 }
 """Stream and verb of a copy on one device, by the tiers it goes between."""
 
-Position = tuple[float, int]
-"""Unit step in the walk, and rank within it: 0 fetches, 1 computes, 2 offloads, 3 updates, 4 writes back."""
-
 
 class Builder:
     """Buffers and ops so far. Buffers are known by name; methods return the names of those that they make."""
@@ -38,7 +32,7 @@ class Builder:
         self.buffers: dict[str, Buffer] = {}
         self._versions: dict[tuple[str, str], int] = {}
         self._becomes: dict[str, str] = {}
-        self._ops: list[tuple[Position, Op]] = []
+        self._ops: list[Op] = []
 
     def buffer(self, content: Content, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
         """A buffer of its own, or one that takes over the bytes of another."""
@@ -119,7 +113,6 @@ class Builder:
         after: Iterable[str] = (),
         unit: str = "",
         m: int = 0,
-        at: Position = (0.0, 0),
     ) -> str:
         """Adds an op and returns its key. Amounts of nothing, buffers named twice and empty keys are left out."""
         made = Op(
@@ -133,7 +126,7 @@ class Builder:
             writes=tuple(writes),
             after=tuple(dict.fromkeys(other for other in after if other)),
         )
-        self._ops.append((at, made))
+        self._ops.append(made)
         return key
 
     def copy(
@@ -147,33 +140,13 @@ class Builder:
         after: Iterable[str] = (),
         unit: str = "",
         m: int = 0,
-        at: Position = (0.0, 0),
     ) -> str:
         """Moves the content of `source` into `tier`, over the buffer `over` if one is given; the new buffer's name."""
         target = self.over(over) if over else self.like(source, tier)
         reads = (source, over) if over else (source,)
         work = {"bytes": self.buffers[source].size_bytes}
-        self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), after=after, unit=unit, m=m, at=at)
+        self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), after=after, unit=unit, m=m)
         return target
-
-    def move(
-        self,
-        at: Position,
-        what: Content | str,
-        source: str,
-        tier: str,
-        unit: str,
-        m: int = 0,
-        *,
-        over: str | None = None,
-        after: Iterable[str] = (),
-    ) -> str:
-        """`copy` between the tiers of one device, with the stream and the verb that are due.
-
-        `what` is the content, or says in addition what it is brought for.
-        """
-        stream, verb = LINKS[self.buffers[source].tier, tier]
-        return self.copy(copy_key(verb, what), stream, source, tier, over=over, after=after, unit=unit, m=m, at=at)
 
     def schedule(self, name: str, tiers: Iterable[Tier], meta: Mapping[str, object]) -> Schedule:
         """All of it, in list order."""
@@ -181,7 +154,7 @@ class Builder:
             name=name,
             tiers=tuple(tiers),
             buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
-            ops=_in_list_order(self._ops, self.buffers),
+            ops=tuple(self._ops),
             meta=meta,
         )
 
@@ -189,40 +162,3 @@ class Builder:
 def tiers_of(machine: Machine) -> tuple[Tier, ...]:
     """The tiers that a schedule has on a machine."""
     return tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes, rounding=t.rounding) for t in machine.tiers)
-
-
-def _in_list_order(placed: list[tuple[Position, Op]], buffers: Mapping[str, Buffer]) -> tuple[Op, ...]:
-    """Ops by position, each behind those whose output it needs and behind the readers of what it writes over."""
-    writer: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    number = {op.key: i for i, (_, op) in enumerate(placed)}
-    for i, (_, op) in enumerate(placed):
-        for name in op.writes:
-            writer[name] = i
-        for name in op.reads:
-            readers.setdefault(name, []).append(i)
-    before: list[set[int]] = []
-    for i, (_, op) in enumerate(placed):
-        needed = {writer[name] for name in op.reads if name in writer} | {number[key] for key in op.after}
-        for name in op.writes:
-            old = buffers[name].reuses
-            if old is not None:
-                needed.update(readers.get(old, ()))
-        before.append(needed - {i})
-    followers: list[list[int]] = [[] for _ in placed]
-    for i, needed in enumerate(before):
-        for j in needed:
-            followers[j].append(i)
-    missing = [len(needed) for needed in before]
-    ready = [(placed[i][0], i) for i, count in enumerate(missing) if count == 0]
-    heapq.heapify(ready)
-    ordered: list[Op] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        ordered.append(placed[i][1])
-        for j in followers[i]:
-            missing[j] -= 1
-            if missing[j] == 0:
-                heapq.heappush(ready, (placed[j][0], j))
-    assert len(ordered) == len(placed), "the lowering made a cycle"
-    return tuple(ordered)

@@ -1,8 +1,10 @@
-"""From a plan to a schedule. `lower` takes any kind of plan; those of one device are lowered here:
+"""From a plan to a schedule. `lower` takes any kind of plan; those of one device are lowered here. In reading order:
 
 compute_order  which unit's forward or backward comes when
-unitwise       the walk over that order: parameters, saved tensors, inputs
-updates        gradients: adding up, clipping, the optimizer step and what moves for it
+turns          what each kind of turn adds: a forward, a backward, an update, with all that moves for it
+sketch         how a turn is drawn, and the template that remains of it
+templates      what a turn may reach for, and what has been drawn so far
+unitwise       the walk over all turns, and its schedule as columns
 tiling         the same step in smaller pieces
 list_order     ops in the order in which a first simulation finds them ready
 """
@@ -10,17 +12,46 @@ list_order     ops in the order in which a first simulation finds them ready
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.list_order import refine_order
-from tierplan.planner.lowering.unitwise import unitwise_schedule
+from tierplan.planner.lowering.list_order import refine_columns
+from tierplan.planner.lowering.unitwise import UnitwiseLowering
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
 from tierplan.planner.several_devices.paged import paged_schedule
 from tierplan.planner.several_devices.partition import partition
+from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["lower"]
+__all__ = ["Lowering", "lower"]
+
+
+class Lowering:
+    """Lowers plans of one workload for one machine. What it has drawn for one, it has for the next."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        self.workload, self.machine = workload, machine
+        self._unitwise = UnitwiseLowering(workload, machine)
+
+    def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
+        """As `lower`, without a name being made where one device runs a unit-wise plan."""
+        plan.check(self.workload)
+        if plan.devices > self.machine.num_devices:
+            raise PlanError(
+                f"plan {plan.policy!r} wants {plan.devices} devices, but machine {self.machine.name!r} has "
+                f"{self.machine.num_devices}"
+            )
+        match plan:
+            case UnitwisePlan():
+                columns = self._unitwise.columns(plan)
+                if plan.devices > 1:
+                    columns = columns_of(partition(columns.schedule(), plan.devices))
+            case PackPlan():
+                make = pack_schedule if plan.devices > 1 else unitwise_pack_schedule
+                columns = columns_of(make(plan, self.workload, self.machine))
+            case PagedPlan():
+                columns = columns_of(paged_schedule(plan, self.workload, self.machine))
+        return refine_columns(columns, self.machine, num_devices=plan.devices) if refine else columns
 
 
 def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = True) -> Schedule:
@@ -29,21 +60,4 @@ def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = Tr
     `refine` improves the order by a first simulation on the machine. Raises `PlanError` when plan, workload and machine
     do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
     """
-    plan.check(workload)
-    if plan.devices > machine.num_devices:
-        raise PlanError(
-            f"plan {plan.policy!r} wants {plan.devices} devices, but machine {machine.name!r} has {machine.num_devices}"
-        )
-    match plan:
-        case UnitwisePlan():
-            schedule = unitwise_schedule(plan, workload, machine)
-            if plan.devices > 1:
-                schedule = partition(schedule, plan.devices)
-        case PackPlan():
-            make = pack_schedule if plan.devices > 1 else unitwise_pack_schedule
-            schedule = make(plan, workload, machine)
-        case PagedPlan():
-            schedule = paged_schedule(plan, workload, machine)
-    if refine:
-        schedule = refine_order(schedule, machine, num_devices=plan.devices)
-    return validate(schedule)
+    return validate(Lowering(workload, machine).columns(plan, refine=refine).schedule())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.workloads.workload import Workload
@@ -10,27 +10,19 @@ from tierplan.sim.workloads.workload import Workload
 __all__ = ["Stage", "walk"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """One unit's turn on the compute stream."""
 
-    step: int
-    """Position in the walk."""
     phase: str
     """`fwd` or `bwd`."""
     unit: int
     micro_batch: int
-    first: bool
-    """The first micro-batch of this unit in this pass over its parameters."""
-    last: bool
-    """The last one: gradients are complete after it."""
 
 
 def walk(plan: UnitwisePlan, workload: Workload) -> list[Stage]:
     """The order of the compute stream: horizontal or vertical, the head's backward right behind its forward."""
     num_units, batches = len(workload.units), range(workload.training.gradient_accumulation_steps)
     head = num_units - 1
-    final = batches[-1]
     turns: list[tuple[str, int, int]] = []
     if plan.order == "horizontal":
         for m in batches:
@@ -40,8 +32,4 @@ def walk(plan: UnitwisePlan, workload: Workload) -> list[Stage]:
         turns += [("fwd", u, m) for u in range(head) for m in batches]
         turns += [(phase, head, m) for m in batches for phase in ("fwd", "bwd")]
         turns += [("bwd", u, m) for u in reversed(range(head)) for m in batches]
-    vertical = plan.order == "vertical"
-    return [
-        Stage(step, phase, u, m, first=not vertical or m == 0, last=m == final)
-        for step, (phase, u, m) in enumerate(turns)
-    ]
+    return [Stage(*turn) for turn in turns]

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.analysis.ordering import order_by_readiness
-from tierplan.sim.columns import ScheduleColumns, columns_of
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.rules import stuck
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
-from tierplan.sim.schedule import Schedule
 
-__all__ = ["refine_columns", "refine_order"]
-
-
-def refine_order(schedule: Schedule, machine: Machine, *, num_devices: int) -> Schedule:
-    """As `refine_columns`, for a schedule."""
-    return refine_columns(columns_of(schedule), machine, num_devices=num_devices).schedule()
+__all__ = ["refine_columns"]
 
 
 def refine_columns(columns: ScheduleColumns, machine: Machine, *, num_devices: int) -> ScheduleColumns:

@@ -1,291 +1,398 @@
-"""Lowering of unit-wise plans: a walk along the compute stream.
-
-Every op is emitted with a *position*, the moment in the walk over compute ops at which it is wanted: a fetch some units
-before the op that needs it, an offload right behind the op that made it, an update behind its gradients. The list order
-is the order of positions, made consistent with who needs whose output. Names, contents and kinds are those of
-docs/design.md.
-"""
+"""Lowering of unit-wise plans: a walk along the compute stream, turn by turn, and its schedule as columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
+
+import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, NVME
-from tierplan.planner.lowering.compute_order import Stage, walk
-from tierplan.planner.lowering.tiling import cut_batches, cut_operators
-from tierplan.planner.lowering.updates import Updates
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.builder import Builder, tiers_of
-from tierplan.sim.contents import (
-    Content,
-    Input,
-    InputGradient,
-    KeptActs,
-    Params,
-    RecomputedActs,
-    SavedActs,
-    Shared,
-    backward_key,
-    forward_key,
-    micro_batch_name,
-    op_key,
-    recompute_key,
+from tierplan.planner.lowering.compute_order import walk
+from tierplan.planner.lowering.sketch import (
+    ACTS,
+    ACTS_EARLY,
+    EMPTY,
+    NO_REF,
+    PARAMS,
+    PARAMS_EARLY,
+    STATES,
+    TIERS,
+    Sketch,
 )
-from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
+from tierplan.planner.lowering.templates import (
+    ARRIVE,
+    BACKWARD,
+    CLIP,
+    DECLARE,
+    FETCH,
+    FORWARD,
+    GO_HOME,
+    REMAKE,
+    UPDATE,
+    UPDATE_AND_GO,
+    UPDATE_HERE,
+    Chain,
+    Frame,
+    Placed,
+    Turn,
+)
+from tierplan.planner.lowering.tiling import cut_batches, cut_operators
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.sim.builder import tiers_of
+from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, Lists, OpLabel, ScheduleColumns
+from tierplan.sim.compiled.positions import consistent_order
+from tierplan.sim.contents import buffer_name
+from tierplan.sim.schedule import ScheduleError
+from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["unitwise_schedule"]
+__all__ = ["UnitwiseLowering", "Walk"]
+
+NOTHING = [EMPTY] * 5
 
 
-def unitwise_schedule(plan: UnitwisePlan, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step of a plan that has been checked, on one device of the machine."""
-    if plan.sub_batches > 1:
-        plan, workload = replace(plan, sub_batches=1), cut_batches(workload, plan.sub_batches)
-    if plan.operator_tiles > 1:
-        plan, workload = _with_cut_operators(plan, workload)
-    return _Lowering(plan, workload).schedule(machine)
+class UnitwiseLowering:
+    """Lowers unit-wise plans of one workload for one machine; the next one has the templates of those before."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        self.workload, self.machine = workload, machine
+        self._chains: dict[tuple[int, int], Chain] = {}
+
+    def columns(self, plan: UnitwisePlan) -> ScheduleColumns:
+        """One step of a plan that has been checked, on one device, in the list order of positions."""
+        tiles = (plan.sub_batches, plan.operator_tiles)
+        if tiles not in self._chains:
+            workload = cut_batches(self.workload, plan.sub_batches) if plan.sub_batches > 1 else self.workload
+            self._chains[tiles] = Chain(
+                cut_operators(workload, plan.operator_tiles) if plan.operator_tiles > 1 else workload
+            )
+        if plan.operator_tiles > 1:  # a block's tiles are units of their own, which share its choices
+            units = [
+                choice
+                for unit, choice in zip(self.workload.units, plan.units, strict=True)
+                for _ in range(plan.operator_tiles if unit.kind == "block" else 1)
+            ]
+            plan = replace(plan, units=tuple(units))
+        return Walk(self._chains[tiles], plan).columns(self.machine)
 
 
-def _with_cut_operators(plan: UnitwisePlan, workload: Workload) -> tuple[UnitwisePlan, Workload]:
-    """The plan and workload with each block's tiles as units of their own, which share the block's choices."""
-    tiles = plan.operator_tiles
-    choices: list[UnitPlan] = []
-    for unit, choice in zip(workload.units, plan.units, strict=True):
-        choices += [choice] * (tiles if unit.kind == "block" else 1)
-    return replace(plan, units=tuple(choices), operator_tiles=1), cut_operators(workload, tiles)
+class Walk:
+    """The turns of one step, and what each cell holds meanwhile."""
 
+    def __init__(self, chain: Chain, plan: UnitwisePlan) -> None:
+        self.chain, self.plan, self.workload = chain, plan, chain.workload
+        self.training = self.workload.training
+        self.num_batches = self.training.gradient_accumulation_steps
+        self.turns_per_unit = self.num_batches if plan.order == "vertical" else 1
+        self.facts = [chain.facts(u, choice) for u, choice in enumerate(plan.units)]
+        self.owners = [u for u, unit in enumerate(self.workload.units) if unit.num_parameters]
+        self.late = [u for u in self.owners if plan.is_late(plan.units[u])]
+        self.at_once = set(self.owners).difference(self.late) if plan.semantics == "in-backward" else set()
+        self.blocks = [u for u, unit in enumerate(self.workload.units) if unit.kind == "block"]
+        self.templates, self.frames = chain.templates(plan), chain.frames(plan)
+        self.ids: list[int] = []
+        self.forms: list[int] = []
+        self._make_room()
+        self.placed: list[Placed] = []
+        self.held: list[int] = []
+        """What the cells of each turn hold and the ops that it comes after, turn by turn."""
+        self.num_ops = self.num_buffers = 0
+        self.turn_ops: list[int] = []
+        self.update_ops: list[int] = []
+        self.home_ops: list[int] = []  # of the op that ended each update's way home
+        self.waiting_home: tuple[int, int, float, int] | None = None
+        self._declare()
+        self._late()
+        for step, (phase, u, m) in enumerate(walk(plan, self.workload)):
+            (self._forward if phase == "fwd" else self._backward)(step, u, m)
+        self._after(float(len(self.turn_ops)))
 
-class _Lowering:
-    """Builds the schedule by walking the compute stream."""
+    def _place(
+        self,
+        turn: Turn,
+        u: int,
+        at: float,
+        *,
+        m: int = 0,
+        flag: int = 0,
+        ops: Sequence[int] = (),
+        frame: Frame | None = None,
+    ) -> dict[str, int]:
+        """Places a turn with the ops that it comes after; the ops of its own that others come after."""
+        facts = self.facts[u]
+        if frame is None:
+            at_home = (turn, u, m, flag, facts.number)
+            frame = self.frames.get(at_home)
+            if frame is None:
+                is_vertical = self.plan.order == "vertical"
+                frame = self.chain.frame(turn, u, m, flag, facts, is_vertical=is_vertical)
+                self.frames[at_home] = frame
+                self._make_room()
+        ids, forms = self.ids, self.forms
+        form = [forms[cell] for cell in frame.cells]
+        form += [EMPTY if op < 0 else 0 for op in ops]
+        key = (turn, facts.number, flag, *form)
+        template = self.templates.get(key)
+        if template is None:
+            template = self.chain.sketch(self.plan, turn, u, m, flag, frame.names, form).template()
+            self.templates[key] = template
+        held = [ids[cell] for cell in frame.cells]
+        held += ops
+        self.held += held
+        for i, buffer, form_of in template.puts:
+            cell = frame.cells[i]
+            ids[cell] = self.num_buffers + buffer if buffer >= 0 else held[-1 - buffer]
+            forms[cell] = form_of
+        self.placed.append(Placed(turn, u, m, flag, frame.names, form, at, template))
+        marks = {mark: self.num_ops + i for mark, i in template.marks.items()}
+        self.num_buffers += template.num_buffers
+        self.num_ops += template.num_ops
+        return marks
 
-    def __init__(self, plan: UnitwisePlan, workload: Workload) -> None:
-        self.plan, self.workload = plan, workload
-        self.training, self.units = workload.training, workload.units
-        self.choice: dict[str, UnitPlan] = {u.name: c for u, c in zip(self.units, plan.units, strict=True)}
-        self.made = Builder()
-        self.stages = walk(plan, workload)
-        key_of = {"fwd": forward_key, "bwd": backward_key}
-        self.turns = [key_of[s.phase](self.units[s.unit].name, s.micro_batch) for s in self.stages]
-        self.updates = Updates(self.made, plan, workload, self.turns)
-        self.fetched_params: dict[tuple[str, ...], str] = {}
-        self.inputs: dict[tuple[int, int], str] = {}
-        self.acts: dict[tuple[int, int], dict[KeptActs | SavedActs, str]] = {}
-        self.remade: dict[tuple[int, int], str] = {}  # saved tensors that a segment's recomputation has made again
-        self.dx: dict[int, str] = {}
-        self.shared: dict[int, str] = {}
-        vertical = plan.order == "vertical"
-        self.turns_per_unit = self.training.gradient_accumulation_steps if vertical else 1
+    def sketch(self, placed: Placed) -> Sketch:
+        """The turn drawn once more, for its unit and micro-batch."""
+        return self.chain.sketch(self.plan, *placed[:6])
 
-    def schedule(self, machine: Machine) -> Schedule:
-        self.updates.declare_homes()
-        self.updates.late()
-        for stage in self.stages:
-            if stage.phase == "fwd":
-                self._forward(stage)
-            else:
-                self._backward(stage)
-        self.updates.after(float(len(self.stages)))
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), self._meta(machine))
-
-    def _meta(self, machine: Machine) -> dict[str, object]:
-        return {
-            "policy": self.plan.policy,
-            "semantics": self.plan.semantics,
-            "order": self.plan.order,
-            "model": self.workload.name,
-            "machine": machine.name,
-            "training": asdict(self.training),
-            "config": dict(self.workload.config),
-            "units": [
-                {
-                    **u.record([self.choice[u.name].action(k) for k in range(len(u.saved))]),
-                    "late_update": self.plan.is_late(self.choice[u.name]),
-                }
-                for u in self.units
-            ],
-        }
-
-    # ---- copies ----
-
-    def to_device(self, step: float, ahead: int, what: Content | str, source: str, unit: str, m: int = 0) -> str:
-        """Brings a buffer to the device `ahead` turns before `step`, and from NVMe into host memory as much earlier."""
-        if self.made.buffers[source].tier == NVME:
-            early = step - ahead - max(ahead, 1)
-            source = self.made.move((early, 0), what, source, HOST, unit, m, after=self._turn_before(early))
-        return self.made.move((step - ahead, 0), what, source, DEVICE, unit, m, after=self._turn_before(step - ahead))
-
-    def _turn_before(self, step: float) -> tuple[str, ...]:
-        """With strict windows: the compute op that has to end before a fetch for `step` may start."""
-        index = int(step) - 1
-        return (self.turns[index],) if self.plan.strict_windows and index >= 0 else ()
-
-    def off_device(self, step: float, what: Content, source: str, place: str, unit: str, m: int = 0) -> str:
-        """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
-        source = self.made.move((step, 2), what, source, HOST, unit, m)
-        return self.made.move((step, 2), what, source, NVME, unit, m) if place == "nvme" else source
+    def _make_room(self) -> None:
+        """For cells that the chain has only now."""
+        missing = self.chain.num_cells - len(self.ids)
+        self.ids += [EMPTY] * missing
+        self.forms += [EMPTY] * missing
 
     # ---- the walk ----
 
-    def _params(self, stage: Stage) -> list[str]:
-        """Device buffers with the parameters that a stage computes with, fetched once per pass over the unit."""
-        unit = self.units[stage.unit]
-        if stage.phase == "bwd" and not (unit.saves_parameters or self._is_made_again(stage.unit)):
-            return []
-        found = []
-        for owner in ([unit.name] if unit.num_parameters else []) + ([unit.shares] if unit.shares else []):
-            home = self.updates.params_home[owner]
-            if self.made.buffers[home].tier == DEVICE:
-                found.append(home)
-                continue
-            turn = "turn" if unit.kind == "head" else stage.phase
-            batch = "" if self.plan.order == "vertical" else micro_batch_name(stage.micro_batch)
-            pass_over = (owner, unit.name, turn, batch)
-            if pass_over not in self.fetched_params:
-                user = "" if owner == unit.name else unit.name
-                what = op_key(Params(owner), user, "" if user and unit.kind == "head" else turn, batch)
-                ahead = self.plan.prefetch_params_units * self.turns_per_unit
-                self.fetched_params[pass_over] = self.to_device(
-                    stage.step, ahead, what, home, unit.name, stage.micro_batch
-                )
-            found.append(self.fetched_params[pass_over])
-        return found
+    def _declare(self) -> None:
+        for u in self.owners:
+            self._place(DECLARE, u, 0.0)
+        self.homes = [(cell, buffer) for cell, buffer in enumerate(self.ids) if buffer != EMPTY]
 
-    def _forward(self, stage: Stage) -> None:
-        unit, u, m = self.units[stage.unit], stage.unit, stage.micro_batch
-        choice, key = self.choice[unit.name], forward_key(unit.name, m)
-        reads, writes = self._params(stage), []
-        if u > 0:
-            reads.append(self.inputs[u, m])
-        if unit.kind == "embed" and self.workload.shared_bytes:
-            self.shared[m] = self.made.buffer(Shared(m), DEVICE, self.workload.shared_bytes, "acts")
-            writes.append(self.shared[m])
-        elif unit.kind == "block" and m in self.shared:
-            reads.append(self.shared[m])
-        if u + 1 < len(self.units):
-            following = self.units[u + 1].name
-            self.inputs[u + 1, m] = self.made.buffer(Input(following, m), DEVICE, unit.output_bytes, "acts")
-            writes.append(self.inputs[u + 1, m])
-        acts = self.acts.setdefault((u, m), {})
-        kept = sum(t.size_bytes for t in unit.saved if choice.action(t.index) == "keep")
-        dropped = sum(t.size_bytes for t in unit.saved if choice.action(t.index) == "recompute")
-        if kept:
-            together = KeptActs(unit.name, m)
-            acts[together] = self.made.buffer(together, DEVICE, kept, "acts")
-            writes.append(acts[together])
-        leaving = {
-            SavedActs(unit.name, m, t.index): t
-            for t in unit.saved
-            if choice.action(t.index) in ("host", "nvme") and t.size_bytes
-        }
-        for content, t in leaving.items():
-            acts[content] = self.made.buffer(content, DEVICE, t.size_bytes, "acts")
-            writes.append(acts[content])
-        writes += self.made.work(key, unit.forward_work_bytes + dropped)
-        self._compute(stage, key, "forward", unit.forward, reads, writes)
-        for content, t in leaving.items():
-            place = choice.action(t.index)
-            acts[content] = self.off_device(stage.step, content, acts[content], place, unit.name, m)
-        if u > 0 and choice.input != "keep" and self._needs_input(unit, choice) and u == self._segment(u)[0]:
-            what = Input(unit.name, m)
-            self.inputs[u, m] = self.off_device(stage.step, what, self.inputs[u, m], choice.input, unit.name, m)
+    def _turn_before(self, step: int, ahead: int) -> list[int]:
+        """The compute ops that have to end before a fetch for `step`, and an early one, start in strict windows."""
+        turns = (step - ahead - 1, step - ahead - max(ahead, 1) - 1)
+        return [self.turn_ops[turn] if turn >= 0 else EMPTY for turn in turns]
 
-    def _compute(
-        self, stage: Stage, key: str, kind: str, work: Mapping[str, float], reads: list[str], writes: list[str]
-    ) -> None:
-        unit = self.units[stage.unit].name
-        at = (float(stage.step), 1)
-        self.made.op(key, COMPUTE, kind, work=work, reads=reads, writes=writes, unit=unit, m=stage.micro_batch, at=at)
+    def _before(self, step: int) -> list[int]:
+        """What a turn's fetches of parameters come after, and those of activations."""
+        if not self.plan.strict_windows:
+            return NOTHING[:4]
+        params = self.plan.prefetch_params_units * self.turns_per_unit
+        return self._turn_before(step, params) + self._turn_before(step, self.plan.prefetch_acts_units)
 
-    @staticmethod
-    def _needs_input(unit: Unit, choice: UnitPlan) -> bool:
-        """Whether backward reads the unit's input: autograd saved it, or something is recomputed from it."""
-        return unit.saves_input or any(choice.action(t.index) == "recompute" for t in unit.saved)
+    def _forward(self, step: int, u: int, m: int) -> None:
+        may_leave = u == self._segment(u)[0]
+        made = self._place(FORWARD, u, step, m=m, flag=may_leave, ops=self._before(step)[:2])
+        self.turn_ops.append(made["compute"])
 
-    def _backward(self, stage: Stage) -> None:
-        unit, u, m = self.units[stage.unit], stage.unit, stage.micro_batch
-        choice, key = self.choice[unit.name], backward_key(unit.name, m)
-        params = self._params(stage)
-        ahead = self.plan.prefetch_acts_units
-        inputs = []
+    def _backward(self, step: int, u: int, m: int) -> None:
+        before = self._before(step)
         if len(segment := self._segment(u)) > 1 and u == segment[-1]:
-            self._recompute_segment(stage, segment)
-        if u > 0 and self._needs_input(unit, choice):
-            if self.made.buffers[self.inputs[u, m]].tier != DEVICE:
-                what = Input(unit.name, m)
-                self.inputs[u, m] = self.to_device(stage.step, ahead, what, self.inputs[u, m], unit.name, m)
-            inputs.append(self.inputs[u, m])
-        if unit.kind == "block" and m in self.shared:
-            inputs.append(self.shared[m])
-        acts = []
-        for content, name in self.acts[u, m].items():
-            if self.made.buffers[name].tier != DEVICE:
-                name = self.to_device(stage.step, ahead, content, name, unit.name, m)
-            acts.append(name)
-        dropped = [t for t in unit.saved if choice.action(t.index) == "recompute"]
-        if (u, m) in self.remade:
-            acts.append(self.remade.pop((u, m)))
-        elif dropped:
-            acts.append(self._recompute(stage, dropped, params + inputs, acts))
-        reads = [*params, *inputs, *acts]
-        writes = []
-        if u + 1 < len(self.units):
-            reads.append(self.dx.pop(m))
-        if u > 0:
-            self.dx[m] = self.made.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
-            writes.append(self.dx[m])
-        made = self.updates.gradients(stage, reads, writes)
-        writes += self.made.backward_work(key, unit, writes)
-        self._compute(stage, key, "backward", unit.backward, reads, writes)
-        if made:
-            self.updates.leave(stage, made)
-            if stage.micro_batch == self.training.gradient_accumulation_steps - 1:
-                self.updates.complete(stage)
-
-    def _is_made_again(self, u: int) -> bool:
-        """Whether backward runs the unit's forward again, or a part of it."""
-        choice = self.choice[self.units[u].name]
-        return len(self._segment(u)) > 1 or any(choice.action(t.index) == "recompute" for t in self.units[u].saved)
+            self._place(FETCH, u, step, m=m, ops=before[:2])
+            for v in segment:
+                self._place(REMAKE, v, step, m=m, flag=v != u, ops=before)
+        is_complete = m == self.num_batches - 1
+        made = self._place(BACKWARD, u, step, m=m, flag=is_complete, ops=before)
+        self.turn_ops.append(made["compute"])
+        if is_complete and u in self.at_once:
+            self._update(u, float(step), "grads")
 
     def _segment(self, u: int) -> range:
         """The units that are recomputed together with `u` from the first one's input; itself alone without segments."""
-        first = next(i for i, unit in enumerate(self.units) if unit.kind == "block") if len(self.units) > 1 else 0
-        size, alone = self.plan.segment_units, range(u, u + 1)
-        if size == 1 or self.units[u].kind != "block":
-            return alone
-        start = first + (u - first) // size * size
-        blocks = sum(unit.kind == "block" for unit in self.units)
-        return range(start, min(start + size, first + blocks))
+        size = self.plan.segment_units
+        if size == 1 or self.workload.units[u].kind != "block":
+            return range(u, u + 1)
+        start = u - (u - self.blocks[0]) % size
+        return range(start, min(start + size, self.blocks[-1] + 1))
 
-    def _recompute_segment(self, stage: Stage, segment: range) -> None:
-        """Runs a segment's forward once more, from the input of its first unit: saved tensors and inputs in between."""
-        m, first = stage.micro_batch, segment[0]
-        if self.made.buffers[self.inputs[first, m]].tier != DEVICE:
-            what, ahead = Input(self.units[first].name, m), self.plan.prefetch_acts_units
-            name = self.units[first].name
-            self.inputs[first, m] = self.to_device(stage.step, ahead, what, self.inputs[first, m], name, m)
-        for u in segment:
-            here = replace(stage, unit=u)
-            inputs = [*self._params(here), self.inputs[u, m], *([self.shared[m]] if m in self.shared else [])]
-            made = []
-            if u != segment[-1]:
-                content = Input(self.units[u + 1].name, m)
-                made = [self.made.buffer(content, DEVICE, self.units[u].output_bytes, "acts")]
-                self.inputs[u + 1, m] = made[0]
-            self.remade[u, m] = self._recompute(here, list(self.units[u].saved), inputs, [], made)
+    # ---- updates ----
 
-    def _recompute(
-        self, stage: Stage, dropped: list[SavedTensor], inputs: list[str], acts: list[str], outputs: Iterable[str] = ()
-    ) -> str:
-        unit, m = self.units[stage.unit], stage.micro_batch
-        key = recompute_key(unit.name, m)
-        # What needs random numbers drawn again is made by running the whole unit again.
-        whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
-        work = dict(unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
-        size = sum(t.size_bytes for t in dropped)
-        made = self.made.buffer(RecomputedActs(unit.name, m), DEVICE, size, "acts")
-        writes = [made, *outputs, *self.made.work(key, unit.forward_work_bytes)]
-        reads = inputs if whole else [*inputs, *acts]
-        self._compute(stage, key, "recompute", work, reads, writes)
-        return made
+    def _late(self) -> None:
+        """Late updates of the step before, with its gradients: each in time for the unit's parameters to be fetched.
+
+        Listed in the step that they overlap rather than behind the step whose gradients they use, so that their grants
+        do not hold back those of this step's forward.
+        """
+        ahead = self.plan.prefetch_params_units + 1
+        for u in self.late:
+            self._update(u, float((u - ahead) * self.turns_per_unit), "old grads")
+        self._go_home()  # forward is to use what the last of them has made
+
+    def _after(self, end: float) -> None:
+        """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
+        owners = self.owners[::-1] if self.plan.update_order == "backward" else self.owners
+        if self.training.max_grad_norm is not None:
+            cells = [(f"norm{i}", self.chain.cells["norm"][u]) for i, u in enumerate(owners)]
+            frame = self.chain.frame_of([*cells, ("clip", self.chain.cells["clip"][0])], CLIP)
+            self._place(CLIP, 0, end, flag=len(owners), frame=frame)
+        for i, u in enumerate(owners):
+            if self.plan.semantics == "exact-clip":
+                self._update(u, end + i, "grads", apart=1.0)
+            elif self.plan.semantics == "delayed-1":
+                apart = end / len(owners)
+                self._update(u, end * i / len(owners), "old grads", apart=apart, upload_at=end + i)
+        self._go_home()
+
+    def _update(
+        self, u: int, step: float, grads: str, *, apart: float | None = None, upload_at: float | None = None
+    ) -> None:
+        """The optimizer step of one unit, with what it reads brought to it and what it writes taken home.
+
+        `apart` is the distance to the next unit's update, over which the parts are spread.
+        """
+        due, source = self.chain.cells["due"][u], self.chain.cells[grads][u]
+        self.ids[due], self.forms[due] = self.ids[source], self.forms[source]
+        if self.plan.units[u].states == "device":
+            self._place(UPDATE_HERE, u, step)
+            return
+        parts = self.facts[u].num_parts
+        apart = self.turns_per_unit if apart is None else apart
+        for k in range(parts):
+            at, index, read_after = step + k * apart / parts, len(self.update_ops), self._read_after()
+            if upload_at is None and self.plan.write_back != "delayed":
+                ops = [*read_after, *self._update_after(), EMPTY]
+                made = self._place(UPDATE_AND_GO, u, at, flag=k, ops=ops)
+            else:
+                made = self._place(ARRIVE, u, at, flag=k, ops=[*read_after, *NOTHING[3:]])
+                self._go_home(made.get("read", EMPTY))
+                made = self._place(UPDATE, u, at, flag=k, ops=[*NOTHING[:3], *self._update_after()])
+                self.waiting_home = (u, k, at if upload_at is None else upload_at + at - step, index)
+            self.update_ops.append(made["compute"])
+            self.home_ops.append(made.get("home", made["compute"]))
+            if self.plan.write_back != "delayed":
+                self._go_home()
+
+    def _go_home(self, after: int = EMPTY) -> None:
+        """Sends what an update has written to where it lives, if that waits."""
+        if self.waiting_home is not None:
+            u, k, at, index = self.waiting_home
+            made = self._place(GO_HOME, u, at, flag=k, ops=[after])
+            self.home_ops[index] = made.get("home", self.home_ops[index])
+            self.waiting_home = None
+
+    def _held(self) -> list[int]:
+        """What an update and its reads wait for where no update may come before the end of backward."""
+        return self.turn_ops[-1:] if self.plan.hold_updates and self.plan.semantics == "exact-clip" else []
+
+    def _read_after(self) -> list[int]:
+        """What has to end before the next update's states may be read, by the windows of the plan."""
+        found, plan = self._held(), self.plan
+        if plan.strict_windows and len(self.update_ops) > plan.prefetch_states_units:
+            found.append(self.update_ops[-1 - plan.prefetch_states_units])
+        if 0 < plan.updates_in_flight <= len(self.home_ops):
+            found.append(self.home_ops[-plan.updates_in_flight])
+        return [*dict.fromkeys(found), *NOTHING][:3]
+
+    def _update_after(self) -> list[int]:
+        found = self._held() + (self.home_ops[-1:] if self.plan.write_back == "awaited" else [])
+        return [*dict.fromkeys(found), *NOTHING][:2]
+
+    # ---- the schedule ----
+
+    def columns(self, machine: Machine) -> ScheduleColumns:
+        """All turns in list order."""
+        made = [placed.template for placed in self.placed]
+        ops = np.concatenate([t.ops for t in made], axis=1)
+        buffers = np.concatenate([t.buffers for t in made], axis=1)
+        first_buffer = np.array([0, *accumulate(t.num_buffers for t in made)])
+        first_held = np.array([0, *accumulate(len(placed.forms) for placed in self.placed)])
+        held = np.array(self.held, np.int64)
+
+        def resolved(parts: Sequence[Int64]) -> Int64:
+            """Numbers in the whole schedule of what turns refer to."""
+            refs, lengths = np.concatenate(parts), [len(part) for part in parts]
+            found = refs + np.repeat(first_buffer[:-1], lengths)
+            is_held = refs < 0
+            found[is_held] = held[(np.repeat(first_held[:-1], lengths) - 1 - refs)[is_held]]
+            return found  # type: ignore[no-any-return]
+
+        reuses = resolved([t.buffers[3] for t in made]).astype(np.int32)
+        reuses[buffers[3] == NO_REF] = EMPTY
+        becomes = np.full(len(reuses), EMPTY, np.int32)
+        later = dict(zip(self.chain.cells["old grads"], self.chain.cells["grads"], strict=True))
+        for cell, buffer in self.homes:
+            becomes[self.ids[later.get(cell, cell)]] = buffer
+        is_used = np.zeros(len(self.chain.works.listed), np.bool_)
+        is_used[ops[0]] = True
+        columns = ScheduleColumns(
+            tiers=tiers_of(machine),
+            works=tuple(self.chain.works.listed[w] for w in np.flatnonzero(is_used).tolist()),
+            op_work=(np.cumsum(is_used, dtype=np.int32) - 1)[ops[0]],
+            reads=_lists(ops[3], resolved([t.reads for t in made])),
+            writes=_lists(ops[4], resolved([t.writes for t in made])),
+            after=_lists(ops[5], resolved([t.after for t in made])),
+            buffer_tier=self._tiers(machine, buffers[0]),
+            buffer_bytes=buffers[1],
+            buffer_initial=buffers[2] > 0,
+            buffer_reuses=reuses,
+            buffer_becomes=becomes,
+            labels=lambda: self._labels(machine),
+        )
+        at = np.repeat([placed.at for placed in self.placed], [t.num_ops for t in made]) - self._leads()[ops[1]]
+        order = consistent_order(
+            np.lexsort((ops[2], at)), *columns.reads, *columns.writes, *columns.after, columns.buffer_reuses
+        )
+        assert len(order) == columns.num_ops, "the lowering made a cycle"
+        return columns.reordered(order.astype(np.int32))
+
+    def _leads(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """How much before its turn an op is wanted, by the number of its lead."""
+        params, acts = self.plan.prefetch_params_units * self.turns_per_unit, self.plan.prefetch_acts_units
+        states = self.plan.prefetch_states_units * self.turns_per_unit
+        leads = np.zeros(STATES + max(facts.num_parts for facts in self.facts))
+        leads[[PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY]] = params, params + max(params, 1), acts, acts + max(acts, 1)
+        leads[STATES:] = [states / (k + 1) for k in range(len(leads) - STATES)]
+        return leads
+
+    def _tiers(self, machine: Machine, tiers: Int64) -> Int32:
+        """Each buffer's place among the machine's tiers."""
+        names = [t.name for t in machine.tiers]
+        found = np.array([names.index(tier) if tier in names else EMPTY for tier in TIERS], np.int32)[tiers]
+        if (lost := np.flatnonzero(found == EMPTY)).size:
+            raise ScheduleError(
+                f"buffer {self._labels(machine).buffers[lost[0]].name!r} is in tier {TIERS[tiers[lost[0]]]!r}, which "
+                f"is not declared; have {sorted(names)}"
+            )
+        return found
+
+    def _labels(self, machine: Machine) -> Labels:
+        """The names of everything: each turn is drawn once more, for its unit and micro-batch."""
+        plan, workload = self.plan, self.workload
+        ops: list[OpLabel] = []
+        buffers: list[BufferLabel] = []
+        versions: dict[tuple[str, int], int] = {}
+        first_held = 0
+        for placed in self.placed:
+            sketch, first = self.sketch(placed), len(buffers)
+            ops += sketch.labels
+            for content_of, tier in zip(sketch.contents, placed.template.buffers[0].tolist(), strict=True):
+                if isinstance(content_of, tuple):
+                    content, kind = str(content_of[0]), content_of[1]
+                else:
+                    source = first + content_of if content_of >= 0 else self.held[first_held - 1 - content_of]
+                    _, content, kind = buffers[source]
+                version = versions[content, tier] = versions.get((content, tier), -1) + 1
+                buffers.append(BufferLabel(buffer_name(content, TIERS[tier], version), content, kind))
+            first_held += len(placed.forms)
+        meta = {
+            "policy": plan.policy,
+            "semantics": plan.semantics,
+            "order": plan.order,
+            "model": workload.name,
+            "machine": machine.name,
+            "training": asdict(workload.training),
+            "config": dict(workload.config),
+            "units": [
+                {
+                    **unit.record([choice.action(k) for k in range(len(unit.saved))]),
+                    "late_update": plan.is_late(choice),
+                }
+                for unit, choice in zip(workload.units, plan.units, strict=True)
+            ],
+        }
+        return Labels(name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffers, meta=meta)
+
+
+def _lists(lengths: Int64, items: Int64) -> Lists:
+    begins = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=begins[1:])
+    return Lists(begins, items.astype(np.int32))

@@ -19,10 +19,11 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.lowering.list_order import refine_order
+from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
+from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload
@@ -105,9 +106,9 @@ def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine) -> Pa
 
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
-    schedule = refine_order(pack_schedule(plan, workload, machine), machine, num_devices=plan.devices)
+    columns = refine_columns(columns_of(pack_schedule(plan, workload, machine)), machine, num_devices=plan.devices)
     try:
-        return simulate_on(schedule, machine).duration_s
+        return simulate_on(columns.schedule(), machine).duration_s
     except OutOfMemory:
         return float("inf")
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.questions.endurance import written_bytes
@@ -118,6 +118,7 @@ class Evaluator:
     ) -> None:
         self.workload, self.machine, self.budget = workload, machine, budget
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
+        self.lowering = Lowering(workload, machine)
         self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
 
@@ -137,7 +138,7 @@ class Evaluator:
         if too_large := self._too_large(plan):
             return too_large
         try:
-            schedule = lower(plan, self.workload, self.machine)
+            schedule = self.lowering.columns(plan).schedule()
             self.budget.ops_left -= 2 * len(schedule.ops)  # what the ordering costs
             check_memory(schedule)
             self.budget.ops_left -= 4 * len(schedule.ops)

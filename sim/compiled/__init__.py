@@ -6,5 +6,6 @@ For whoever asks about thousands of schedules and wants times, peaks and what is
     rules          the four rules, with shared limits: when each op starts and ends
     readiness      the order in which ops start when memory goes to who is ready
     simulation     what ops cost, and a schedule executed on a machine
+    positions      the list order of ops that are wanted at given moments
     compiler       numba, or plain Python where it is missing
 """

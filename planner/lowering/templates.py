@@ -1,0 +1,218 @@
+"""The templates of a chain of units: which cells each kind of turn may reach for, and what has been drawn so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tierplan.planner.lowering.sketch import Sketch, Template, Works
+from tierplan.planner.lowering.turns import (
+    arrive,
+    backward,
+    clip,
+    declare,
+    fetch,
+    forward,
+    go_home,
+    remake,
+    update,
+    update_here,
+)
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.sim.contents import part_ranges
+from tierplan.sim.workloads.workload import SavedTensor, Workload
+
+__all__ = [
+    "ARRIVE",
+    "BACKWARD",
+    "CLIP",
+    "DECLARE",
+    "FETCH",
+    "FORWARD",
+    "GO_HOME",
+    "REMAKE",
+    "UPDATE",
+    "UPDATE_AND_GO",
+    "UPDATE_HERE",
+    "Chain",
+    "Frame",
+    "Placed",
+    "Turn",
+]
+
+USED = ("params", "owner's params")
+CELLS: Mapping[str, tuple[str, str]] = {
+    "params": ("params", "u"),
+    "owner's params": ("params", "o"),
+    **{f"{name} in {turn}": (f"{name} in {turn}", "up") for name in USED for turn in ("fwd", "bwd", "turn")},
+    "x": ("x", "um"),
+    "next x": ("x", "nm"),
+    "shared": ("shared", "m"),
+    "kept": ("kept", "um"),
+    "left*": ("left*", "um"),
+    "remade": ("remade", "um"),
+    "dx": ("dx", "m"),
+    "tied": ("tied", "um"),
+    "owner's tied": ("tied", "om"),
+    **{name: (name, "u") for name in ("states*", "grads", "old grads", "norm", "due", "old states", "new states")},
+    "new params": ("new params", "u"),
+    "clip": ("clip", ""),
+}
+"""Which cell a name means: what it holds, and of which unit (u), next unit (n), owner of shared parameters (o),
+micro-batch (m) or pass over the parameters (p). Of those with a star there are several, with numbers in its place; of
+`states#` the one is meant that the turn's flag says."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A kind of turn: what draws it, and what that may reach for."""
+
+    draws: tuple[Callable[[Sketch], None], ...]
+    cells: tuple[str, ...]
+    ops: tuple[str, ...] = ()
+    """Ops that it may come after, given anew each time."""
+
+
+BEFORE = ("before params", "before early params", "before acts", "before early acts")
+TO_UPDATE = ("params", "states#", "due", "old states", "new states", "new params", "clip")
+AFTER = ("read after 0", "read after 1", "read after 2", "update after 0", "update after 1")
+IN_FORWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("fwd", "turn")))
+IN_BACKWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("bwd", "turn")))
+
+DECLARE = Turn((declare,), ("params", "states*", "old grads"))
+FORWARD = Turn((forward,), (*IN_FORWARD, "x", "next x", "shared", "kept", "left*"), BEFORE[:2])
+FETCH = Turn((fetch,), IN_BACKWARD, BEFORE[:2])
+REMAKE = Turn((remake,), (*IN_BACKWARD, "x", "next x", "shared", "remade"), BEFORE)
+GRADIENTS = ("tied", "owner's tied", "grads", "norm")
+BACKWARD = Turn((backward,), (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS), BEFORE)
+CLIP = Turn((clip,), ("clip",))
+UPDATE_HERE = Turn((update_here,), ("params", "states#", "due", "clip"))
+ARRIVE = Turn((arrive,), TO_UPDATE, AFTER)
+UPDATE = Turn((update,), TO_UPDATE, AFTER)
+GO_HOME = Turn((go_home,), TO_UPDATE, ("home after",))
+UPDATE_AND_GO = Turn((arrive, update, go_home), TO_UPDATE, (*AFTER, "home after"))
+
+
+class Terms(NamedTuple):
+    """What a template takes from the plan as a whole. Windows are not part of it: they are places in time."""
+
+    semantics: str
+    order: str
+    cast_grads: bool
+
+
+class Facts(NamedTuple):
+    """What one choice means for one unit."""
+
+    number: int
+    """The same for units and choices that have the same templates."""
+    leaving: tuple[SavedTensor, ...]
+    """Saved tensors that leave the device."""
+    num_parts: int
+
+
+class Frame(NamedTuple):
+    """The cells of one turn, by their numbers in the chain; and their numbers in its template, by name."""
+
+    cells: list[int]
+    names: Mapping[str, int]
+
+
+class Placed(NamedTuple):
+    """One turn in its place."""
+
+    turn: Turn
+    u: int
+    m: int
+    flag: int
+    names: Mapping[str, int]
+    """Its cells by name, and their forms."""
+    forms: list[int]
+    at: float
+    template: Template
+
+
+class Chain:
+    """A workload with all templates that its plans have had so far."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.works = workload, Works()
+        units = workload.units
+        number = {unit.name: u for u, unit in enumerate(units)}
+        self._owner = [number[unit.shares] if unit.shares else -1 for unit in units]
+        alike = [(replace(unit, name=""), u == 0, u == len(units) - 1) for u, unit in enumerate(units)]
+        first = [alike.index(like) for like in alike]
+        known: list[dict[UnitPlan, Facts]] = [{} for _ in units]
+        self._facts = [known[u] for u in first]
+        self._num_facts = 0
+        self._cells: dict[tuple[object, ...], int] = {}
+        self._frames: dict[str, dict[tuple[object, ...], Frame]] = {}
+        self._templates: dict[Terms, dict[tuple[object, ...], Template]] = {}
+        names = ("grads", "old grads", "due", "norm", "clip")
+        self.cells = {name: [self._cell(name, u, 0, 0) for u in range(len(units))] for name in names}
+        """Numbers of these cells of each unit."""
+
+    def facts(self, u: int, choice: UnitPlan) -> Facts:
+        known = self._facts[u].get(choice)
+        if known is None:
+            unit = self.workload.units[u]
+            leaving = tuple(t for t in unit.saved if choice.action(t.index) in ("host", "nvme") and t.size_bytes)
+            num_parts = len(part_ranges(unit.num_parameters, choice.state_shards))
+            known = self._facts[u][choice] = Facts(self._num_facts, leaving, num_parts)
+            self._num_facts += 1
+        return known
+
+    def templates(self, plan: UnitwisePlan) -> dict[tuple[object, ...], Template]:
+        """Those of plans with the same terms."""
+        return self._templates.setdefault(Terms(plan.semantics, plan.order, plan.cast_grads), {})
+
+    @property
+    def num_cells(self) -> int:
+        return len(self._cells)
+
+    def frames(self, plan: UnitwisePlan) -> dict[tuple[object, ...], Frame]:
+        """Those of plans with the same order."""
+        return self._frames.setdefault(plan.order, {})
+
+    def frame(self, turn: Turn, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool) -> Frame:
+        """What a turn of unit u finds its cells in."""
+        cells = []
+        for name in turn.cells:
+            names = [name.replace("#", str(flag))]
+            if name.endswith("*"):
+                num = len(facts.leaving) if name == "left*" else facts.num_parts
+                names = [name.replace("*", str(i)) for i in range(num)]
+            cells += [(one, self._cell(one, u, m, 0 if is_vertical else m)) for one in names]
+        return self.frame_of(cells, turn)
+
+    def frame_of(self, cells: Sequence[tuple[str, int]], turn: Turn) -> Frame:
+        names = {name: i for i, name in enumerate((*(name for name, _ in cells), *turn.ops))}
+        return Frame([cell for _, cell in cells], names)
+
+    def _cell(self, name: str, u: int, m: int, batch: int) -> int:
+        what, of = CELLS.get(name) or (name, CELLS[name.rstrip("0123456789") + "*"][1])
+        where = {"u": u, "n": u + 1, "o": self._owner[u], "m": m, "p": batch}
+        return self._cells.setdefault((what, *(where[letter] for letter in of)), len(self._cells))
+
+    def sketch(
+        self, plan: UnitwisePlan, turn: Turn, u: int, m: int, flag: int, names: Mapping[str, int], forms: list[int]
+    ) -> Sketch:
+        """The turn, drawn."""
+        facts = self.facts(u, plan.units[u])
+        sketch = Sketch(
+            plan=plan,
+            workload=self.workload,
+            works=self.works,
+            u=u,
+            m=m,
+            flag=flag,
+            choice=plan.units[u],
+            leaving=facts.leaving,
+            num_parts=facts.num_parts,
+            cells=names,
+            forms=forms,
+        )
+        for draw in turn.draws:
+            draw(sketch)
+        return sketch

@@ -1,0 +1,389 @@
+"""What every kind of turn adds to a schedule: one function each, which draws it on a sketch.
+
+Every op has a *position*, the moment in the walk over the compute stream at which it is wanted: that of its turn or so
+much before (`lead`), and a rank within it. Names, contents and kinds are those of docs/design.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
+from tierplan.planner.lowering.sketch import (
+    ACTS,
+    ACTS_EARLY,
+    COMPUTES,
+    FETCHES,
+    GOES_HOME,
+    OFFLOADS,
+    PARAMS,
+    PARAMS_EARLY,
+    STATES,
+    UPDATES,
+    Ref,
+    Sketch,
+)
+from tierplan.sim.contents import (
+    CastGradients,
+    Clip,
+    Content,
+    Gradients,
+    Input,
+    InputGradient,
+    KeptActs,
+    Norm,
+    Params,
+    RecomputedActs,
+    SavedActs,
+    Shared,
+    States,
+    TiedGradients,
+    Transient,
+    backward_key,
+    forward_key,
+    micro_batch_name,
+    op_key,
+    part_ranges,
+    recompute_key,
+)
+from tierplan.sim.workloads.workload import total_work
+
+__all__ = ["arrive", "backward", "clip", "declare", "fetch", "forward", "go_home", "remake", "update", "update_here"]
+
+TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
+FP32_BYTES = 4
+"""Bytes per parameter of a gradient in fp32."""
+NORM_BYTES = 4096
+"""Room for the norms of one unit's parameters."""
+
+
+def declare(s: Sketch) -> None:
+    """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
+    name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
+    s.put("params", s.initial(Params(name), "params", TIER_OF[s.choice.params], n * t.param_bytes))
+    if t.state_bytes:
+        for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
+            content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
+            s.put(f"states{k}", s.initial(content, "states", TIER_OF[s.choice.states], size_bytes))
+    if s.plan.semantics == "delayed-1" or s.plan.is_late(s.choice):
+        s.put("old grads", s.initial(Gradients(name, 0), "grads", HOST, n * t.grad_bytes))
+
+
+# ---- copies ----
+
+
+def _to_device(s: Sketch, what: Content | str, source: Ref, kind: str, lead: int, early: int) -> Ref:
+    """Brings a buffer to the device ahead of its turn, and from NVMe into host memory as much earlier."""
+    if s.tier(source) == NVME:
+        source = s.move(what, source, HOST, rank=FETCHES, lead=early, m=s.m, after=[f"before early {kind}"])
+    return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[f"before {kind}"])
+
+
+def _off_device(s: Sketch, what: Content, source: Ref, place: str) -> Ref:
+    """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
+    source = s.move(what, source, HOST, rank=OFFLOADS, m=s.m)
+    return s.move(what, source, NVME, rank=OFFLOADS, m=s.m) if place == "nvme" else source
+
+
+def _params(s: Sketch, phase: str) -> list[Ref | None]:
+    """Device buffers with the parameters that a turn computes with, fetched once per pass over the unit."""
+    turn = "turn" if s.unit.kind == "head" else phase
+    batch = "" if s.plan.order == "vertical" else micro_batch_name(s.m)
+    found = []
+    for cell, owner in (("params", s.unit.name), ("owner's params", s.unit.shares)):
+        home = s.get(cell)
+        if home is not None and s.tier(home) != DEVICE:
+            fetched = f"{cell} in {turn}"
+            home = s.get(fetched)
+            if home is None:
+                of = () if owner == s.unit.name else (s.unit.name,)
+                for_turn = "" if of and turn == "turn" else turn
+                what = op_key(Params(str(owner)), *of, for_turn, batch)
+                home = s.put(fetched, _to_device(s, what, s.made(cell), "params", PARAMS, PARAMS_EARLY))
+        found.append(home)
+    return found
+
+
+def _input(s: Sketch) -> Ref | None:
+    """The unit's input, on the device."""
+    x = s.get("x")
+    if x is not None and s.tier(x) != DEVICE:
+        return s.put("x", _to_device(s, Input(s.unit.name, s.m), x, "acts", ACTS, ACTS_EARLY))
+    return x
+
+
+# ---- compute ----
+
+
+def _compute(
+    s: Sketch,
+    key: str,
+    kind: str,
+    work: Mapping[str, float],
+    reads: Iterable[Ref | None],
+    writes: list[Ref],
+    size_bytes: int,
+) -> None:
+    """An op on the compute stream with its transient: written by it and read by nobody, so it is freed at its end."""
+    if size_bytes:
+        writes = [*writes, s.buffer(Transient(key), "work", DEVICE, size_bytes)]
+    mark = "" if kind == "recompute" else "compute"
+    s.op(key, COMPUTE, kind, work=work, reads=reads, writes=writes, m=s.m, rank=COMPUTES, mark=mark)
+
+
+def _needs_input(s: Sketch) -> bool:
+    """Whether backward reads the unit's input: autograd saved it, or something is recomputed from it."""
+    return s.unit.saves_input or _drops(s)
+
+
+def _drops(s: Sketch) -> bool:
+    """Whether forward drops something, which is made again before backward."""
+    return any(s.choice.action(t.index) == "recompute" for t in s.unit.saved)
+
+
+def _bytes_of(s: Sketch, action: str) -> int:
+    return sum(t.size_bytes for t in s.unit.saved if s.choice.action(t.index) == action)
+
+
+def _next_input(s: Sketch) -> list[Ref]:
+    following = s.following
+    if following is None:
+        return []
+    return [s.put("next x", s.buffer(Input(following.name, s.m), "acts", DEVICE, s.unit.output_bytes))]
+
+
+def forward(s: Sketch) -> None:
+    """`flag`: the input may leave the device afterwards."""
+    unit, choice = s.unit, s.choice
+    reads, writes = [*_params(s, "fwd"), s.get("x")], []
+    if unit.kind == "embed" and s.workload.shared_bytes:
+        writes.append(s.put("shared", s.buffer(Shared(s.m), "acts", DEVICE, s.workload.shared_bytes)))
+    elif unit.kind == "block":
+        reads.append(s.get("shared"))
+    writes += _next_input(s)
+    if kept_bytes := _bytes_of(s, "keep"):
+        writes.append(s.put("kept", s.buffer(KeptActs(unit.name, s.m), "acts", DEVICE, kept_bytes)))
+    contents = [SavedActs(unit.name, s.m, t.index) for t in s.leaving]
+    left = [s.buffer(what, "acts", DEVICE, t.size_bytes) for what, t in zip(contents, s.leaving, strict=True)]
+    work_bytes = unit.forward_work_bytes + _bytes_of(s, "recompute")
+    _compute(s, forward_key(unit.name, s.m), "forward", unit.forward, reads, writes + left, work_bytes)
+    for j, (t, what) in enumerate(zip(s.leaving, contents, strict=True)):
+        s.put(f"left{j}", _off_device(s, what, left[j], choice.action(t.index)))
+    x = s.get("x")
+    if x is not None and choice.input != "keep" and _needs_input(s) and s.flag:
+        s.put("x", _off_device(s, Input(unit.name, s.m), x, choice.input))
+
+
+def fetch(s: Sketch) -> None:
+    """Brings the parameters that a backward needs."""
+    _params(s, "bwd")
+
+
+def remake(s: Sketch) -> None:
+    """One unit of a segment runs forward once more: saved tensors and, with `flag`, the next one's input."""
+    x = _input(s)
+    reads = [*_params(s, "bwd"), x, s.get("shared")]
+    _recompute(s, reads, [], _next_input(s) if s.flag else [])
+
+
+def _recompute(s: Sketch, inputs: list[Ref | None], acts: list[Ref | None], outputs: list[Ref]) -> None:
+    unit = s.unit
+    dropped = [t for t in unit.saved if s.choice.action(t.index) == "recompute"]
+    # What needs random numbers drawn again is made by running the whole unit again.
+    whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
+    work = (unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
+    made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), "acts", DEVICE, _bytes_of(s, "recompute")))
+    reads, key = inputs if whole else inputs + acts, recompute_key(unit.name, s.m)
+    _compute(s, key, "recompute", work, reads, [made, *outputs], unit.forward_work_bytes)
+
+
+def backward(s: Sketch) -> None:
+    """`flag`: it is the last micro-batch, so that gradients are complete afterwards."""
+    unit = s.unit
+    is_made_again = s.get("remade") is not None or _drops(s)
+    params = _params(s, "bwd") if unit.saves_parameters or is_made_again else []
+    inputs = [_input(s) if _needs_input(s) else None, s.get("shared") if unit.kind == "block" else None]
+    acts = [s.get("kept")]
+    for j, t in enumerate(s.leaving):
+        acts.append(_to_device(s, SavedActs(unit.name, s.m, t.index), s.made(f"left{j}"), "acts", ACTS, ACTS_EARLY))
+    if s.get("remade") is None and is_made_again:
+        _recompute(s, params + inputs, acts, [])
+    reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]
+    writes = []
+    if s.u > 0:
+        writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), "acts", DEVICE, unit.input_bytes)))
+    gradients, work_bytes = _gradients(s, reads, writes)
+    _compute(s, backward_key(unit.name, s.m), "backward", unit.backward, reads, writes, work_bytes)
+    if gradients is not None:
+        _leave(s, gradients)
+        if s.flag:
+            _complete(s)
+
+
+# ---- gradients ----
+
+
+def _gradients(s: Sketch, reads: list[Ref | None], writes: list[Ref]) -> tuple[Ref | None, int]:
+    """Adds to a backward what it does to gradients; the buffer of the unit's own, and the bytes of its transient.
+
+    Where gradients are added to earlier ones, these are there throughout, and each new one is made beside them.
+    """
+    unit, grad_bytes = s.unit, s.workload.training.grad_bytes
+    made, work_bytes = None, unit.backward_work_bytes
+    tied, accumulated = s.get("tied"), s.get("grads") if s.choice.grads == "device" else None
+    if tied is not None or accumulated is not None:
+        work_bytes = max(work_bytes, unit.accumulating_work_bytes)
+    if unit.shares:
+        earlier = s.get("owner's tied")  # of another unit that shares them
+        if earlier is None:
+            owner = next(other for other in s.workload.units if other.name == unit.shares)
+            size_bytes = owner.num_parameters * grad_bytes
+            total = s.buffer(TiedGradients(unit.shares, s.m), "grads", DEVICE, size_bytes)
+        else:
+            reads.append(earlier)
+            total = s.over(earlier)
+            work_bytes += s.size_bytes(earlier)
+        writes.append(s.put("owner's tied", total))
+    if unit.num_parameters:
+        reads += [tied, accumulated]
+        if accumulated is not None:
+            made = s.over(accumulated)
+        else:
+            size_bytes = unit.num_parameters * grad_bytes
+            made = s.buffer(Gradients(unit.name, s.m), "grads", DEVICE, size_bytes, reuses=tied)
+        writes.append(made)
+    return made, work_bytes
+
+
+def _leave(s: Sketch, made: Ref) -> None:
+    """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
+    if s.choice.grads != "device":
+        made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
+        accumulated = s.get("grads")
+        if accumulated is not None:
+            arrived, made = made, s.over(accumulated)
+            s.op(
+                op_key("accumulate", s.unit.name, micro_batch_name(s.m)),
+                HOST_ADAM,
+                "accumulate",
+                work={"elementwise_bytes": 3 * s.unit.num_parameters * s.workload.training.grad_bytes},
+                reads=[accumulated, arrived],
+                writes=[made],
+                m=s.m,
+                rank=UPDATES,
+            )
+    s.put("grads", made)
+
+
+def _complete(s: Sketch) -> None:
+    """After the last micro-batch: the norm if one is wanted, and the way to where the update finds them."""
+    name, n, t, choice = s.unit.name, s.unit.num_parameters, s.workload.training, s.choice
+    grads = s.made("grads")
+    if choice.states != "device" and choice.grads == "device":
+        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
+    if t.max_grad_norm is not None:
+        norm = s.put("norm", s.buffer(Norm(name), "work", HOST, NORM_BYTES))
+        stream, work = COMPUTE if s.tier(grads) == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
+        s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
+    if choice.grads == "nvme":
+        if s.plan.cast_grads and t.grad_bytes < FP32_BYTES:
+            cast = s.buffer(CastGradients(name), "grads", HOST, n * FP32_BYTES)
+            work = {"elementwise_bytes": n * (t.grad_bytes + FP32_BYTES)}
+            s.op(op_key("cast", name), HOST_ADAM, "cast", work=work, reads=[grads], writes=[cast], rank=OFFLOADS)
+            grads = cast
+        grads = s.move(Gradients(name), grads, NVME, rank=OFFLOADS)
+    s.put("grads", grads)
+
+
+# ---- updates ----
+
+
+def clip(s: Sketch) -> None:
+    """The coefficient of exact clipping, from the norms of all units; `flag` says how many."""
+    coefficient = s.put("clip", s.buffer(Clip(), "work", HOST, NORM_BYTES))
+    norms = [s.get(f"norm{i}") for i in range(s.flag)]
+    s.op(op_key("clip"), HOST_ADAM, "clip", work={}, reads=norms, writes=[coefficient], rank=FETCHES)
+
+
+def _coefficient(s: Sketch) -> Ref | None:
+    """What clipping multiplies gradients with; nothing where it does not clip."""
+    return s.get("clip") if s.plan.semantics == "exact-clip" else None
+
+
+def update_here(s: Sketch) -> None:
+    """The optimizer step of one unit whose states are on the device."""
+    reads, writes = [s.get("due"), _coefficient(s)], []
+    for cell in ("states0", "params"):
+        if (old := s.get(cell)) is not None:
+            reads.append(old)
+            writes.append(s.put(cell, s.over(old)))
+    work = {"elementwise_bytes": s.unit.num_parameters * s.workload.training.update_traffic_bytes}
+    key = States(s.unit.name).update_key
+    s.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, rank=UPDATES)
+
+
+def _part(s: Sketch) -> States:
+    """The states that an update is of; `flag` says which part."""
+    return States(s.unit.name, s.flag, s.num_parts)
+
+
+def arrive(s: Sketch) -> None:
+    """What an update reads comes to host memory: gradients, and states."""
+    after, lead = ["read after 0", "read after 1", "read after 2"], STATES + s.num_parts - 1
+    grads, states = s.made("due"), s.get(f"states{s.flag}")
+    if s.tier(grads) == NVME:
+        s.put("due", s.move(Gradients(s.unit.name), grads, HOST, rank=FETCHES, lead=lead, after=after))
+    if states is not None and s.tier(states) == NVME:
+        states = s.move(_part(s), states, HOST, rank=FETCHES, lead=lead, after=after, mark="read")
+    if states is not None:
+        s.put("old states", states)
+
+
+def update(s: Sketch) -> None:
+    """The optimizer step of one unit, or of a part of it, on the host's cores.
+
+    With states in parts, each part is an update of its own: its states come, are updated and go while those of the
+    next come. Gradients and parameters are whole: the parts update them in place, one after the other.
+    """
+    name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
+    reads, writes, states = [s.get("due"), _coefficient(s)], [], s.get("old states")
+    if states is not None:
+        reads.append(states)
+        writes.append(s.put("new states", s.over(states)))
+    params = s.get("params") if s.choice.params == "host" and s.flag == 0 else s.get("new params")
+    if params is None and not t.has_master:
+        what, lead = op_key(Params(name), "update"), STATES + s.num_parts - 1
+        params = s.move(what, s.made("params"), HOST, rank=FETCHES, lead=lead)
+    if params is None:
+        new = s.buffer(Params(name), "params", HOST, n * t.param_bytes)
+    else:
+        reads.append(params)
+        new = s.over(params)
+    writes.append(s.put("new params", new))
+    part = part_ranges(n, s.choice.state_shards)[s.flag]
+    s.op(
+        _part(s).update_key,
+        HOST_ADAM,
+        "update",
+        work={"parameters": len(part)},
+        reads=reads,
+        writes=writes,
+        after=["update after 0", "update after 1"],
+        rank=UPDATES,
+        mark="compute",
+    )
+
+
+def go_home(s: Sketch) -> None:
+    """Sends what an update has written to where it lives between steps."""
+    choice, cell, after = s.choice, f"states{s.flag}", ["home after"]
+    if (states := s.get("new states")) is not None:
+        if choice.states == "nvme":
+            states = s.move(_part(s), states, NVME, over=s.made(cell), rank=GOES_HOME, after=after, mark="home")
+        s.put(cell, states)
+    if s.flag == s.num_parts - 1:
+        params, mark = s.made("new params"), "home" if choice.params == "nvme" else ""
+        if choice.params != "host":
+            what, old = op_key(Params(s.unit.name), "update"), s.made("params")
+            params = s.move(what, params, TIER_OF[choice.params], over=old, rank=GOES_HOME, after=after, mark=mark)
+        s.put("params", params)

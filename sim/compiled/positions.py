@@ -1,0 +1,92 @@
+"""The list order of ops that are wanted at given moments, compiled."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from tierplan.sim.columns import Int32, Int64
+from tierplan.sim.compiled.compiler import compiled
+
+__all__ = ["consistent_order"]
+
+
+@compiled
+def consistent_order(
+    wanted: Int64,
+    read_begins: Int32,
+    reads: Int32,
+    write_begins: Int32,
+    writes: Int32,
+    after_begins: Int32,
+    after: Int32,
+    reuses: Int32,
+) -> Int64:
+    """Ops as they are `wanted`, each behind those whose output it needs and behind the readers of what it writes over.
+
+    All that may come is known at any time, and the first of it in the wanted order comes. Ops that wait for each other
+    in a circle are left out.
+    """
+    num_ops, num_buffers = len(wanted), len(reuses)
+    writer = np.full(num_buffers, -1, np.int64)
+    begins = np.zeros(num_buffers + 1, np.int64)  # of the readers of each buffer
+    for i in range(num_ops):
+        for k in range(write_begins[i], write_begins[i + 1]):
+            writer[writes[k]] = i
+        for k in range(read_begins[i], read_begins[i + 1]):
+            begins[reads[k] + 1] += 1
+    for b in range(num_buffers):
+        begins[b + 1] += begins[b]
+    readers, filled = np.empty(len(reads), np.int64), begins.copy()
+    for i in range(num_ops):
+        for k in range(read_begins[i], read_begins[i + 1]):
+            readers[filled[reads[k]]] = i
+            filled[reads[k]] += 1
+    # Pairs of ops, one that must come first and one that waits for it.
+    room = len(reads) + len(after)
+    for b in range(num_buffers):
+        if reuses[b] >= 0:
+            room += begins[reuses[b] + 1] - begins[reuses[b]]
+    first, second, num = np.empty(room, np.int64), np.empty(room, np.int64), 0
+    for i in range(num_ops):
+        for k in range(read_begins[i], read_begins[i + 1]):
+            first[num], second[num] = writer[reads[k]], i
+            num += 1
+        for k in range(after_begins[i], after_begins[i + 1]):
+            first[num], second[num] = after[k], i
+            num += 1
+        for k in range(write_begins[i], write_begins[i + 1]):
+            old = reuses[writes[k]]
+            if old >= 0:
+                for r in range(begins[old], begins[old + 1]):
+                    first[num], second[num] = readers[r], i
+                    num += 1
+    missing, ends = np.zeros(num_ops, np.int64), np.zeros(num_ops + 1, np.int64)
+    for k in range(num):
+        if first[k] >= 0 and first[k] != second[k]:
+            missing[second[k]] += 1
+            ends[first[k]] += 1
+    for i in range(num_ops):
+        ends[i + 1] += ends[i]
+    followers = np.empty(ends[num_ops], np.int64)
+    for k in range(num):
+        if first[k] >= 0 and first[k] != second[k]:
+            ends[first[k]] -= 1
+            followers[ends[first[k]]] = second[k]
+    place = np.empty(num_ops, np.int64)
+    for k in range(num_ops):
+        place[wanted[k]] = k
+    ready = [place[i] for i in range(num_ops) if missing[i] == 0]
+    heapq.heapify(ready)
+    order, num = np.empty(num_ops, np.int64), 0
+    while len(ready) > 0:
+        i = wanted[heapq.heappop(ready)]
+        order[num] = i
+        num += 1
+        for k in range(ends[i], ends[i + 1]):
+            j = followers[k]
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, place[j])
+    return order[:num]

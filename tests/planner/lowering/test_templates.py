@@ -1,0 +1,149 @@
+"""Templates: a schedule put together from them is what the walk without templates made, and says the same each time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.random_plans import random_plan
+from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.planner.lowering import Lowering, lower
+from tierplan.planner.lowering.templates import Chain
+from tierplan.planner.lowering.unitwise import Walk
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.sim.columns import columns_of
+from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.workloads.workload import Unit, Workload
+
+DIGESTS = {
+    (1, None): "bfa0c7622b123455",
+    (1, 1.0): "c8b912287dba99f4",
+    (2, None): "1bd507eae06e64cc",
+    (3, 1.0): "9260f86f314a3023",
+}
+"""Of schedules that the lowering before templates made: by micro-batches and clipping."""
+
+
+def random_workload(rng: random.Random, batches: int, clip: float | None) -> Workload:
+    """A chain with all that lowering asks a unit about: tied parameters, empty tensors, units without parameters."""
+    dtype, has_master, optimizer = rng.choice(
+        [("bf16", True, "adamw"), ("fp32", True, "adamw"), ("bf16", False, "sgd"), ("bf16", True, "sgd")]
+    )
+    workload = toy_workload(
+        rng.choice([1, 2, 3, 5]),
+        tied=rng.random() < 0.5,
+        slots=rng.choice([0, 1, 4]),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=batches,
+        max_grad_norm=clip,
+        dtype=dtype,
+        master_weights=has_master,
+        optimizer=optimizer,
+    )
+    units = tuple(_varied(unit, rng) for unit in workload.units)
+    return replace(workload, units=units, shared_bytes=rng.choice([0, 1000]))
+
+
+def _varied(unit: Unit, rng: random.Random) -> Unit:
+    is_block = unit.kind == "block"
+    return replace(
+        unit,
+        num_parameters=rng.choice([0, 1000, 5000, 3 * MIB]) if is_block else unit.num_parameters,
+        shares="embed" if is_block and rng.random() < 0.2 else unit.shares,
+        saved=tuple(
+            replace(t, size_bytes=rng.choice([0, 1, 2]) * MIB, replayable=rng.random() < 0.8) for t in unit.saved
+        ),
+        saves_input=rng.random() < 0.7,
+        saves_parameters=rng.random() < 0.8,
+        recompute=rng.choice([None, {"matmul_bf16_flops": 5e8}]),
+        forward_work_bytes=rng.choice([0, 7, 100]),
+        backward_work_bytes=rng.choice([0, 100]),
+        accumulating_work_bytes=rng.choice([100, 200]),
+    )
+
+
+def random_case(number: int, batches: int, clip: float | None) -> tuple[UnitwisePlan, Workload]:
+    rng = random.Random(f"{number} {batches} {clip}")
+    workload = random_workload(rng, batches, clip)
+    plan = random_plan(workload, rng)
+    if rng.random() < 0.2:
+        plan = replace(plan, sub_batches=rng.choice([2, 4]))
+    if rng.random() < 0.2 and plan.segment_units == 1:
+        plan = replace(plan, operator_tiles=rng.choice([2, 3]))
+    return plan, workload
+
+
+def written(schedule: Schedule) -> str:
+    """Everything but the settings."""
+    ops = [
+        (*(op.key, op.stream, op.kind, op.unit, op.micro_batch), dict(op.work), op.reads, op.writes, op.after)
+        for op in schedule.ops
+    ]
+    buffers = [
+        (*(b.name, b.tier, b.size_bytes, b.content, b.kind), b.initial, b.reuses, b.becomes) for b in schedule.buffers
+    ]
+    return repr((schedule.name, ops, buffers))
+
+
+@pytest.mark.parametrize(("batches", "clip"), DIGESTS)
+def test_schedules_are_those_of_the_walk_without_templates(batches: int, clip: float | None) -> None:
+    digest = hashlib.sha256()
+    for number in range(60):
+        plan, workload = random_case(number, batches, clip)
+        digest.update(written(lower(plan, workload, toy_machine(), refine=False)).encode())
+    assert digest.hexdigest()[:16] == DIGESTS[batches, clip]
+
+
+def test_what_was_drawn_for_other_plans_changes_nothing() -> None:
+    rng = random.Random(0)
+    workload, machine = random_workload(rng, 2, None), toy_machine()
+    kept = Lowering(workload, machine)
+    for _ in range(40):
+        plan = random_plan(workload, rng)
+        assert kept.columns(plan, refine=False).schedule() == lower(plan, workload, machine, refine=False)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) -> None:
+    rng = random.Random(number)
+    workload = toy_workload(6, slots=2, gradient_accumulation_steps=2)
+    plan = random_plan(workload, rng)
+    few = plan.units[1:3]
+    plan = replace(plan, units=(plan.units[0], *(rng.choice(few) for _ in range(6)), plan.units[-1]))
+    walk = Walk(Chain(workload), plan)
+    assert len({id(placed.template) for placed in walk.placed}) < len(walk.placed)
+    for placed in walk.placed:
+        again = walk.sketch(placed).template()
+        for name in ("ops", "reads", "writes", "after", "buffers"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(placed.template, name))
+        assert (again.puts, again.marks) == (placed.template.puts, placed.template.marks)
+
+
+def test_columns_have_each_work_once_and_arrays_of_the_types_that_columns_of_a_schedule_have() -> None:
+    plan, workload = random_case(3, 2, None)
+    columns = Lowering(workload, toy_machine()).columns(plan, refine=False)
+    expected = columns_of(lower(plan, workload, toy_machine(), refine=False))
+    assert sorted(map(repr, columns.works)) == sorted(map(repr, expected.works))
+    for name in ("op_work", "buffer_tier", "buffer_bytes", "buffer_initial", "buffer_reuses", "buffer_becomes"):
+        assert getattr(columns, name).dtype == getattr(expected, name).dtype
+        assert getattr(columns, name).flags.c_contiguous
+    for name in ("reads", "writes", "after"):
+        for array, other in zip(getattr(columns, name), getattr(expected, name), strict=True):
+            assert array.dtype == other.dtype
+            np.testing.assert_array_equal(array, other)
+
+
+def test_columns_refuse_what_lower_refuses() -> None:
+    workload, machine = toy_workload(), toy_machine()
+    few = UnitwisePlan(policy="few", units=(UnitPlan(),))
+    for refuse in (lambda: lower(few, workload, machine), lambda: Lowering(workload, machine).columns(few)):
+        with pytest.raises(PlanError, match="plan 'few' has 1 units"):
+            refuse()
+    without = replace(machine, tiers=machine.tiers[:2])
+    plan = UnitwisePlan(policy="far", units=(UnitPlan(states="nvme", params="host", grads="host"),) * 6)
+    with pytest.raises(ScheduleError, match=r"buffer 'states/embed@nvme#0' is in tier 'nvme', which is not declared"):
+        Lowering(workload, without).columns(plan)

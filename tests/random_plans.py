@@ -1,0 +1,64 @@
+"""Unit-wise plans, drawn decision by decision: every place, action and knob that changes what runs on one device."""
+
+from __future__ import annotations
+
+import random
+
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.sim.workloads.workload import Unit, Workload
+
+__all__ = ["random_plan"]
+
+
+def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
+    """Any plan of one device that fits the workload and what its training asks for."""
+    while True:
+        plan = _draw(workload, rng)
+        try:
+            plan.check(workload)
+        except PlanError:
+            continue  # such as a delayed update with states on the device
+        return plan
+
+
+def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
+    clips = workload.training.max_grad_norm is not None
+    semantics = "exact-clip" if clips else rng.choice(["in-backward", "in-backward", "exact-clip", "delayed-1"])
+    segment_units = rng.choice([1, 1, 1, 2, 3])
+    units = tuple(_draw_unit(unit, rng, semantics, segment_units) for unit in workload.units)
+    return UnitwisePlan(
+        policy="random",
+        units=units,
+        semantics=semantics,  # type: ignore[arg-type]
+        order=rng.choice(["horizontal", "vertical"]),  # type: ignore[arg-type]
+        prefetch_params_units=rng.randint(0, 2),
+        prefetch_acts_units=rng.randint(0, 2),
+        prefetch_states_units=rng.randint(0, 2),
+        strict_windows=rng.random() < 0.3,
+        updates_in_flight=rng.choice([0, 0, 1, 2, 4]),
+        write_back=rng.choice(["at once", "delayed", "awaited"]),  # type: ignore[arg-type]
+        update_order=rng.choice(["forward", "backward"]),  # type: ignore[arg-type]
+        hold_updates=semantics == "exact-clip" and rng.random() < 0.5,
+        cast_grads=rng.random() < 0.5,
+        segment_units=segment_units,
+    )
+
+
+def _draw_unit(unit: Unit, rng: random.Random, semantics: str, segment_units: int) -> UnitPlan:
+    params, grads, states = (rng.choice(["device", "host", "nvme"]) for _ in range(3))
+    if rng.random() < 0.2 and semantics != "delayed-1":
+        params = grads = states = "device"
+    elif states == "device":
+        states = "host"
+    if semantics == "delayed-1" and grads == "nvme":
+        grads = "host"
+    late = semantics == "in-backward" and grads != "nvme" and rng.random() < 0.3
+    actions = ["keep", "host", "nvme", "recompute"] if unit.kind == "block" else ["keep", "host", "nvme"]
+    acts: object = tuple(rng.choice(actions) for _ in unit.saved)
+    if segment_units > 1 and unit.kind == "block":
+        acts = "recompute"
+    place = rng.choice(["keep", "host", "nvme"])
+    parts = rng.choice([1, 2, 3]) if states == "nvme" else 1
+    return UnitPlan(
+        params=params, grads=grads, states=states, acts=acts, input=place, late_update=late, state_shards=parts
+    )  # type: ignore[arg-type]
