@@ -56,6 +56,8 @@ from tierplan.runtime.measure.machine import measure
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.explain import StreamTime, stream_times
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span, Trace
@@ -182,7 +184,7 @@ def quickest(configuration: Configuration, workload: Workload, machine: Machine)
     """The candidate whose step takes least time in steady state, by simulation; the planner's plan where it decides."""
     if configuration.places is None:
         found = solve(workload, machine, time_limit_s=PLANNER_S)
-        return Candidate(found.plan, found.step_s, schedule=found.schedule, steady=found.steady)
+        return Candidate(found.plan, found.step_s, columns=columns_of(found.schedule))
     evaluate = Evaluator(workload, machine, Budget(float("inf")))
     tried = [evaluate(plan) for plan in candidates(configuration, workload, machine)]
     fitting = [c for c in tried if c.step_s is not None]
@@ -274,9 +276,9 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
     """Plans, predicts and trains one configuration; what was found, as JSON values."""
     workload, place = configuration.workload(), configuration.on(machine)
     chosen = quickest(configuration, workload, place)
-    plan, steady, schedule = chosen.plan, chosen.steady, chosen.schedule
-    assert steady is not None
-    assert schedule is not None
+    assert chosen.columns is not None
+    plan, schedule = chosen.plan, chosen.columns.schedule()
+    steady = steady_state(schedule, place)
     begin_s, end_s = steady.window_s
     predicted = ratios_between(steady.trace.spans, [begin_s * 1e9, end_s * 1e9])
     margin = drive_margin(stream_times(steady.trace, steady.window_s))

@@ -105,9 +105,9 @@ def fixed(blocks: int, batch: int) -> Record:
     began, cpu = time.perf_counter(), time.process_time()
     tried = evaluate(plan)
     record = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
-    if tried.schedule is None:
+    if tried.columns is None:
         raise SystemExit(f"the plan of {blocks} blocks and {batch} sequences does not run: {tried.reason}")
-    return record | {"ops": len(tried.schedule.ops)}
+    return record | {"ops": tried.columns.num_ops}
 
 
 def loop(blocks: int, batch: int) -> Record:

@@ -32,7 +32,7 @@ from tierplan.planner.search.knobs import Knobs, tune
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.planner.search.restarts import improve_from_elsewhere
 from tierplan.planner.several_devices.pack_search import improve_packs
-from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
@@ -413,13 +413,15 @@ class _Loop:
         best = self.best
         assert best is not None
         assert best.step_s is not None
-        assert best.schedule is not None
-        assert best.steady is not None
+        assert best.columns is not None
+        schedule = best.columns.schedule()
+        steady = steady_state(schedule, self.machine)
+        assert steady.period_s == best.step_s, "SimPy and the compiled engine disagree"
         is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
         return PlanResult(
             plan=best.plan,
-            schedule=best.schedule,
-            steady=best.steady,
+            schedule=schedule,
+            steady=steady,
             step_s=best.step_s,
             lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
             solve_s=self.solve_s,
@@ -433,7 +435,7 @@ class _Loop:
             seed=self.seed,
             notes=tuple(self.notes),
             milp_gap=self.milp_gap,
-            drive_lifetime_s=lifetime_s(self.machine, written_bytes(best.schedule), best.step_s),
+            drive_lifetime_s=lifetime_s(self.machine, written_bytes(schedule), best.step_s),
         )
 
 

@@ -105,6 +105,14 @@ class ScheduleColumns:
     def num_buffers(self) -> int:
         return len(self.buffer_tier)
 
+    def bytes_moved(self) -> dict[str, int]:
+        """As `Schedule.bytes_moved`."""
+        moved: dict[str, int] = {}
+        for work, num in zip(self.works, np.bincount(self.op_work, minlength=len(self.works)).tolist(), strict=True):
+            if "bytes" in work.amounts and num:
+                moved[work.stream] = moved.get(work.stream, 0) + num * int(work.amounts["bytes"])
+        return moved
+
     def reordered(self, order: Int32) -> ScheduleColumns:
         """The same ops listed in another order: op `order[k]` at place k."""
         place = np.empty(self.num_ops, np.int32)

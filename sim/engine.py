@@ -190,13 +190,13 @@ class _Run:
             self._changes.append((0, b, graph.size_bytes[b]))
         self._peak_bytes = list(self._used_bytes)
         if any(used > capacity for used, capacity in zip(self._used_bytes, graph.capacity_bytes, strict=True)):
-            raise out_of_memory(graph)
+            raise out_of_memory(graph.schedule)
         for ops in graph.streams:
             self._reach(ops[0], 0)
         self.env.run()
         del self._flows  # it refers back here: without the cycle, everything is released at once
         if -1 in self._end_ns:
-            raise out_of_memory(graph)
+            raise out_of_memory(graph.schedule)
         tiers = [t.name for t in graph.schedule.tiers]
         rows = zip(
             [op.key for op in graph.schedule.ops],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.compiled.rules import stuck
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 
 __all__ = ["refine_columns"]
@@ -21,7 +21,8 @@ def refine_columns(columns: ScheduleColumns, machine: Machine, *, num_devices: i
     columns = order_by_readiness(columns, prices.alone_s[prices.op_price])
     if num_devices == 1:
         return columns
-    graph, execution = simulate_columns(columns, machine)
-    if stuck(graph, execution):
+    try:
+        execution = simulate_columns(columns, machine)
+    except OutOfMemory:
         return columns
     return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9)

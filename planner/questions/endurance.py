@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_WRITE
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["SECONDS_PER_YEAR", "allowed_bytes_per_s", "endurance_bytes", "lifetime_s", "written_bytes"]
@@ -45,7 +46,7 @@ def allowed_bytes_per_s(machine: Machine, lifetime_years: float) -> float:
     return total / (lifetime_years * SECONDS_PER_YEAR)
 
 
-def written_bytes(schedule: Schedule) -> int:
+def written_bytes(schedule: Schedule | ScheduleColumns) -> int:
     """Bytes that one step writes to NVMe."""
     return schedule.bytes_moved().get(NVME_WRITE, 0)
 

@@ -18,10 +18,10 @@ from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.moves import FAMILIES
-from tierplan.sim.analysis.completion import OutOfMemory, completes, out_of_memory
-from tierplan.sim.analysis.steady import SteadyState, steady_state
-from tierplan.sim.graph import graph_of
-from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.analysis.completion import OutOfMemory, check_memory
+from tierplan.sim.analysis.steady import steady_step
+from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = [
@@ -53,8 +53,8 @@ class Candidate(Generic[PlanT_co]):
     plan: PlanT_co
     step_s: float | None
     reason: str = ""
-    schedule: Schedule | None = None
-    steady: SteadyState | None = None
+    columns: ScheduleColumns | None = None
+    """The schedule, in list order."""
     short_tier: str = ""
     short_bytes: int = 0
     wear: float = 0.0
@@ -138,11 +138,11 @@ class Evaluator:
         if too_large := self._too_large(plan):
             return too_large
         try:
-            schedule = self.lowering.columns(plan).schedule()
-            self.budget.ops_left -= 2 * len(schedule.ops)  # what the ordering costs
-            check_memory(schedule)
-            self.budget.ops_left -= 4 * len(schedule.ops)
-            steady = steady_state(schedule, self.machine)
+            columns = self.lowering.columns(plan)
+            self.budget.ops_left -= 2 * columns.num_ops  # what the ordering costs
+            check_memory(columns)  # known for one step without simulating several
+            self.budget.ops_left -= 4 * columns.num_ops
+            step_s = steady_step(columns, self.machine).period_s
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
             # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
@@ -150,15 +150,15 @@ class Evaluator:
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, str(error))
-        written = written_bytes(schedule)
-        wear = written / steady.period_s / self.write_limit_bytes_per_s
+        written = written_bytes(columns)
+        wear = written / step_s / self.write_limit_bytes_per_s
         if wear > 1:
             reason = (
-                f"writes {written / GB:.1f} GB to NVMe in a step of {steady.period_s:.3g} s, {wear:.3g} times what the "
+                f"writes {written / GB:.1f} GB to NVMe in a step of {step_s:.3g} s, {wear:.3g} times what the "
                 "drives may take to last as long as was asked"
             )
             return Candidate(plan, None, reason, wear=wear)
-        return Candidate(plan, steady.period_s, "", schedule, steady, wear=wear)
+        return Candidate(plan, step_s, "", columns, wear=wear)
 
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
@@ -187,12 +187,6 @@ class Evaluator:
                     short_bytes=size - tier.capacity_bytes,
                 )
         return None
-
-
-def check_memory(schedule: Schedule) -> None:
-    """Raises `OutOfMemory` where not even one step fits, which is known without simulating several."""
-    if not completes(schedule):
-        raise out_of_memory(graph_of(schedule))
 
 
 def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> UnitwisePlan:

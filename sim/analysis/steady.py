@@ -15,7 +15,6 @@ import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.columns import Int64, ScheduleColumns
-from tierplan.sim.compiled.rules import Stuck, stuck
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
@@ -110,15 +109,12 @@ def steady_state(
     return SteadyState(**_fields(found), trace=trace, schedule=unrolled)
 
 
-def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 4) -> SteadyStep | Stuck:
-    """As `steady_state`, in numbers only, by the compiled engine; or what memory is short for in the unrolled steps."""
+def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 4) -> SteadyStep:
+    """As `steady_state`, in numbers only, by the compiled engine. Raises what that raises."""
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
     for steps in _tries(num_steps):
-        unrolled = columns.unrolled(steps)
-        graph, execution = simulate_columns(unrolled, machine)
-        if short := stuck(graph, execution):
-            return short
+        execution = simulate_columns(columns.unrolled(steps), machine)
         found = _repetition(execution.start_ns, execution.end_ns, steps, machine)
         if found.is_periodic:
             break

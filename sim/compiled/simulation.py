@@ -8,18 +8,23 @@ import numpy as np
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.analysis.completion import SimulationError
+from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
 from tierplan.sim.columns import Int32, ScheduleColumns
-from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
-from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute, stuck
 
 __all__ = ["prices_by_key", "prices_on", "simulate_columns"]
 
 
-def simulate_columns(columns: ScheduleColumns, machine: Machine) -> tuple[GraphColumns, Execution]:
-    """What happens on a machine, as far as memory suffices (see `rules.stuck`).
+def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
+    """What happens on a machine.
 
-    Raises `SimulationError` for what no op can cost, and where the clock would go beyond `rules.TOO_LATE`.
+    Raises
+    ------
+    OutOfMemory
+        When the schedule cannot complete, for whatever costs.
+    SimulationError
+        For what no op can cost, and where the clock would go beyond `rules.TOO_LATE`.
     """
     graph, prices = graph_columns(columns), prices_on(columns, machine)
     execution = execute(graph, prices)
@@ -28,7 +33,9 @@ def simulate_columns(columns: ScheduleColumns, machine: Machine) -> tuple[GraphC
             f"schedule {columns.labels().name!r} takes more than {TOO_LATE / 1e9:.3g} s, and nothing is simulated "
             "beyond that"
         )
-    return graph, execution
+    if where := stuck(graph, execution):
+        raise OutOfMemory(columns, where)
+    return execution
 
 
 def prices_on(columns: ScheduleColumns, machine: Machine) -> Prices:

@@ -32,6 +32,7 @@ def test_columns_give_back_the_schedule_of_every_policy(policy: str) -> None:
     columns = columns_of(schedule)
     assert repr(columns.schedule()) == repr(schedule), "as text, amounts keep their type: 1 is not 1.0"
     assert columns.unrolled(3).schedule() == unroll(schedule, 3)
+    assert columns.bytes_moved() == schedule.bytes_moved()
     assert len(columns.works) < len(schedule.ops), "ops of one work are priced once"
 
 

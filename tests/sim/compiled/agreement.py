@@ -32,7 +32,7 @@ def by_compiled(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[s
     graph = graph_columns(columns)
     execution = execute(graph, prices_by_key(columns, costs, limits))
     if short := stuck(graph, execution):
-        op = schedule.ops[short.op].key if short.op >= 0 else "(before the step)"
+        op = schedule.ops[short.op].key if short.op >= 0 else None
         return (op, schedule.tiers[short.tier].name, short.wanted_bytes, short.free_bytes)
     times = (execution.free_ns, execution.ready_ns, execution.start_ns, execution.end_ns)
     rows = zip(*(x.tolist() for x in times), strict=True)
