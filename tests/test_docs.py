@@ -1,6 +1,6 @@
 """What the documentation shows is true: its examples run, its links lead somewhere, its keys exist.
 
-In `docs/*.md` and README.md:
+In `docs/*.md`, README.md and CONTRIBUTING.md:
 
 - ```python blocks run, in order, in one namespace per page, in an empty folder. What follows `>>>` is a doctest.
 - ```console blocks: each line after `$ tierplan` is run as a command and must succeed.
@@ -19,12 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_imports import ROOMS, ROOT
 from tierplan.cli import main
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-if (ROOT / "README.md").exists():
-    PAGES.append(ROOT / "README.md")
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FOLDERS = (*ROOMS, "tierplan", "tests", "docs", "notebooks", "benchmarks")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: [^>]{8,} -->\s*$")
 
@@ -92,7 +91,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     """Paths in backticks that look like files of this repository are there."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    for path in re.findall(r"`((?:tierplan|tests|docs|notebooks|benchmarks)/[\w./-]+\.\w+)`", text):
+    for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
