@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 __all__ = [
@@ -37,9 +38,7 @@ __all__ = [
 ]
 
 Place = Literal["device", "host", "nvme"]
-Action = Literal["keep", "recompute", "host", "nvme"]
 InputAction = Literal["keep", "host", "nvme"]
-Semantics = Literal["in-backward", "exact-clip", "delayed-1"]
 Order = Literal["horizontal", "vertical"]
 WriteBack = Literal["at once", "delayed", "awaited"]
 UpdateOrder = Literal["forward", "backward"]

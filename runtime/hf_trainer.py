@@ -19,9 +19,11 @@ import torch
 import transformers
 from torch import nn
 
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer, TrainingError
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Training
 
 __all__ = ["ScheduleTrainer"]
 
@@ -46,9 +48,9 @@ class ScheduleTrainer(transformers.Trainer):
         self, *, schedule: Schedule, nvme_dir: Any = None, num_threads: int | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        training: Any = schedule.meta["training"]
+        training = executable_step(schedule).training
         self._check_arguments(training)
-        self._num_micro_batches = int(training["gradient_accumulation_steps"])
+        self._num_micro_batches = training.gradient_accumulation_steps
         self._waiting: list[Mapping[str, Any]] = []
         args = self.args
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -73,12 +75,12 @@ class ScheduleTrainer(transformers.Trainer):
         # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
         self._engine.divides_loss = not self.model_accepts_loss_kwargs
 
-    def _check_arguments(self, training: Mapping[str, Any]) -> None:
+    def _check_arguments(self, training: Training) -> None:
         args = self.args
         wanted = {
-            "per_device_train_batch_size": training["per_device_train_batch_size"],
-            "gradient_accumulation_steps": training["gradient_accumulation_steps"],
-            "max_grad_norm": training["max_grad_norm"] or 0.0,
+            "per_device_train_batch_size": training.per_device_train_batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "max_grad_norm": training.max_grad_norm or 0.0,
             "gradient_checkpointing": False,
             "fp16": False,
             "bf16": False,

@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import matching, without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
@@ -100,7 +101,7 @@ class Done:
 def run_job(job: Job, *, show_progress: bool = False) -> Done:
     """Runs or resumes a job. Ctrl-C lets the step under way end, commits it, and returns with `was_stopped`."""
     schedule = load_schedule(job.plan)
-    training = _training(schedule, job.plan)
+    training = executable_step(schedule).training
     if job.num_steps < 1:
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
     raw = _config(job.model)
@@ -172,15 +173,6 @@ def predicted_step_s(schedule: Schedule) -> float | None:
     planned: Any = schedule.meta.get("tierplan-plan", {})
     found: Any = schedule.meta.get("predicted_step_s", planned.get("prediction", {}).get("step_s"))
     return None if found is None else float(found)
-
-
-def _training(schedule: Schedule, path: Path) -> Training:
-    record: Any = schedule.meta.get("training")
-    if not isinstance(record, Mapping):
-        raise JobError(
-            f"{path} does not say what it trains: its meta has no 'training'; make it with `tierplan plan -o`"
-        )
-    return Training(**record)
 
 
 def _config(model: Path) -> dict[str, object]:

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.executable import check_executable
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
@@ -137,19 +137,13 @@ class Trainer:
     """A unit's parameters, for a model that has none in memory (`tierplan.runtime.checkpoint.weights`)."""
 
     def __post_init__(self) -> None:
-        meta = self.schedule.meta
-        check_executable(self.schedule)
-        training: Any = meta["training"]
-        self._training = training
-        self._num_micro_batches = int(training["gradient_accumulation_steps"])
-        self._dtype = TORCH_DTYPES[training["dtype"]]
-        self._has_master = bool(training["master_weights"]) and training["dtype"] != "fp32"
-        units: Any = meta["units"]
-        self._pending = frozenset(u["name"] for u in units if u.get("late_update"))
-        """Units whose last update is still to come when a step has ended (`UnitPlan.late_update`)."""
-        if self.optimizer.name != training["optimizer"]:
+        self._step = executable_step(self.schedule)
+        training = self._step.training
+        self._num_micro_batches = training.gradient_accumulation_steps
+        self._dtype = TORCH_DTYPES[training.dtype]
+        if self.optimizer.name != training.optimizer:
             raise TrainingError(
-                f"the schedule was made for optimizer {training['optimizer']!r}, not {self.optimizer.name!r}; plan "
+                f"the schedule was made for optimizer {training.optimizer!r}, not {self.optimizer.name!r}; plan "
                 "again, or change the optimizer settings"
             )
         self._threads_before = torch.get_num_threads()
@@ -242,10 +236,10 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
         return {
-            "training": {k: v for k, v in self._training.items() if k != "backend"},
-            "semantics": self.schedule.meta.get("semantics"),
-            "units": [[u["name"], u["num_parameters"]] for u in self.schedule.meta["units"]],  # type: ignore[attr-defined]
-            "late_updates": sorted(self._pending),
+            "training": {k: v for k, v in asdict(self._step.training).items() if k != "backend"},
+            "semantics": self._step.semantics,
+            "units": [[unit.name, unit.num_parameters] for unit in self._step.units],
+            "late_updates": sorted(self._step.late_updates),
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
             "num_threads": self._threads,
@@ -347,7 +341,6 @@ class Trainer:
         self._give_buffers_back = self._device.take_buffers(self.model)
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
-        is_delayed = self.schedule.meta.get("semantics") == "delayed-1"
         self._bodies = Bodies(
             units=self._units,
             device=self._device,
@@ -355,14 +348,14 @@ class Trainer:
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
             store=self._store,
             optimizer=self.optimizer,
-            has_master=self._has_master,
+            has_master=self._step.training.has_master,
             dtype=self._dtype,
-            max_grad_norm=self._training["max_grad_norm"],
+            max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: lr),
             new_lane=self._new_lane,
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
-            behind=frozenset(u.name for u in self._units) if is_delayed else self._pending,
+            updates_of_step_before=self._step.updates_of_step_before,
             on_loss=self._on_loss,
         )
         self._executor = Executor(
@@ -374,7 +367,7 @@ class Trainer:
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
-        self._placement = Placement(self._executor, self._bodies, self._pending)
+        self._placement = Placement(self._executor, self._bodies, self._step.late_updates)
         self._is_set_up = True
         if self._resumed is None:
             self._placement.begin(self.weights)
@@ -383,18 +376,15 @@ class Trainer:
         self._device.settle()
 
     def _check_units(self) -> None:
-        planned: Any = self.schedule.meta["units"]
-        found = [(u.name, u.num_parameters) for u in self._units]
-        wanted = [(u["name"], u["num_parameters"]) for u in planned]
-        for (name, n), (wanted_name, wanted_n) in zip(found, wanted, strict=False):
-            if (name, n) != (wanted_name, wanted_n):
+        for unit, spec in zip(self._units, self._step.units, strict=False):
+            if (unit.name, unit.num_parameters) != (spec.name, spec.num_parameters):
                 raise TrainingError(
-                    f"the model has unit {name!r} with {n:,} parameters where the schedule has {wanted_name!r} with "
-                    f"{wanted_n:,}; make the schedule from this model"
+                    f"the model has unit {unit.name!r} with {unit.num_parameters:,} parameters where the schedule has "
+                    f"{spec.name!r} with {spec.num_parameters:,}; make the schedule from this model"
                 )
-        if len(found) != len(wanted):
+        if len(self._units) != len(self._step.units):
             raise TrainingError(
-                f"the model has {len(found)} units, the schedule {len(wanted)}; make it from this model"
+                f"the model has {len(self._units)} units, the schedule {len(self._step.units)}; make it from this model"
             )
         for unit in self._units:
             if unit.num_parameters and unit.dtype != self._dtype:
@@ -402,17 +392,6 @@ class Trainer:
                     f"unit {unit.name!r} has parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
                     "convert the model or plan again"
                 )
-        self._plans = [
-            SlotPlan(
-                dropped=frozenset(k for k, action in enumerate(u["slot_actions"]) if action == "recompute"),
-                leaving=frozenset(
-                    k
-                    for k, (action, size) in enumerate(zip(u["slot_actions"], u["slot_bytes"], strict=True))
-                    if action in ("host", "nvme") and size
-                ),
-            )
-            for u in planned
-        ]
 
     def _open_store(self, capacity_bytes: int) -> None:
         stored = [b for b in self.schedule.buffers if b.tier == NVME and b.reuses is None]
@@ -462,7 +441,7 @@ class Trainer:
         return Lane(
             hooks=self._hooks,
             units=self._units,
-            plans=self._plans,
+            specs=self._step.units,
             forward=forward,
             external=batch_addresses(moved, self.model),
             device=self._device,

@@ -12,6 +12,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.sim.contents import Content, TiedGradients, Transient, buffer_name, parse_content
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
+from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Unit
 
 __all__ = ["LINKS", "Builder", "tiers_of"]
@@ -148,13 +149,16 @@ class Builder:
         self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), after=after, unit=unit, m=m)
         return target
 
-    def schedule(self, name: str, tiers: Iterable[Tier], meta: Mapping[str, object]) -> Schedule:
+    def schedule(
+        self, name: str, tiers: Iterable[Tier], *, step: StepSpec | None = None, meta: Mapping[str, object]
+    ) -> Schedule:
         """All of it, in list order."""
         return Schedule(
             name=name,
             tiers=tuple(tiers),
             buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
             ops=tuple(self._ops),
+            step=step,
             meta=meta,
         )
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, no_successor
+from tierplan.sim.step import StepSpec
 
 __all__ = ["BufferLabel", "Labels", "Lists", "OpLabel", "ScheduleColumns", "Work", "columns_of", "lists_of"]
 
@@ -66,6 +67,7 @@ class Labels:
     name: str
     ops: Sequence[OpLabel]
     buffers: Sequence[BufferLabel]
+    step: StepSpec | None
     meta: Mapping[str, object]
 
 
@@ -161,6 +163,7 @@ class ScheduleColumns:
                 name=f"{one.name} x{num_steps}",
                 ops=[op._replace(key=prefix + op.key) for prefix, _ in steps for op in one.ops],
                 buffers=[b._replace(name=prefix + b.name) for prefix, buffers in steps for b in buffers],
+                step=one.step,
                 meta={**one.meta, "num_steps": num_steps},
             )
 
@@ -231,7 +234,14 @@ class ScheduleColumns:
                 strict=True,
             )
         ]
-        return Schedule(name=labels.name, tiers=self.tiers, buffers=tuple(buffers), ops=tuple(ops), meta=labels.meta)
+        return Schedule(
+            name=labels.name,
+            tiers=self.tiers,
+            buffers=tuple(buffers),
+            ops=tuple(ops),
+            step=labels.step,
+            meta=labels.meta,
+        )
 
 
 def columns_of(schedule: Schedule) -> ScheduleColumns:
@@ -256,6 +266,7 @@ def columns_of(schedule: Schedule) -> ScheduleColumns:
             name=schedule.name,
             ops=[OpLabel(op.key, op.kind, op.unit, op.micro_batch) for op in ops],
             buffers=[BufferLabel(b.name, b.content, b.kind) for b in buffers],
+            step=schedule.step,
             meta=schedule.meta,
         )
 

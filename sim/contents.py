@@ -41,6 +41,7 @@ __all__ = [
     "copy_key",
     "device_name",
     "forward_key",
+    "is_tile",
     "micro_batch_name",
     "op_key",
     "pack_name",
@@ -50,6 +51,7 @@ __all__ = [
     "recompute_key",
     "split_step",
     "step_prefix",
+    "tile_name",
 ]
 
 
@@ -395,6 +397,16 @@ def micro_batch_name(micro_batch: int) -> str:
 def pack_name(first_unit: str, last_unit: str) -> str:
     """`L0-L3`: as a pack is called."""
     return f"{first_unit}-{last_unit}"
+
+
+def tile_name(unit: str, tile: int) -> str:
+    """`L3.1`: as one of the units is called into which a unit's operators are cut."""
+    return f"{unit}.{tile}"
+
+
+def is_tile(unit: str) -> bool:
+    """Whether a unit is one of those that `tile_name` names."""
+    return "." in unit
 
 
 _ONE_WORD = ("all_reduce",)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, held_bytes
 from tierplan.sim.contents import step_prefix
+from tierplan.sim.step import StepSpec
 
 __all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "unroll", "validate"]
 
@@ -95,8 +96,10 @@ class Schedule:
     tiers: tuple[Tier, ...]
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
+    step: StepSpec | None = None
+    """What is trained, for the runtime; None for a schedule that is only simulated."""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """Facts for the runtime and reports: training settings, semantics, hashes of model and machine. JSON values."""
+    """Facts for people and reports, as JSON values: policy, names of model and machine. Nothing depends on them."""
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -329,5 +332,6 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
         tiers=schedule.tiers,
         buffers=tuple(buffers),
         ops=tuple(ops),
+        step=schedule.step,
         meta={**schedule.meta, "num_steps": num_steps},
     )

@@ -13,19 +13,21 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import NoReturn, get_args
 
 from tierplan.hwmodels.machine import Rounding
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
+from tierplan.sim.step import Action, SavedTensorSpec, Semantics, StepSpec, UnitSpec
 from tierplan.sim.trace import write_atomically
+from tierplan.sim.workloads.workload import DType, Training, WorkloadError
 
 __all__ = ["FORMAT", "VERSION", "ScheduleFileError", "json_schema", "load_schedule", "save_schedule"]
 
 FORMAT = "tierplan-schedule"
-VERSION = 1
-ROUNDINGS = get_args(Rounding)
+VERSION = 2
 
 
 class ScheduleFileError(ScheduleError):
@@ -47,6 +49,7 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         ) from error
     lines = [
         f'{{"format":{_dump(FORMAT)},"version":{VERSION},"name":{_dump(schedule.name)},',
+        f'"step":{_dump(None if schedule.step is None else asdict(schedule.step))},',
         f'"meta":{meta},',
         f'"tiers":[\n{_lines(schedule.tiers, _TIER)}],',
         f'"buffers":[\n{_lines(schedule.buffers, _BUFFER)}],',
@@ -125,12 +128,6 @@ def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def _rounding(value: object) -> object:
-    if value not in ROUNDINGS:
-        raise _Wrong(f"one of {', '.join(ROUNDINGS)}")
-    return value
-
-
 def _records(value: object) -> object:
     if not isinstance(value, list):
         raise _Wrong("a list")
@@ -143,9 +140,28 @@ def _object(value: object) -> object:
     return value
 
 
+def _object_or_null(value: object) -> object:
+    return None if value is None else _object(value)
+
+
+def _one_of(*words: str) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if value not in words:
+            raise _Wrong(f"one of {', '.join(words)}")
+        return value
+
+    return check
+
+
+def _norm(value: object) -> object:
+    if value is not None and not _is_amount(value):
+        raise _Wrong("a finite number above 0, or null")
+    return value
+
+
 _Table = Mapping[str, Callable[[object], object]]
 
-_TIER: _Table = {"name": _text, "capacity_bytes": _whole, "rounding": _rounding}
+_TIER: _Table = {"name": _text, "capacity_bytes": _whole, "rounding": _one_of(*get_args(Rounding))}
 _BUFFER: _Table = {
     "name": _text,
     "tier": _text,
@@ -167,10 +183,25 @@ _OP: _Table = {
     "writes": _texts,
     "after": _texts,
 }
+_TRAINING: _Table = {
+    "per_device_train_batch_size": _whole,
+    "gradient_accumulation_steps": _whole,
+    "sequence_length": _whole,
+    "dtype": _one_of(*get_args(DType)),
+    "master_weights": _truth,
+    "optimizer": _one_of("adamw", "sgd"),
+    "attention": _one_of("flash", "plain"),
+    "max_grad_norm": _norm,
+    "backend": _one_of("cpu", "cuda"),
+}
+_SAVED: _Table = {"size_bytes": _whole, "action": _one_of(*get_args(Action))}
+_UNIT: _Table = {"name": _text, "num_parameters": _whole, "saved": _records, "late_update": _truth}
+_STEP: _Table = {"training": _object, "semantics": _one_of(*get_args(Semantics)), "units": _records}
 _SCHEDULE: _Table = {
     "format": _text,
     "version": _whole,
     "name": _text,
+    "step": _object_or_null,
     "meta": _object,
     "tiers": _records,
     "buffers": _records,
@@ -191,8 +222,29 @@ def _schedule(record: object) -> Schedule:
     buffers = [Buffer(**known) for known in _each(fields["buffers"], _BUFFER, "buffers", "name")]
     ops = [Op(**known) for known in _each(fields["ops"], _OP, "ops", "key")]
     return validate(
-        Schedule(name=fields["name"], tiers=tuple(tiers), buffers=tuple(buffers), ops=tuple(ops), meta=fields["meta"])
+        Schedule(
+            name=fields["name"],
+            tiers=tuple(tiers),
+            buffers=tuple(buffers),
+            ops=tuple(ops),
+            step=None if fields["step"] is None else _step(fields["step"]),
+            meta=fields["meta"],
+        )
     )
+
+
+def _step(record: object) -> StepSpec:
+    step = _checked(record, _STEP, "step")
+    try:
+        training = Training(**_checked(step["training"], _TRAINING, "step.training"))
+    except WorkloadError as error:
+        raise ScheduleFileError(f"step.training: {error}") from None
+    units = []
+    for position, unit in enumerate(_each(step["units"], _UNIT, "step.units", "name")):
+        where = f"step.units[{position}].saved"
+        saved = [SavedTensorSpec(**known) for known in _each(unit["saved"], _SAVED, where, "action")]
+        units.append(UnitSpec(**{**unit, "saved": tuple(saved)}))
+    return StepSpec(training=training, semantics=step["semantics"], units=tuple(units))
 
 
 def _each(items: list[object], table: _Table, where: str, name: str) -> Iterator[dict]:  # type: ignore[type-arg]

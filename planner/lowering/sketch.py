@@ -19,7 +19,8 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import LINKS
 from tierplan.sim.columns import Int64, OpLabel, Work
 from tierplan.sim.contents import Content, copy_key
-from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
+from tierplan.sim.step import UnitSpec
+from tierplan.sim.workloads.workload import Unit, Workload
 
 __all__ = ["EMPTY", "TIERS", "Ref", "Sketch", "Template", "Works"]
 
@@ -86,8 +87,8 @@ class Sketch:
     flag: int
     """Of an update: its part. Of others: see there."""
     choice: UnitPlan
-    leaving: Sequence[SavedTensor]
-    """Saved tensors that leave the device."""
+    spec: UnitSpec
+    """What happens to what the unit saves; its name may be that of another unit."""
     num_parts: int
     cells: Mapping[str, int]
     """The number of each cell within the template."""

@@ -21,7 +21,8 @@ from tierplan.planner.lowering.turns import (
 )
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.contents import part_ranges
-from tierplan.sim.workloads.workload import SavedTensor, Workload
+from tierplan.sim.step import UnitSpec, unit_spec
+from tierplan.sim.workloads.workload import Workload
 
 __all__ = [
     "ARRIVE",
@@ -107,8 +108,8 @@ class Facts(NamedTuple):
 
     number: int
     """The same for units and choices that have the same templates."""
-    leaving: tuple[SavedTensor, ...]
-    """Saved tensors that leave the device."""
+    spec: UnitSpec
+    """What happens to what the unit saves; with the name of the first unit for which it does."""
     num_parts: int
 
 
@@ -157,9 +158,9 @@ class Chain:
         known = self._facts[u].get(choice)
         if known is None:
             unit = self.workload.units[u]
-            leaving = tuple(t for t in unit.saved if choice.action(t.index) in ("host", "nvme") and t.size_bytes)
+            spec = unit_spec(unit, choice.acts)
             num_parts = len(part_ranges(unit.num_parameters, choice.state_shards))
-            known = self._facts[u][choice] = Facts(self._num_facts, leaving, num_parts)
+            known = self._facts[u][choice] = Facts(self._num_facts, spec, num_parts)
             self._num_facts += 1
         return known
 
@@ -181,7 +182,7 @@ class Chain:
         for name in turn.cells:
             names = [name.replace("#", str(flag))]
             if name.endswith("*"):
-                num = len(facts.leaving) if name == "left*" else facts.num_parts
+                num = len(facts.spec.moved) if name == "left*" else facts.num_parts
                 names = [name.replace("*", str(i)) for i in range(num)]
             cells += [(one, self._cell(one, u, m, 0 if is_vertical else m)) for one in names]
         return self.frame_of(cells, turn)
@@ -208,7 +209,7 @@ class Chain:
             m=m,
             flag=flag,
             choice=plan.units[u],
-            leaving=facts.leaving,
+            spec=facts.spec,
             num_parts=facts.num_parts,
             cells=names,
             forms=forms,

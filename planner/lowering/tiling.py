@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tierplan.sim.contents import tile_name
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
 __all__ = ["cut_batches", "cut_operators", "with_batch"]
@@ -56,7 +57,7 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
             units.append(
                 replace(
                     tile,
-                    name=f"{unit.name}.{k}",
+                    name=tile_name(unit.name, k),
                     num_parameters=share,
                     input_bytes=unit.input_bytes,
                     output_bytes=unit.output_bytes,

@@ -133,16 +133,7 @@ def _compute(
 
 def _needs_input(s: Sketch) -> bool:
     """Whether backward reads the unit's input: autograd saved it, or something is recomputed from it."""
-    return s.unit.saves_input or _drops(s)
-
-
-def _drops(s: Sketch) -> bool:
-    """Whether forward drops something, which is made again before backward."""
-    return any(s.choice.action(t.index) == "recompute" for t in s.unit.saved)
-
-
-def _bytes_of(s: Sketch, action: str) -> int:
-    return sum(t.size_bytes for t in s.unit.saved if s.choice.action(t.index) == action)
+    return s.unit.saves_input or bool(s.spec.recomputed)
 
 
 def _next_input(s: Sketch) -> list[Ref]:
@@ -161,14 +152,14 @@ def forward(s: Sketch) -> None:
     elif unit.kind == "block":
         reads.append(s.get("shared"))
     writes += _next_input(s)
-    if kept_bytes := _bytes_of(s, "keep"):
+    if kept_bytes := s.spec.bytes_of("keep"):
         writes.append(s.put("kept", s.buffer(KeptActs(unit.name, s.m), "acts", DEVICE, kept_bytes)))
-    contents = [SavedActs(unit.name, s.m, t.index) for t in s.leaving]
-    left = [s.buffer(what, "acts", DEVICE, t.size_bytes) for what, t in zip(contents, s.leaving, strict=True)]
-    work_bytes = unit.forward_work_bytes + _bytes_of(s, "recompute")
+    moved = {SavedActs(unit.name, s.m, k): s.spec.saved[k] for k in s.spec.moved}
+    left = [s.buffer(content, "acts", DEVICE, tensor.size_bytes) for content, tensor in moved.items()]
+    work_bytes = unit.forward_work_bytes + s.spec.bytes_of("recompute")
     _compute(s, forward_key(unit.name, s.m), "forward", unit.forward, reads, writes + left, work_bytes)
-    for j, (t, what) in enumerate(zip(s.leaving, contents, strict=True)):
-        s.put(f"left{j}", _off_device(s, what, left[j], choice.action(t.index)))
+    for j, (content, tensor) in enumerate(moved.items()):
+        s.put(f"left{j}", _off_device(s, content, left[j], tensor.action))
     x = s.get("x")
     if x is not None and choice.input != "keep" and _needs_input(s) and s.flag:
         s.put("x", _off_device(s, Input(unit.name, s.m), x, choice.input))
@@ -188,11 +179,11 @@ def remake(s: Sketch) -> None:
 
 def _recompute(s: Sketch, inputs: list[Ref | None], acts: list[Ref | None], outputs: list[Ref]) -> None:
     unit = s.unit
-    dropped = [t for t in unit.saved if s.choice.action(t.index) == "recompute"]
+    dropped = [unit.saved[k] for k in s.spec.recomputed]
     # What needs random numbers drawn again is made by running the whole unit again.
     whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
     work = (unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
-    made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), "acts", DEVICE, _bytes_of(s, "recompute")))
+    made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), "acts", DEVICE, s.spec.bytes_of("recompute")))
     reads, key = inputs if whole else inputs + acts, recompute_key(unit.name, s.m)
     _compute(s, key, "recompute", work, reads, [made, *outputs], unit.forward_work_bytes)
 
@@ -200,12 +191,12 @@ def _recompute(s: Sketch, inputs: list[Ref | None], acts: list[Ref | None], outp
 def backward(s: Sketch) -> None:
     """`flag`: it is the last micro-batch, so that gradients are complete afterwards."""
     unit = s.unit
-    is_made_again = s.get("remade") is not None or _drops(s)
+    is_made_again = s.get("remade") is not None or bool(s.spec.recomputed)
     params = _params(s, "bwd") if unit.saves_parameters or is_made_again else []
     inputs = [_input(s) if _needs_input(s) else None, s.get("shared") if unit.kind == "block" else None]
     acts = [s.get("kept")]
-    for j, t in enumerate(s.leaving):
-        acts.append(_to_device(s, SavedActs(unit.name, s.m, t.index), s.made(f"left{j}"), "acts", ACTS, ACTS_EARLY))
+    for j, k in enumerate(s.spec.moved):
+        acts.append(_to_device(s, SavedActs(unit.name, s.m, k), s.made(f"left{j}"), "acts", ACTS, ACTS_EARLY))
     if s.get("remade") is None and is_made_again:
         _recompute(s, params + inputs, acts, [])
     reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -45,6 +45,7 @@ from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, Lists, OpLab
 from tierplan.sim.compiled.positions import consistent_order
 from tierplan.sim.contents import buffer_name
 from tierplan.sim.schedule import ScheduleError
+from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["UnitwiseLowering", "Walk"]
@@ -379,17 +380,14 @@ class Walk:
             "order": plan.order,
             "model": workload.name,
             "machine": machine.name,
-            "training": asdict(workload.training),
             "config": dict(workload.config),
-            "units": [
-                {
-                    **unit.record([choice.action(k) for k in range(len(unit.saved))]),
-                    "late_update": plan.is_late(choice),
-                }
-                for unit, choice in zip(workload.units, plan.units, strict=True)
-            ],
         }
-        return Labels(name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffers, meta=meta)
+        specs = [
+            replace(facts.spec, name=unit.name, late_update=plan.is_late(choice))
+            for unit, choice, facts in zip(workload.units, plan.units, self.facts, strict=True)
+        ]
+        step = StepSpec(training=workload.training, semantics=plan.semantics, units=tuple(specs))
+        return Labels(name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffers, step=step, meta=meta)
 
 
 def _lists(lengths: Int64, items: Int64) -> Lists:

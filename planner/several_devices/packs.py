@@ -12,7 +12,7 @@ unit, for the runtime.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
@@ -37,6 +37,7 @@ from tierplan.sim.contents import (
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 __all__ = ["PackLowering", "Task", "pack_schedule"]
@@ -117,7 +118,8 @@ class PackLowering:
                 before[task.device].append(task)
             if tasks[0].phase == "bwd":
                 self._update(tasks[0])
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), self.meta(machine))
+        name = f"{self.plan.policy} {self.workload.name}"
+        return self.made.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
     def meta(self, machine: Machine) -> dict[str, object]:
         return {
@@ -125,10 +127,13 @@ class PackLowering:
             "semantics": self.plan.semantics,
             "model": self.workload.name,
             "machine": machine.name,
-            "training": asdict(self.training),
             "devices": self.packs.devices,
             "form": self.packs.form,
         }
+
+    def step(self) -> StepSpec | None:
+        """What the runtime has to know; nothing where it executes no such schedule."""
+        return None
 
     def _declare_homes(self) -> None:
         for unit in self.units:

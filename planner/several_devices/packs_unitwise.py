@@ -29,6 +29,7 @@ from tierplan.sim.contents import (
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
 __all__ = ["unitwise_pack_schedule"]
@@ -49,13 +50,13 @@ class _UnitwiseLowering(PackLowering):
         self.may_begin: list[str] = []
         self.by_name = {unit.name: unit for unit in self.units}
 
-    def meta(self, machine: Machine) -> dict[str, object]:
+    def step(self) -> StepSpec:
         kept_from = self.packs.backward[-1][0]
-        units = [
-            unit.record(["keep" if u >= kept_from else "recompute"] * len(unit.saved))
-            for u, unit in enumerate(self.units)
-        ]
-        return {**super().meta(machine), "config": dict(self.workload.config), "units": units}
+        units = [unit_spec(unit, "keep" if u >= kept_from else "recompute") for u, unit in enumerate(self.units)]
+        return StepSpec(training=self.training, semantics=self.plan.semantics, units=tuple(units))
+
+    def meta(self, machine: Machine) -> dict[str, object]:
+        return {**super().meta(machine), "config": dict(self.workload.config)}
 
     def _no_input(self, unit: int, m: int) -> str:
         return ""  # token ids are where they are

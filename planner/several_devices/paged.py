@@ -8,8 +8,6 @@ page fault comes when the op before has ended.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
 from tierplan.planner.plan import PagedPlan
@@ -70,10 +68,9 @@ class _Paged:
             "semantics": self.plan.semantics,
             "model": self.workload.name,
             "machine": machine.name,
-            "training": asdict(t),
             "devices": self.n,
         }
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta)
+        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
 
     def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:
         """The unit's bytes of this kind on the device; none where it has none."""

@@ -31,19 +31,12 @@ from tierplan.runtime.autograd.replay import Recipe, Source, Tape
 from tierplan.runtime.autograd.saved import AbsentError, AllMade, Recorder, Recreator, Slot
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
+from tierplan.sim.step import UnitSpec
 
-__all__ = ["Lane", "ModelHooks", "SlotPlan", "UnitRun"]
+__all__ = ["Lane", "ModelHooks", "UnitRun"]
 
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """What happens to the saved tensors of a unit."""
-
-    dropped: frozenset[int] = frozenset()
-    leaving: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -77,7 +70,8 @@ class Lane:
 
     hooks: ModelHooks
     units: Sequence[ModelUnit]
-    plans: Sequence[SlotPlan]
+    specs: Sequence[UnitSpec]
+    """What happens to the saved tensors of each unit."""
     forward: Callable[[], torch.Tensor]
     """Runs the model on the micro-batch; the loss, divided as backward needs it."""
     external: set[int]
@@ -98,7 +92,7 @@ class Lane:
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
         outside = [
-            plan.dropped for plan, unit in zip(self.plans[1:], self.units[1:], strict=True) if unit.block is None
+            spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
         ]
         self._holds_results = any(outside)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -165,8 +159,8 @@ class Lane:
         """
         run = self.runs[index]
         assert run.recorder is not None
-        plan = self.plans[index]
-        wanted = {k: run.recorder.missing.pop(k) for k in sorted(plan.dropped) if k in run.recorder.missing}
+        recomputed = self.specs[index].recomputed
+        wanted = {k: run.recorder.missing.pop(k) for k in recomputed if k in run.recorder.missing}
         made_bytes = sum(slot.size_bytes for slot in wanted.values())
         if not wanted and not makes_output:
             return 0
@@ -350,11 +344,15 @@ class Lane:
             raise _Cancelled
 
     def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), external: set[int] | None = None) -> None:
-        run, plan = self.runs[index], self.plans[index]
+        run, spec = self.runs[index], self.specs[index]
         run.recorder = Recorder(
-            self._params_of(index), leaves, external or self.external, dropped=plan.dropped, leaving=plan.leaving
+            self._params_of(index),
+            leaves,
+            external or self.external,
+            recomputed=frozenset(spec.recomputed),
+            moved=frozenset(spec.moved),
         )
-        if plan.dropped:
+        if spec.recomputed:
             run.rng = self.device.rng_state()
         self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
         self._recording.__enter__()
@@ -396,7 +394,7 @@ class Lane:
             self._yield()
         args, kwargs = tree_unflatten(flat, spec)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
-        if self.plans[index].dropped:
+        if self.specs[index].recomputed:
             run.call = (original, args, kwargs)
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
         self._open(index, run.read, self.external | _addresses(flat))

@@ -118,13 +118,13 @@ class _Saver:
 class Recorder(_Saver):
     """The hooks of a unit's forward."""
 
-    dropped: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     """Indices of slots whose storage is not held, because a recompute makes it again."""
-    leaving: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
     """Indices of slots that are moved away: held here, until the runtime takes them."""
     sizes: list[int] = field(default_factory=list)
     missing: dict[int, Slot] = field(default_factory=dict)
-    """The dropped and the leaving slots, for those who bring them back. Autograd's graph alone holds the others."""
+    """The recomputed and the moved slots, for those who bring them back. Autograd's graph alone holds the others."""
     slots: dict[int, weakref.ref[Slot]] = field(default_factory=dict)
     """All slots, held by nobody here: what a recomputation may start from."""
 
@@ -138,10 +138,10 @@ class Recorder(_Saver):
             index = self.num_slots
             self.num_slots += 1
             self.sizes.append(storage.nbytes())
-            slot = Slot(index, storage.nbytes(), None if index in self.dropped else storage)
+            slot = Slot(index, storage.nbytes(), None if index in self.recomputed else storage)
             self.know(t, slot)
             self.slots[index] = weakref.ref(slot)
-            if index in self.leaving or index in self.dropped:
+            if index in self.moved or index in self.recomputed:
                 self.missing[index] = slot
         assert isinstance(slot, Slot)
         return _SlotRef(slot, t.dtype, t.shape, t.stride(), int(t.storage_offset()))

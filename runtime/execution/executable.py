@@ -1,24 +1,21 @@
 """Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is.
 
-check_executable(schedule)   raises TrainingError for others, with the reason
+executable_step(schedule)   what such a schedule trains; raises TrainingError for others, with the reason
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.sim.contents import OpKey, parse_key
+from tierplan.sim.contents import OpKey, is_tile, parse_key
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.step import StepSpec
 
-__all__ = ["check_executable"]
+__all__ = ["executable_step"]
 
 
-def check_executable(schedule: Schedule) -> None:
-    """Raises `TrainingError` for a schedule that only the simulator executes, and for one that says too little."""
-    meta = schedule.meta
+def executable_step(schedule: Schedule) -> StepSpec:
+    """What the schedule trains. Raises `TrainingError` for one that is only simulated, or that does not say it."""
     devices = {parse_stream(stream).device for stream in schedule.streams} - {None}
     if len(devices) > 1:
         raise TrainingError(
@@ -31,19 +28,16 @@ def check_executable(schedule: Schedule) -> None:
             "of memory virtualisation, which is simulated for comparison and which the runtime does not execute: "
             "choose another policy"
         )
-    units: Any = meta.get("units")
-    if not isinstance(meta.get("training"), Mapping) or not units:
-        raise TrainingError(
-            f"schedule {schedule.name!r} does not say what it trains: its meta lacks 'training' or 'units'; "
-            "make it with `tierplan plan`"
-        )
-    tile = next((u["name"] for u in units if "." in u["name"]), None)
+    if schedule.step is None:
+        raise TrainingError(f"schedule {schedule.name!r} does not say what it trains; make it with `tierplan plan`")
+    tile = next((unit.name for unit in schedule.step.units if is_tile(unit.name)), None)
     if tile is not None:
         raise TrainingError(
             f"schedule {schedule.name!r} cuts operators into tiles ({tile!r}), which is simulated only: the gradient "
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
+    return schedule.step
 
 
 def _pages_out_after_forward(op: OpKey) -> bool:

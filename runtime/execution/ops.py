@@ -63,8 +63,8 @@ class Bodies:
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
     """In the model's order, which is that of the global norm."""
-    behind: frozenset[str] = frozenset()
-    """Units whose update in a step is that of the step before, with its gradients."""
+    updates_of_step_before: frozenset[str] = frozenset()
+    """Units whose update in a step takes the gradients of the step before."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
@@ -239,8 +239,8 @@ class Bodies:
         lane = self._lanes[key]
         run = lane.run_forward(index)
         assert run.recorder is not None
-        sizes, plan = run.recorder.sizes, lane.plans[index]
-        kept = sum(size for k, size in enumerate(sizes) if k not in plan.dropped | plan.leaving)
+        sizes, spec = run.recorder.sizes, lane.specs[index]
+        kept = sum(size for k, size in enumerate(sizes) if k not in (*spec.recomputed, *spec.moved))
         for instance in call.writes:
             match content_of(instance):
                 case Input():
@@ -419,7 +419,7 @@ class Bodies:
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
-        num_updates = call.step - (unit.name in self.behind)
+        num_updates = call.step - (unit.name in self.updates_of_step_before)
         update_flat(
             flat,
             gradient,

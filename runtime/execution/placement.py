@@ -33,7 +33,7 @@ class Placement:
 
     executor: Executor
     bodies: Bodies
-    pending: frozenset[str] = frozenset()
+    late_updates: frozenset[str] = frozenset()
     """Units whose last update is still to come when a step has ended."""
 
     # ---- in ----
@@ -97,9 +97,9 @@ class Placement:
 
         A unit whose last update is still to come is given as it is after that.
         """
-        if content.unit not in self.pending:
+        if content.unit not in self.late_updates:
             return self._states(content.unit) if isinstance(content, States) else self._as_it_is(content)
-        params, states = self._after_pending(content.unit)
+        params, states = self._after_late_update(content.unit)
         if isinstance(content, Params):
             return params
         assert states is not None
@@ -116,7 +116,7 @@ class Placement:
         parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
         return parts[0] if len(parts) == 1 else join(parts, self._unit(name).num_parameters)
 
-    def _after_pending(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _after_late_update(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
         bodies, by_content = self.bodies, self._by_content()
         params = self._as_it_is(Params(name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from tierplan.sim.contents import (
     step_prefix,
 )
 from tierplan.sim.schedule import Schedule, Tier, validate
+from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
@@ -170,13 +171,13 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
             writes.append(builder.buffer(Gradients(unit.name, 0), DEVICE, size_bytes, "grads"))
         key = backward_key(unit.name, 0)
         builder.op(key, COMPUTE, "backward", work={}, reads=reads, writes=writes, unit=unit.name)
-    meta = {
-        "semantics": "in-backward",
-        "training": asdict(training),
-        "units": [u.record(["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units],
-    }
+    step = StepSpec(
+        training=training,
+        semantics="in-backward",
+        units=tuple(unit_spec(u, ["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units),
+    )
     tiers = (Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name=HOST, capacity_bytes=HUGE_BYTES))
-    return validate(builder.schedule(f"profile {workload.name}", tiers, meta))
+    return validate(builder.schedule(f"profile {workload.name}", tiers, step=step, meta={}))
 
 
 def with_times(

@@ -8,7 +8,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -145,17 +145,6 @@ class Unit:
     @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
-
-    def record(self, slot_actions: Sequence[str]) -> dict[str, object]:
-        """What a schedule's `meta["units"]` tells the runtime of this unit; the actions are by slot."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "num_parameters": self.num_parameters,
-            "shares": self.shares,
-            "slot_bytes": [t.size_bytes for t in self.saved],
-            "slot_actions": list(slot_actions),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 VOCABULARY = 96
@@ -123,7 +124,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     lane = Lane(
         hooks=hooks,
         units=units,
-        plans=[SlotPlan() for _ in units],
+        specs=[UnitSpec(name=unit.name, num_parameters=unit.num_parameters) for unit in units],
         forward=lambda: loss_of(model, batch, None),
         external=batch_addresses(batch, model),
         device=Device(torch.device("cpu")),

@@ -193,7 +193,8 @@ def test_updates_that_wait_for_the_next_step(dtype: str, place: str, accumulatio
     schedule = check(
         model, training, replace(plan, units=units), tmp_path, workload=workload, learning_rate=lambda k: 0.01 / (k + 1)
     )
-    assert sum(u["late_update"] for u in schedule.meta["units"]) > 1  # type: ignore[attr-defined]
+    assert schedule.step is not None
+    assert len(schedule.step.late_updates) > 1
 
 
 def test_a_resumed_run_makes_the_updates_that_still_waited(tmp_path: Path) -> None:
@@ -315,8 +316,9 @@ def test_tiles_give_the_numbers_of_the_micro_batches_that_the_schedule_declares(
     schedule = lower(
         uniform_plan(workload, UnitPlan(acts="host"), order="vertical", sub_batches=2), workload, machine()
     )
-    declared: Any = schedule.meta["training"]
-    sequences, accumulation = declared["per_device_train_batch_size"], declared["gradient_accumulation_steps"]
+    assert schedule.step is not None
+    declared = schedule.step.training
+    sequences, accumulation = declared.per_device_train_batch_size, declared.gradient_accumulation_steps
     assert (sequences, accumulation) == (1, 2)
     batches, plain = make_batches(STEPS * accumulation, batch=sequences), copy.deepcopy(model)
     expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=accumulation)

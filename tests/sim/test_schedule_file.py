@@ -15,6 +15,8 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 from tierplan.sim.schedule_file import ScheduleFileError, json_schema, load_schedule, save_schedule
+from tierplan.sim.step import SavedTensorSpec, StepSpec, UnitSpec
+from tierplan.sim.workloads.workload import Training
 
 SMALL = Schedule(
     name="small",
@@ -27,7 +29,19 @@ SMALL = Schedule(
         Op(key="fwd/L0", stream="gpu0.compute", kind="forward", work={"s": 0.1}, reads=("w",)),
         Op(key="upd/L0", stream="host.adam", kind="update", reads=("w",), writes=("w'",), after=("fwd/L0",)),
     ),
-    meta={"training": {"dtype": "bf16", "max_grad_norm": None}},
+    step=StepSpec(
+        training=Training(max_grad_norm=0.5),
+        semantics="exact-clip",
+        units=(
+            UnitSpec(
+                name="L0",
+                num_parameters=2,
+                saved=(SavedTensorSpec(size_bytes=4, action="host"), SavedTensorSpec(size_bytes=0, action="nvme")),
+                late_update=True,
+            ),
+        ),
+    ),
+    meta={"policy": "none"},
 )
 
 
@@ -47,7 +61,7 @@ def test_round_trip_of_a_lowered_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan" / "schedule.json"
     save_schedule(schedule, path)
     loaded = load_schedule(path)
-    assert (loaded.tiers, loaded.buffers, loaded.ops) == (schedule.tiers, schedule.buffers, schedule.ops)
+    assert loaded == schedule
     save_schedule(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
     assert [p.name for p in path.parent.iterdir()] == ["schedule.json"], "no temporary file stays behind"
@@ -87,10 +101,39 @@ def test_wrong_fields_are_named(
         jsonschema.validate(record, json_schema())
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("semantics",), "later", "step: semantics is 'later'; it must be one of in-backward, exact-clip, delayed-1"),
+        (("training", "dtype"), "int8", r"step.training: dtype is 'int8'; it must be one of fp32, bf16, fp16"),
+        (("training", "sequence_length"), 0, "step.training: sequence_length is 0"),
+        (("training", "max_grad_norm"), "much", "step.training: max_grad_norm is 'much'"),
+        (("training", "gpu"), 1, "step.training has an unknown field 'gpu'"),
+        (("units", 0, "late_update"), 1, r"step.units\[0\] \('L0'\): late_update is 1; it must be true or false"),
+        (("units", 0, "saved", 1, "action"), "drop", r"step.units\[0\].saved\[1\] \('drop'\): action is 'drop'"),
+    ],
+)
+def test_wrong_fields_of_the_step_are_named(tmp_path: Path, path: tuple, value: object, message: str) -> None:
+    record = small_record(tmp_path)
+    place = record["step"]
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(record))
+    with pytest.raises(ScheduleFileError, match=message):
+        load_schedule(file)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(record, json_schema())
+
+
 def test_every_missing_field_is_an_error(tmp_path: Path) -> None:
     record = small_record(tmp_path)
     path = tmp_path / "missing.json"
     places = [(record, "missing.json")] + [(record[name][0], f"{name}\\[0\\]") for name in ("tiers", "buffers", "ops")]
+    step = record["step"]
+    places += [(step, "step"), (step["training"], "step.training"), (step["units"][0], "step.units"),
+               (step["units"][0]["saved"][0], "saved")]  # fmt: skip
     for place, label in places:
         for field in list(place):
             kept = place.pop(field)
@@ -108,8 +151,8 @@ def test_every_missing_field_is_an_error(tmp_path: Path) -> None:
         ("", "is not JSON"),
         ("[]", "not a schedule"),
         ('{"format": "tierplan-trace"}', "not a schedule"),
-        ('{"format": "tierplan-schedule", "version": 2}', "has version 2, this reader takes 1"),
-        ('{"format": "tierplan-schedule", "version": 1, "version": 1}', "'version' is there twice"),
+        ('{"format": "tierplan-schedule", "version": 1}', "has version 1, this reader takes 2"),
+        ('{"format": "tierplan-schedule", "version": 2, "version": 2}', "'version' is there twice"),
         ('{"format": "tierplan-schedule", "version": NaN}', "NaN is not JSON"),
     ],
 )

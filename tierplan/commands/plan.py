@@ -178,7 +178,7 @@ def record(result: PlanResult, workload: Workload, worths: Sequence[Worth] | Non
         "micro_batch": training.per_device_train_batch_size,
         "accumulation": training.gradient_accumulation_steps,
         "semantics": result.plan.semantics,
-        "numbers_of": _numbers_of(result),
+        "numbers_of": _numbers_of(result, workload),
         "step_s": result.step_s,
         "devices": result.plan.devices,
         "tokens_per_s": _tokens_per_s(result, workload),
@@ -216,7 +216,7 @@ def text(result: PlanResult, workload: Workload, worths: Sequence[Worth] | None 
         f"  no schedule is quicker than {result.lower_bound_s:.3f} s: gap {100 * result.gap:.1f} %",
         f"  bound by       {_shares(result.bound_by)}",
         f"  decided by     {plan.policy}, {_shape(plan)}, {plan.semantics}",
-        *_numbers(result),
+        *_numbers(result, workload),
         *_placements(result),
         *_on_devices(result),
         f"  searched       {result.num_simulated} plans in {result.total_s:.1f} s, {result.solve_s:.1f} s of it in the "
@@ -256,20 +256,22 @@ def _shape(plan: Plan) -> str:
             return "weights paged for every use"
 
 
-def _numbers_of(result: PlanResult) -> dict[str, int]:
+def _numbers_of(result: PlanResult, workload: Workload) -> dict[str, int]:
     """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
-    training: Mapping[str, int] = result.schedule.meta["training"]  # type: ignore[assignment]
-    micro_batch, accumulation = (training[k] for k in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-    return {"micro_batch": micro_batch, "accumulation": accumulation}
+    training = result.schedule.step.training if result.schedule.step else workload.training
+    return {
+        "micro_batch": training.per_device_train_batch_size,
+        "accumulation": training.gradient_accumulation_steps,
+    }
 
 
-def _numbers(result: PlanResult) -> list[str]:
+def _numbers(result: PlanResult, workload: Workload) -> list[str]:
     """What sub-batches change in the last bits."""
     from tierplan.planner.plan import UnitwisePlan
 
     if not isinstance(result.plan, UnitwisePlan) or result.plan.sub_batches == 1:
         return []
-    same_as = _numbers_of(result)
+    same_as = _numbers_of(result, workload)
     return [
         f"  numbers        of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences"
     ]
@@ -306,13 +308,13 @@ def _placements(result: PlanResult) -> list[str]:
         return []
     places: dict[str, int] = {}
     acts: dict[str, int] = {}
-    for index, unit in enumerate(result.plan.units):
+    for unit in result.plan.units:
         name = f"params {unit.params}, states {unit.states}" + (" (late)" if unit.late_update else "")
         places[name] = places.get(name, 0) + 1
-        sizes = result.schedule.meta["units"][index]["slot_bytes"]  # type: ignore[index]
-        for k, size in enumerate(sizes):
-            action = unit.action(k)
-            acts[action] = acts.get(action, 0) + int(size)
+    assert result.schedule.step is not None, "a unit-wise schedule says what it trains"
+    for spec in result.schedule.step.units:
+        for tensor in spec.saved:
+            acts[tensor.action] = acts.get(tensor.action, 0) + tensor.size_bytes
     total = sum(acts.values()) or 1
     return [
         "  units          "

@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from tests.runtime.models import VOCABULARY, make_model, observed_workload
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, SlotPlan, batch_addresses
+from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
-from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.trace import trace_module
+from tierplan.sim.step import Action, SavedTensorSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
+
+
+def spec_of(unit: ModelUnit, dropped: frozenset[int]) -> UnitSpec:
+    actions: list[Action] = ["recompute" if k in dropped else "keep" for k in range(max(dropped, default=-1) + 1)]
+    saved = tuple(SavedTensorSpec(size_bytes=1, action=action) for action in actions)
+    return UnitSpec(name=unit.name, num_parameters=unit.num_parameters, saved=saved)
 
 
 def gradients(
@@ -35,13 +42,13 @@ def gradients(
             flat = torch.cat([p.detach().reshape(-1) for _, p in unit.parameters])
             unit.bind(flat)
     hooks = ModelHooks(units)
-    plans = [SlotPlan(dropped=dropped if i == 2 else frozenset()) for i in range(len(units))]
+    specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []
     for _ in range(repeats):
         lane = Lane(
             hooks=hooks,
             units=units,
-            plans=plans,
+            specs=specs,
             forward=lambda: loss_of(model, batch, None),
             external=batch_addresses(batch, model),
             device=Device(torch.device("cpu")),
