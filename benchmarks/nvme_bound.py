@@ -45,9 +45,10 @@ import torch
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, late_updates
+from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
 from tierplan.planner.search.knobs import SETTINGS
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.planner.solve import plan as solve
@@ -57,7 +58,6 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.explain import StreamTime, stream_times
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.trace import Span, Trace
@@ -180,17 +180,18 @@ def candidates(configuration: Configuration, workload: Workload, machine: Machin
             yield from (late_updates(amounts, plan, stretch=stretch) for stretch in STRETCHES)
 
 
-def quickest(configuration: Configuration, workload: Workload, machine: Machine) -> Candidate:
-    """The candidate whose step takes least time in steady state, by simulation; the planner's plan where it decides."""
+def quickest(configuration: Configuration, workload: Workload, machine: Machine) -> UnitwisePlan:
+    """The plan whose step takes least time in steady state, by simulation; the planner's plan where it decides."""
     if configuration.places is None:
-        found = solve(workload, machine, time_limit_s=PLANNER_S)
-        return Candidate(found.plan, found.step_s, columns=columns_of(found.schedule))
+        found = solve(workload, machine, time_limit_s=PLANNER_S).plan
+        assert isinstance(found, UnitwisePlan)
+        return found
     evaluate = Evaluator(workload, machine, Budget(float("inf")))
     tried = [evaluate(plan) for plan in candidates(configuration, workload, machine)]
     fitting = [c for c in tried if c.step_s is not None]
     if not fitting:
         raise SystemExit(f"no plan for {configuration.name!r} fits its memory: {tried[0].reason}")
-    return min(fitting, key=lambda c: c.step_s or 0.0)
+    return min(fitting, key=lambda c: c.step_s or 0.0).plan
 
 
 # ---- ratios ----
@@ -275,9 +276,8 @@ def drive_margin(streams: Mapping[str, StreamTime]) -> float:
 def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predict_only: bool) -> dict[str, object]:
     """Plans, predicts and trains one configuration; what was found, as JSON values."""
     workload, place = configuration.workload(), configuration.on(machine)
-    chosen = quickest(configuration, workload, place)
-    assert chosen.columns is not None
-    plan, schedule = chosen.plan, chosen.columns.schedule()
+    plan = quickest(configuration, workload, place)
+    schedule = lower(plan, workload, place)
     steady = steady_state(schedule, place)
     begin_s, end_s = steady.window_s
     predicted = ratios_between(steady.trace.spans, [begin_s * 1e9, end_s * 1e9])

@@ -105,9 +105,9 @@ def fixed(blocks: int, batch: int) -> Record:
     began, cpu = time.perf_counter(), time.process_time()
     tried = evaluate(plan)
     record = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
-    if tried.columns is None:
+    if not tried.fits:
         raise SystemExit(f"the plan of {blocks} blocks and {batch} sequences does not run: {tried.reason}")
-    return record | {"ops": tried.columns.num_ops}
+    return record | {"ops": evaluate.lowering.columns(plan).num_ops}
 
 
 def loop(blocks: int, batch: int) -> Record:

@@ -406,15 +406,14 @@ class _Loop:
             )
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
         lacking = tuple(shortages(problems[0]))
-        reason = next((c.reason for c in self.evaluate.seen.values() if c.reason), "")
+        reason = next((c.reason for c in self.evaluate.seen.values() if not c.fits), "")
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
     def _result(self, bound: Bound, compared: Mapping[str, PolicyResult], status: Status) -> PlanResult:
         best = self.best
         assert best is not None
         assert best.step_s is not None
-        assert best.columns is not None
-        schedule = best.columns.schedule()
+        schedule = self.evaluate.lowering.columns(best.plan).schedule()
         steady = steady_state(schedule, self.machine)
         assert steady.period_s == best.step_s, "SimPy and the compiled engine disagree"
         is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)

@@ -8,7 +8,9 @@ the clock unless the time limit is reached."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -20,7 +22,6 @@ from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.moves import FAMILIES
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.steady import steady_step
-from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
@@ -52,9 +53,8 @@ class Candidate(Generic[PlanT_co]):
 
     plan: PlanT_co
     step_s: float | None
-    reason: str = ""
-    columns: ScheduleColumns | None = None
-    """The schedule, in list order."""
+    why: Callable[[], str] = str
+    """Says why it does not run: names and sizes, which take longer to put together than a simulation."""
     short_tier: str = ""
     short_bytes: int = 0
     wear: float = 0.0
@@ -63,6 +63,11 @@ class Candidate(Generic[PlanT_co]):
     @property
     def fits(self) -> bool:
         return self.step_s is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it does not run; empty if it does."""
+        return self.why()
 
 
 @dataclass
@@ -145,11 +150,10 @@ class Evaluator:
             step_s = steady_step(columns, self.machine).period_s
         except OutOfMemory as error:
             short = error.wanted_bytes - error.free_bytes
-            # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
-            return Candidate(plan, None, error.what, short_tier=error.tier, short_bytes=short)
+            return Candidate(plan, None, partial(self._what_is_short, plan), short_tier=error.tier, short_bytes=short)
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
-            return Candidate(plan, None, str(error))
+            return Candidate(plan, None, partial(str, error))
         written = written_bytes(columns)
         wear = written / step_s / self.write_limit_bytes_per_s
         if wear > 1:
@@ -157,8 +161,19 @@ class Evaluator:
                 f"writes {written / GB:.1f} GB to NVMe in a step of {step_s:.3g} s, {wear:.3g} times what the "
                 "drives may take to last as long as was asked"
             )
-            return Candidate(plan, None, reason, wear=wear)
-        return Candidate(plan, step_s, "", columns, wear=wear)
+            return Candidate(plan, None, partial(str, reason), wear=wear)
+        return Candidate(plan, step_s, wear=wear)
+
+    def _what_is_short(self, plan: Plan) -> str:
+        """Why a plan runs out of memory, found once more: schedules are not kept."""
+        columns = self.lowering.columns(plan)
+        try:
+            check_memory(columns)
+            steady_step(columns, self.machine)
+        except OutOfMemory as error:
+            # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
+            return error.what
+        raise AssertionError(f"plan {plan.policy!r} ran out of memory when it was tried, and does not now")
 
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
@@ -178,11 +193,14 @@ class Evaluator:
         for kind, size in held.items():
             if kind in capacity and size > capacity[kind].capacity_bytes:
                 tier = capacity[kind]
+                reason = (
+                    f"parameters and optimizer states need {size:,} bytes in tier {tier.name!r}, which has "
+                    f"{tier.capacity_bytes:,}; place fewer there or raise its capacity"
+                )
                 return Candidate(
                     plan,
                     None,
-                    f"parameters and optimizer states need {size:,} bytes in tier {tier.name!r}, which has "
-                    f"{tier.capacity_bytes:,}; place fewer there or raise its capacity",
+                    partial(str, reason),
                     short_tier=tier.name,
                     short_bytes=size - tier.capacity_bytes,
                 )

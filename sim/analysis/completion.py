@@ -34,7 +34,7 @@ class OutOfMemory(SimulationError):
     """The schedule that does not complete."""
     stuck: Stuck
 
-    @property
+    @cached_property
     def op(self) -> str | None:
         """The op that waits in vain; None where already what is there before the step does not fit."""
         return self.columns.labels().ops[self.stuck.op].key if self.stuck.op >= 0 else None
