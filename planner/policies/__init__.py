@@ -2,48 +2,68 @@
 
     plan = POLICIES["fuyou"](workload, machine, {"swap": "all"})
 
-`docs/policies.md` says how to write another one. A policy decides; it does not simulate, and it does not promise that
-its plan fits: that is the simulator's answer.
+A policy decides; it does not simulate, and it does not promise that its plan fits: that is the simulator's answer. A
+module here that defines `NAME` and `policy`, or `VARIANTS` (policies by name), is found without being registered;
+`docs/policies.md` is the guide to writing one.
+
+in_memory        everything on the device
+full_recompute   activations made again in backward
+zero_offload     gradients and states in host memory (ZeRO-Offload)
+zero_infinity    parameters and states anywhere, updates after backward (ZeRO-Infinity)
+fuyou            states on NVMe, updates inside backward (Fuyou)
+ssdtrain         activations on NVMe (SSDTrain)
+harmony          packs of units that visit the devices in turn (Harmony)
+sliding_window   a window of blocks on the device (Superpipeline)
+vertical         all micro-batches of a unit, then the next unit (GreedySnake)
+virtual_memory   weights paged in and out for every use: the baseline that Harmony beats
+options          what all policies share: their options, and questions about workload and machine
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib import import_module
+from pkgutil import iter_modules
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan
-from tierplan.planner.policies import (
-    full_recompute,
-    fuyou,
-    harmony,
-    in_memory,
-    sliding_window,
-    ssdtrain,
-    vertical,
-    virtual_memory,
-    zero_infinity,
-    zero_offload,
-)
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["POLICIES", "Policy", "check_name", "decide"]
 
-POLICIES: dict[str, Policy] = {
-    "in-memory": in_memory.policy,
-    "full-recompute": full_recompute.policy,
-    "zero-offload": zero_offload.policy,
-    "zero-infinity": zero_infinity.policy,
-    "fuyou": fuyou.policy,
-    "ssdtrain": ssdtrain.policy,
-    "harmony": harmony.single,
-    "harmony-dp": harmony.data_parallel,
-    "harmony-pp": harmony.pipeline,
-    "sliding-window": sliding_window.policy,
-    "vertical": vertical.policy,
-    "virtual-memory": virtual_memory.policy,
-}
+
+ORDER = (
+    "in_memory",
+    "full_recompute",
+    "zero_offload",
+    "zero_infinity",
+    "fuyou",
+    "ssdtrain",
+    "harmony",
+    "sliding_window",
+    "vertical",
+    "virtual_memory",
+)
+"""Of modules, in tables and in the search; others come last, by name."""
+
+
+def _find() -> dict[str, Policy]:
+    """The policies of all modules here, by their names."""
+    others = sorted(module.name for module in iter_modules(__path__) if module.name not in ORDER)
+    policies: dict[str, Policy] = {}
+    for name in [*ORDER, *others]:
+        module = import_module(f"{__name__}.{name}")
+        variants = getattr(module, "VARIANTS", None) or (
+            {module.NAME: module.policy} if hasattr(module, "NAME") else {}
+        )
+        assert not variants.keys() & policies.keys(), f"planner/policies/{name}.py has the name of another policy"
+        policies |= variants
+    return policies
+
+
+POLICIES = _find()
 """By the name that the command line takes."""
 
 

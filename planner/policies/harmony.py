@@ -55,6 +55,9 @@ def pipeline(workload: Workload, machine: Machine, given: Mapping[str, object]) 
     return _policy("harmony-pp", "pipeline", workload, machine, given)
 
 
+VARIANTS = {"harmony": single, "harmony-dp": data_parallel, "harmony-pp": pipeline}
+
+
 def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     options = read_options(name, given, OPTIONS)
     have = machine.num_devices
