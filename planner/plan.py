@@ -147,10 +147,6 @@ class UnitwisePlan:
         """How many times the workload's micro-batches one step trains on: once per device."""
         return self.devices
 
-    def is_late(self, choice: UnitPlan) -> bool:
-        """Whether a unit's update waits for the next step: it then uses that step's forward, until it is needed."""
-        return choice.late_update and choice.states != "device" and self.semantics == "in-backward"
-
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
         _check_words(f"plan {self.policy!r}", self, PLAN_WORDS)
@@ -321,9 +317,15 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
             f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
             "update runs on the host with gradients that waited in host memory"
         )
-    if plan.is_late(choice) and choice.grads == "nvme":
+    if choice.late_update and plan.semantics != "in-backward":
         raise PlanError(
-            f"unit {unit.name!r} is updated late with gradients in 'nvme'; they wait in host memory: use 'host'"
+            f"unit {unit.name!r} is updated late, but the plan's semantics are {plan.semantics!r}; late updates are "
+            "those in backward that wait for the next step: use semantics 'in-backward', or no late_update"
+        )
+    if choice.late_update and (choice.grads == "nvme" or choice.states == "device"):
+        raise PlanError(
+            f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
+            "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
         )
     if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
         raise PlanError(
@@ -334,9 +336,9 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
 
 def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
     """Whether updates come when the plan says, and give the numbers that training asks for."""
-    if plan.hold_updates and plan.semantics == "in-backward":
+    if plan.hold_updates and plan.semantics != "exact-clip":
         raise PlanError(
-            f"plan {plan.policy!r} holds updates until backward ends, but its semantics are 'in-backward'; choose "
+            f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
             "semantics 'exact-clip', or do not hold them"
         )
     if training.max_grad_norm is not None and plan.semantics == "in-backward":

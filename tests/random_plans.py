@@ -52,7 +52,7 @@ def _draw_unit(unit: Unit, rng: random.Random, semantics: str, segment_units: in
         states = "host"
     if semantics == "delayed-1" and grads == "nvme":
         grads = "host"
-    late = semantics == "in-backward" and grads != "nvme" and rng.random() < 0.3
+    late = semantics == "in-backward" and grads != "nvme" and rng.random() < 0.3 and states != "device"
     actions = ["keep", "host", "nvme", "recompute"] if unit.kind == "block" else ["keep", "host", "nvme"]
     acts: object = tuple(rng.choice(actions) for _ in unit.saved)
     if segment_units > 1 and unit.kind == "block":

@@ -65,7 +65,7 @@ def declare(s: Sketch) -> None:
         for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
             s.put(f"states{k}", s.initial(content, "states", TIER_OF[s.choice.states], size_bytes))
-    if s.plan.semantics == "delayed-1" or s.plan.is_late(s.choice):
+    if s.plan.semantics == "delayed-1" or s.choice.late_update:
         s.put("old grads", s.initial(Gradients(name, 0), "grads", HOST, n * t.grad_bytes))
 
 

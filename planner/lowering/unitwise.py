@@ -88,7 +88,7 @@ class Walk:
         self.turns_per_unit = self.num_batches if plan.order == "vertical" else 1
         self.facts = [chain.facts(u, choice) for u, choice in enumerate(plan.units)]
         self.owners = [u for u, unit in enumerate(self.workload.units) if unit.num_parameters]
-        self.late = [u for u in self.owners if plan.is_late(plan.units[u])]
+        self.late = [u for u in self.owners if plan.units[u].late_update]
         self.at_once = set(self.owners).difference(self.late) if plan.semantics == "in-backward" else set()
         self.blocks = [u for u, unit in enumerate(self.workload.units) if unit.kind == "block"]
         self.templates, self.frames = chain.templates(plan), chain.frames(plan)
@@ -272,7 +272,7 @@ class Walk:
 
     def _held(self) -> list[int]:
         """What an update and its reads wait for where no update may come before the end of backward."""
-        return self.turn_ops[-1:] if self.plan.hold_updates and self.plan.semantics == "exact-clip" else []
+        return self.turn_ops[-1:] if self.plan.hold_updates else []
 
     def _read_after(self) -> list[int]:
         """What has to end before the next update's states may be read, by the windows of the plan."""
@@ -383,7 +383,7 @@ class Walk:
             "config": dict(workload.config),
         }
         specs = [
-            replace(facts.spec, name=unit.name, late_update=plan.is_late(choice))
+            replace(facts.spec, name=unit.name, late_update=choice.late_update)
             for unit, choice, facts in zip(workload.units, plan.units, self.facts, strict=True)
         ]
         step = StepSpec(training=workload.training, semantics=plan.semantics, units=tuple(specs))

@@ -90,16 +90,17 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         )
         for unit in workload.units
     )
+    semantics = bounded_semantics(NAME, options, workload, "exact-clip")
     return UnitwisePlan(
         policy=NAME,
         units=units,
-        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
+        semantics=semantics,
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
         prefetch_states_units=1 if pipelined else 0,
         strict_windows=True,
         updates_in_flight=4 if pipelined else 1,
-        hold_updates=True,
+        hold_updates=semantics != "delayed-1",
         update_order="backward",
         cast_grads=optimizer != "device",
         operator_tiles=int(number(NAME, options, "operator_tiles", low=1)),

@@ -32,11 +32,12 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         if place == "device":
             on_device -= unit.num_parameters
         units.insert(0, UnitPlan(params="device", grads=place, states=place, acts=acts))  # type: ignore[arg-type]
+    semantics = bounded_semantics(NAME, options, workload, "exact-clip")
     return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
-        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
-        hold_updates=True,
+        semantics=semantics,
+        hold_updates=semantics != "delayed-1",
         update_order="backward",
         options=options,
     )

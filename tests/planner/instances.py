@@ -130,6 +130,7 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
     units = []
     for u, (unit, amounts) in enumerate(zip(problem.workload.units, problem.units, strict=True)):
         mode = MODES[rng.choice(problem.modes(u))]
+        can_be_late = problem.semantics == "in-backward" and mode.states != "device" and mode.grads != "nvme"
         units.append(
             UnitPlan(
                 params=mode.params,
@@ -139,7 +140,7 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
                 if amounts.groups and not amounts.groups[0].slots
                 else "keep",
                 acts=tuple(rng.choice(("keep", "recompute", "host", "nvme")) for _ in unit.saved),
-                late_update=rng.random() < 0.3,
+                late_update=rng.random() < 0.3 and can_be_late,
             )
         )
     return UnitwisePlan(

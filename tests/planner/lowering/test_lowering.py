@@ -160,6 +160,9 @@ def test_windows_bound_how_many_units_are_on_the_device_at_once() -> None:
         assert peak == 6 * MIB * (window + 2)
 
 
+AWAY = UnitPlan(grads="host", states="host", late_update=True)
+
+
 def in_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
     return replace(plan, units=tuple(replace(unit, state_shards=num_shards) for unit in plan.units))
 
@@ -239,6 +242,24 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         lower(uniform_plan(clipped, UnitPlan()), clipped, toy_machine())
     with pytest.raises(PlanError, match="delayed"):
         lower(uniform_plan(workload, UnitPlan(), semantics="delayed-1"), workload, toy_machine())
+
+
+@pytest.mark.parametrize(
+    ("choice", "settings", "message"),
+    [
+        (UnitPlan(late_update=True), {}, "updated late with gradients in 'device' and states in 'device'"),
+        (UnitPlan(grads="nvme", states="nvme", late_update=True), {}, "updated late with gradients in 'nvme'"),
+        (AWAY, {"semantics": "exact-clip"}, "updated late, but the plan's semantics are 'exact-clip'"),
+        (AWAY, {"semantics": "delayed-1"}, "updated late, but the plan's semantics are 'delayed-1'"),
+        (replace(AWAY, late_update=False), {"semantics": "delayed-1", "hold_updates": True}, "holds updates until"),
+        (replace(AWAY, late_update=False), {"hold_updates": True}, "holds updates until"),
+    ],
+)
+def test_updates_at_two_times_are_refused(choice: UnitPlan, settings: dict[str, object], message: str) -> None:
+    workload = toy_workload()
+    units = (choice,) * len(workload.units)
+    with pytest.raises(PlanError, match=message):
+        lower(UnitwisePlan(policy="test", units=units, **settings), workload, toy_machine())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
