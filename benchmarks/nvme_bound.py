@@ -48,8 +48,10 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.knobs import SETTINGS
+from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.planner.solve import plan as solve
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -186,8 +188,8 @@ def quickest(configuration: Configuration, workload: Workload, machine: Machine)
         found = solve(workload, machine, time_limit_s=PLANNER_S).plan
         assert isinstance(found, UnitwisePlan)
         return found
-    evaluate = Evaluator(workload, machine, Budget(float("inf")))
-    tried = [evaluate(plan) for plan in candidates(configuration, workload, machine)]
+    simulate_plan = PlanSimulator(workload, machine, Budget(float("inf")))
+    tried = [simulate_plan(plan) for plan in candidates(configuration, workload, machine)]
     fitting = [c for c in tried if c.step_s is not None]
     if not fitting:
         raise SystemExit(f"no plan for {configuration.name!r} fits its memory: {tried[0].reason}")

@@ -36,7 +36,8 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import build
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.knobs import Knobs
 from tierplan.planner.solve import granules
 from tierplan.sim.workloads.models import load_workload
@@ -101,13 +102,13 @@ def fixed(blocks: int, batch: int) -> Record:
         for kind, acts in (("embed", "keep"), ("block", "recompute"), ("head", "keep"))
     }
     plan = UnitwisePlan(policy="fixed", units=tuple(choices[u.kind] for u in workload.units))  # type: ignore[index]
-    evaluate = Evaluator(workload, machine, Budget(1e9))
+    simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
     began, cpu = time.perf_counter(), time.process_time()
-    tried = evaluate(plan)
+    tried = simulate_plan(plan)
     record = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
     if not tried.fits:
         raise SystemExit(f"the plan of {blocks} blocks and {batch} sequences does not run: {tried.reason}")
-    return record | {"ops": evaluate.lowering.columns(plan).num_ops}
+    return record | {"ops": simulate_plan.lowering.columns(plan).num_ops}
 
 
 def loop(blocks: int, batch: int) -> Record:

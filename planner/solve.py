@@ -27,10 +27,13 @@ from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import Order, PackPlan, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.search.candidates import Budget, Candidate, Evaluator, improve, late_updates
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import descend
 from tierplan.planner.search.knobs import Knobs, tune
+from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
-from tierplan.planner.search.restarts import improve_from_elsewhere
+from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.several_devices.pack_search import improve_packs
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
@@ -183,7 +186,9 @@ class _Loop:
         self.started = time.perf_counter()
         self.budget = Budget(time_limit_s)
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
-        self.evaluate = Evaluator(workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s)
+        self.simulate_plan = PlanSimulator(
+            workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s
+        )
         self.solve_s = 0.0
         self.solver = Solver(seed=seed)
         self.best: Candidate[Plan] | None = None
@@ -210,7 +215,7 @@ class _Loop:
                 self.budget.restart()  # their schedules are several times longer than the budget was measured for
                 if self.packed is not None and self.batches != "each":
                     share = 0.95 if self.batches == "shared" else SHARE_OF_PACKS
-                    self._consider(improve_packs(self.packed, self.evaluate, spent_frac=share, seed=self.seed))
+                    self._consider(improve_packs(self.packed, self.simulate_plan, spent_frac=share, seed=self.seed))
             ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
             ranked.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
             begun = self.budget.spent_frac  # bounds and policies come first, however long they take
@@ -231,7 +236,7 @@ class _Loop:
         bound = self._bound_of_all(problems, bounds)
         if status == "searched":
             close = self.best.step_s is not None and self.best.step_s <= bound.step_s * (1 + GOOD_FRAC)
-            status = "within-gap" if close else "time-limit" if self.budget.is_late else "searched"
+            status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
         return self._result(bound, compared, status)
 
     # ---- parts ----
@@ -295,7 +300,7 @@ class _Loop:
             except (PlanError, MachineError, WorkloadError) as error:
                 found[name] = PolicyResult(step_s=None, reason=str(error))
                 continue
-            candidate = self.evaluate(made)
+            candidate = self.simulate_plan(made)
             same = made.semantics == self.semantics or "delayed-1" not in (made.semantics, self.semantics)
             found[name] = PolicyResult(
                 step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, num_batches=made.num_batches
@@ -354,7 +359,7 @@ class _Loop:
                 made = solved[key]
                 if made is None:
                     return None
-                tried = self.evaluate(_with_knobs(p, made, knobs))
+                tried = self.simulate_plan(_with_knobs(p, made, knobs))
                 self._consider(tried)
                 self.has_planned = self.has_planned or tried.step_s is not None
                 if tried.wear <= 1.0 or write_frac == 0.0:
@@ -363,7 +368,7 @@ class _Loop:
                 write_frac = next((f for f in WRITE_FRACS if f * tried.wear < write_frac), 0.0)
 
         def is_over() -> bool:
-            return self.budget.is_late or (self.has_planned and self.budget.spent_frac > share)
+            return self.budget.is_out_of_time or (self.has_planned and self.budget.spent_frac > share)
 
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
@@ -373,10 +378,10 @@ class _Loop:
             return
         knobs, best_s = found
         self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: {knobs}")
-        if best_s > goal_s and not self.budget.is_late:
+        if best_s > goal_s and not self.budget.is_out_of_time:
             made = self._solve_whole(model, knobs.margins(p, *units))
             if made is not None:
-                self._consider(self.evaluate(_with_knobs(p, made, knobs)))
+                self._consider(self.simulate_plan(_with_knobs(p, made, knobs)))
 
     def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
         """Local moves from the best plan, in its own order."""
@@ -384,18 +389,20 @@ class _Loop:
             return
         by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
         p, bound = by_shape.get((self.plain.plan.order, self.plain.plan.sub_batches), (problems[0], bounds[0]))
-        found = improve(p, self.plain, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC)
+        found = descend(p, self.plain, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
         self._consider(
-            improve_from_elsewhere(p, found, self.evaluate, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed)
+            descend_with_restarts(
+                p, found, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed
+            )
         )
 
     def _on_several_devices(self) -> None:
         """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
         if self.num_devices > 1 and self.plain is not None:
-            self._consider(self.evaluate(replace(self.plain.plan, devices=self.num_devices)))
+            self._consider(self.simulate_plan(replace(self.plain.plan, devices=self.num_devices)))
 
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
-        if worn := [c for c in self.evaluate.seen.values() if c.wear > 1.0]:
+        if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
             gentlest = min(worn, key=lambda c: c.wear)
             least_s = min(bound.step_s for bound in bounds)
             why = (
@@ -406,14 +413,14 @@ class _Loop:
             )
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
         lacking = tuple(shortages(problems[0]))
-        reason = next((c.reason for c in self.evaluate.seen.values() if not c.fits), "")
+        reason = next((c.reason for c in self.simulate_plan.seen.values() if not c.fits), "")
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
     def _result(self, bound: Bound, compared: Mapping[str, PolicyResult], status: Status) -> PlanResult:
         best = self.best
         assert best is not None
         assert best.step_s is not None
-        schedule = self.evaluate.lowering.columns(best.plan).schedule()
+        schedule = self.simulate_plan.lowering.columns(best.plan).schedule()
         steady = steady_state(schedule, self.machine)
         assert steady.period_s == best.step_s, "SimPy and the compiled engine disagree"
         is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
@@ -429,7 +436,7 @@ class _Loop:
             policies=compared,
             bound_by=bound.shares,
             s_per_gb=bound.s_per_gb,
-            num_simulated=self.evaluate.num_simulated,
+            num_simulated=self.simulate_plan.num_simulated,
             solver=SOLVER,
             seed=self.seed,
             notes=tuple(self.notes),

@@ -1,8 +1,11 @@
 """The search by simulation:
 
-candidates  a candidate, its budget, and the descent from one to better ones
-moves       small changes of a plan
-knobs       what the program cannot decide, tuned one after the other
-restarts    descents from random plans, on short chains
-batches     the outer search over micro-batch size and accumulation
+budget        what it may spend
+candidates    a candidate: a plan that was simulated
+moves         small changes of a plan
+descent       from one candidate to better ones, move by move
+restarts      descents from random plans, on short chains
+knobs         what the program cannot decide, tuned one after the other
+late_updates  which updates wait for the next step
+batches       the outer search over micro-batch size and accumulation
 """

@@ -19,14 +19,14 @@ from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.solve import Batches, PlanResult, plan
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["Choice", "plan_sequences"]
+__all__ = ["Division", "plan_sequences"]
 
 MAX_PLANNED = 4
 """Divisions that are planned in full, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Division:
     """The best division of a step's sequences into micro-batches."""
 
     workload: Workload
@@ -46,7 +46,7 @@ def plan_sequences(
     time_limit_s: float = 10.0,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
-) -> Choice:
+) -> Division:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
@@ -96,7 +96,7 @@ def plan_sequences(
     if best is None:
         planned_for(workloads[1])  # says what is missing
         raise AssertionError("single sequences fit, but no division did")
-    return Choice(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
+    return Division(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
 
 
 def _bound_s(

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.plan import ACTIONS, UnitwisePlan
-from tierplan.planner.search.candidates import BETTER, Candidate, Evaluator, improve
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import BETTER, descend
 from tierplan.planner.search.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
 
-__all__ = ["improve_from_elsewhere"]
+__all__ = ["descend_with_restarts"]
 
 RESTARTS = 30
 """Descents without success after which the search ends."""
@@ -23,10 +24,10 @@ TRIES = 20
 """Random changes that are tried until one fits."""
 
 
-def improve_from_elsewhere(
+def descend_with_restarts(
     problem: Problem,
     start: Candidate[UnitwisePlan],
-    evaluate: Evaluator,
+    simulate_plan: PlanSimulator,
     *,
     bound_s: float,
     good_frac: float,
@@ -37,22 +38,22 @@ def improve_from_elsewhere(
         return start
     rng = random.Random(seed)
     best, stale = start, 0
-    while stale < RESTARTS and not evaluate.budget.is_spent:
+    while stale < RESTARTS and not simulate_plan.budget.is_spent:
         assert best.step_s is not None
         if best.step_s <= bound_s * (1 + good_frac):
             break
-        changed = _elsewhere(problem, best.plan, evaluate, rng)
+        changed = _elsewhere(problem, best.plan, simulate_plan, rng)
         stale += 1
         if changed is None:
             continue
-        found = improve(problem, changed, evaluate, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
+        found = descend(problem, changed, simulate_plan, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
         if found.step_s is not None and found.step_s < best.step_s * BETTER:
             best, stale = found, 0
     return best
 
 
 def _elsewhere(
-    problem: Problem, plan: UnitwisePlan, evaluate: Evaluator, rng: random.Random
+    problem: Problem, plan: UnitwisePlan, simulate_plan: PlanSimulator, rng: random.Random
 ) -> Candidate[UnitwisePlan] | None:
     """A plan that fits, with some units changed at random."""
     num = len(problem.units)
@@ -60,10 +61,10 @@ def _elsewhere(
         changed = with_windows(plan, rng.choice(WINDOWS))
         for u in rng.sample(range(num), rng.randint(min(2, num), num)):
             changed = _with_random_unit(problem, changed, u, rng)
-        tried = evaluate(changed)
+        tried = simulate_plan(changed)
         if tried.fits:
             return tried
-        if evaluate.budget.is_spent:
+        if simulate_plan.budget.is_spent:
             break
     return None
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from itertools import accumulate, product
 
 from tierplan.planner.plan import PackForm, PackPlan, Packs, Runs
-from tierplan.planner.search.candidates import BETTER, Candidate, Evaluator
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import BETTER
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 
 __all__ = ["balanced", "improve_packs", "neighbours"]
@@ -47,10 +48,10 @@ PROMISING = 1.02
 
 
 def improve_packs(
-    start: Candidate[PackPlan], evaluate: Evaluator, *, spent_frac: float, seed: int = 0
+    start: Candidate[PackPlan], simulate_plan: PlanSimulator, *, spent_frac: float, seed: int = 0
 ) -> Candidate[PackPlan]:
     """The best packs found, no slower than `start`, until this part of the budget is spent."""
-    search = _Search(start, evaluate, spent_frac, seed)
+    search = _Search(start, simulate_plan, spent_frac, seed)
     found = search.by_estimate()
     search.simulate(found)
     search.by_simulation()
@@ -91,15 +92,15 @@ def _greedy(sums: Sequence[float], sizes: Sequence[float], reach: Sequence[int],
 
 
 class _Search:
-    def __init__(self, start: Candidate[PackPlan], evaluate: Evaluator, spent_frac: float, seed: int) -> None:
-        self.start, self.evaluate, self.budget = start, evaluate, evaluate.budget
+    def __init__(self, start: Candidate[PackPlan], simulate_plan: PlanSimulator, spent_frac: float, seed: int) -> None:
+        self.start, self.simulate_plan, self.budget = start, simulate_plan, simulate_plan.budget
         self.packs = start.plan.packs
         self.rng = random.Random(seed)
-        self.estimate = PackEstimate(evaluate.workload, evaluate.machine)
+        self.estimate = PackEstimate(simulate_plan.workload, simulate_plan.machine)
         self.known: dict[Packs, float] = {}
         self.best = start
         self.begun, self.end = self.budget.spent_frac, spent_frac
-        num = len(evaluate.workload.units)
+        num = len(simulate_plan.workload.units)
         self.reach = {phase: self._reach(phase, num) for phase in ("fwd", "bwd")}
         forward = [self.estimate.work_s("fwd", u, u + 1) for u in range(num)]
         backward = [f + self.estimate.work_s("bwd", u, u + 1) for u, f in enumerate(forward)]
@@ -116,7 +117,7 @@ class _Search:
         return reach
 
     def _is_over(self, share: float) -> bool:
-        return self.budget.is_late or self.budget.spent_frac > self.begun + share * (self.end - self.begun)
+        return self.budget.is_out_of_time or self.budget.spent_frac > self.begun + share * (self.end - self.begun)
 
     def _estimated_s(self, packs: Packs) -> float:
         if packs not in self.known:
@@ -232,7 +233,7 @@ class _Search:
                     break
 
     def _try(self, packs: Packs) -> bool:
-        tried = self.evaluate(replace(self.start.plan, policy="planner", packs=packs))
+        tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=packs))
         if tried.step_s is None or self.best.step_s is None or tried.step_s >= self.best.step_s * BETTER:
             return False
         self.best = tried

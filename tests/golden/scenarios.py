@@ -12,7 +12,7 @@ from unittest import mock
 import tierplan as tp
 
 # All that is not at the front door is imported here, so that a move is followed in one place.
-from tierplan.planner.search import candidates as search
+from tierplan.planner.search import budget
 
 SMALL_VOCABULARY = 8192
 LLAMA = {
@@ -164,7 +164,7 @@ def _planned(workload: tp.Workload, machine: tp.Machine, settings: Mapping[str, 
     """The planner's result under a budget that is counted in ops alone."""
     budget_ops = settings["budget_ops"]
     others = {name: value for name, value in settings.items() if name != "budget_ops"}
-    with mock.patch.object(search, "OPS_PER_S", budget_ops / GENEROUS_S):
+    with mock.patch.object(budget, "OPS_PER_S", budget_ops / GENEROUS_S):
         found = tp.plan(workload, machine, time_limit_s=GENEROUS_S, **others)
     if found.status == "time-limit" or found.total_s > GENEROUS_S / 4:
         raise RuntimeError(f"the search took {found.total_s:.0f} s; its clock may have decided the result")

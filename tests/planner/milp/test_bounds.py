@@ -14,7 +14,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound, shortages
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.workload import Workload
 
 
@@ -27,12 +28,12 @@ def test_no_plan_that_runs_beats_the_bound(accumulation, semantics):
         rng = random.Random(1000 * accumulation + seed)
         workload = random_chain(rng, rng.choice((2, 3, 4)), accumulation=accumulation)
         machine = random_machine(rng, workload)
-        evaluate = Evaluator(workload, machine, Budget(1e9))
+        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
         for order in ("horizontal", "vertical"):
             p = problem(workload, machine, semantics=semantics, order=order)
             bound = lower_bound(p)
             for _ in range(12):
-                tried = evaluate(random_plan(rng, p))
+                tried = simulate_plan(random_plan(rng, p))
                 if tried.step_s is not None:
                     num_ran += 1
                     assert bound.feasible
@@ -47,7 +48,7 @@ def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
     assert 8 * 10 * MB * workload.training.grad_bytes > 90 * MB
     choice = UnitPlan(params="nvme", grads="nvme", states="nvme", state_shards=16)
     parking = UnitwisePlan(policy="parking", units=(choice,) * 8, semantics="exact-clip", update_order="backward")
-    step_s = Evaluator(workload, machine, Budget(1e9))(parking).step_s
+    step_s = PlanSimulator(workload, machine, Budget(1e9))(parking).step_s
     assert step_s is not None
     p = problem(workload, machine, semantics="exact-clip")
     assert not shortages(p)
@@ -159,12 +160,12 @@ def test_no_plan_beats_the_bound_where_backward_reads_no_parameters(accumulation
             read_mb_per_s=200,
             write_mb_per_s=200,
         )
-        evaluate = Evaluator(workload, machine, Budget(1e9))
+        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
         for order in ("horizontal", "vertical"):
             p = problem(workload, machine, semantics=semantics, order=order)
             bound = lower_bound(p)
             for _ in range(10):
-                tried = evaluate(fetching(random_plan(rng, p)))
+                tried = simulate_plan(fetching(random_plan(rng, p)))
                 if tried.step_s is not None:
                     num_ran += 1
                     assert bound.feasible
@@ -203,12 +204,12 @@ def test_no_plan_beats_the_bound_with_an_embedding_and_a_head(tied, accumulation
     num_ran = 0
     for device_mib in (60, 120, 250):
         machine = toy_machine(device_bytes=device_mib * MIB)
-        evaluate = Evaluator(workload, machine, Budget(1e9))
+        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
         for order in ("horizontal", "vertical"):
             p = problem(workload, machine, semantics="in-backward", order=order)
             bound = lower_bound(p)
             for _ in range(10):
-                tried = evaluate(random_plan(rng, p))
+                tried = simulate_plan(random_plan(rng, p))
                 if tried.step_s is not None:
                     num_ran += 1
                     assert bound.step_s <= tried.step_s * (1 + 1e-6)

@@ -11,7 +11,8 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.model import build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.workload import Workload
 
 
@@ -72,5 +73,5 @@ def test_recompute_choices_against_dynamic_programming(seed):
     base_s = sum(3 * f for f in forward) + sum(u.update_s for u in p.units)
     shares = fractions(model, found)
     assert shares.step_s - base_s == pytest.approx(expected, abs=1e-6)
-    tried = Evaluator(workload, machine, Budget(100))(round_to_plan(p, shares))
+    tried = PlanSimulator(workload, machine, Budget(100))(round_to_plan(p, shares))
     assert tried.step_s == pytest.approx(base_s + expected, rel=1e-6), tried.reason

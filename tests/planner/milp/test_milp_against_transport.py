@@ -22,7 +22,8 @@ from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.model import build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.workload import Workload
 
 DOWN, UP, READ, WRITE = "gpu0.d2h", "gpu0.h2d", "nvme.read", "nvme.write"
@@ -191,7 +192,7 @@ def test_offload_choices_against_a_transport_optimum(seed):
     shares = fractions(model, found)
     assert shares.step_s == pytest.approx(expected_s, rel=1e-4)
     assert lower_bound(p).step_s <= expected_s * (1 + 1e-6)
-    tried = Evaluator(workload, machine, Budget(100))(round_to_plan(p, shares))
+    tried = PlanSimulator(workload, machine, Budget(100))(round_to_plan(p, shares))
     if tried.step_s is not None:
         assert tried.step_s >= expected_s * (1 - 1e-6)
 

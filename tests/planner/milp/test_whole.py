@@ -14,7 +14,8 @@ from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, build, fractions, with_actions, with_margins
 from tierplan.planner.milp.program import Solver, solve
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 
 
 def instance(seed: int, num: int = 6) -> Problem:
@@ -107,14 +108,14 @@ def test_windows_of_several_units_only_lower_the_bound(accumulation, semantics):
         rng = random.Random(100 * accumulation + seed)
         workload = random_chain(rng, 7, accumulation=accumulation)
         machine = random_machine(rng, workload)
-        evaluate = Evaluator(workload, machine, Budget(1e9))
+        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
         for order in ("horizontal", "vertical"):
             fine = problem(workload, machine, semantics=semantics, order=order)
             coarse = replace(fine, runs=(range(1), range(1, 3), range(3, 6), range(6, 7)))
             bound = lower_bound(coarse)
             assert bound.step_s <= lower_bound(fine).step_s * (1 + 1e-6)
             for _ in range(8):
-                tried = evaluate(random_plan(rng, fine))
+                tried = simulate_plan(random_plan(rng, fine))
                 if tried.step_s is not None:
                     num_ran += 1
                     assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)

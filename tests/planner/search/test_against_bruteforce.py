@@ -15,7 +15,8 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Problem, problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.moves import WINDOWS, with_windows
 from tierplan.planner.solve import plan
 from tierplan.sim.pricing import price
@@ -50,7 +51,7 @@ def best_of_all(workload: Workload, machine: Machine) -> float | None:
 
     A plan whose busiest stream alone takes as long as the best so far need not be simulated.
     """
-    evaluate = Evaluator(workload, machine, Budget(1e9))
+    simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
     best = float("inf")
     quick: list[tuple[float, int, UnitwisePlan]] = []
     ranked = sorted(
@@ -59,13 +60,13 @@ def best_of_all(workload: Workload, machine: Machine) -> float | None:
     for least_s, i, made in ranked:
         if least_s >= best:
             break
-        tried = evaluate(made)
+        tried = simulate_plan(made)
         if tried.step_s is not None:
             quick.append((tried.step_s, i, made))
             best = min(best, tried.step_s)
     for _, _, made in sorted(quick)[:WITH_ALL_WINDOWS]:
         for windows in WINDOWS:
-            again = evaluate(with_windows(made, windows))
+            again = simulate_plan(with_windows(made, windows))
             if again.step_s is not None:
                 best = min(best, again.step_s)
     return None if best == float("inf") else best
@@ -84,7 +85,7 @@ def busiest_s(made: UnitwisePlan, workload: Workload, machine: Machine) -> float
 def is_trivial(workload: Workload, machine: Machine) -> bool:
     """Whether everything may stay on the device."""
     kept = UnitwisePlan(policy="all", units=(UnitPlan(),) * len(workload.units))
-    return Evaluator(workload, machine, Budget(1e9))(kept).fits
+    return PlanSimulator(workload, machine, Budget(1e9))(kept).fits
 
 
 def check(number: int) -> None:

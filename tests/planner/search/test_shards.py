@@ -7,7 +7,8 @@ from dataclasses import replace
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.milp.amounts import MODES, problem
 from tierplan.planner.plan import UnitPlan
-from tierplan.planner.search.candidates import Budget, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.moves import FAMILIES, with_placement, with_shards
 
 
@@ -41,7 +42,7 @@ def test_parts_make_a_plan_fit_that_does_not_fit_whole() -> None:
     """Embed, the largest unit, has 120 MiB of states; in quarters, two of them fit beside all else."""
     workload = toy_workload(6, tied=False)
     machine = toy_machine(host_bytes=110 * MIB)
-    evaluate = Evaluator(workload, machine, Budget(100.0))
+    simulate_plan = PlanSimulator(workload, machine, Budget(100.0))
     whole = uniform_plan(workload, UnitPlan(params="device", grads="device", states="nvme"))
-    assert not evaluate(whole).fits
-    assert evaluate(with_shards(whole, 4)).fits
+    assert not simulate_plan(whole).fits
+    assert simulate_plan(with_shards(whole, 4)).fits

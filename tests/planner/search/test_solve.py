@@ -19,7 +19,9 @@ from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.search.batches import plan_sequences
-from tierplan.planner.search.candidates import Budget, Evaluator, late_updates
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.solve import plan
 
 
@@ -150,15 +152,15 @@ def test_late_updates_are_those_that_backward_has_no_time_for():
 def test_late_updates_do_not_change_what_is_moved():
     workload = toy_workload(4)
     machine = toy_machine()
-    evaluate = Evaluator(workload, machine, Budget(100))
+    simulate_plan = PlanSimulator(workload, machine, Budget(100))
     p = problem(workload, machine, semantics="in-backward")
     places = UnitPlan(params="host", grads="host", states="nvme", acts="keep")
     found = UnitwisePlan(policy="test", units=(places,) * len(workload.units))
-    now, late = (evaluate(late_updates(p, found, stretch=s)) for s in (float("inf"), 0.0))
+    now, late = (simulate_plan(late_updates(p, found, stretch=s)) for s in (float("inf"), 0.0))
     assert now.fits
     assert late.fits
     assert any(unit.late_update for unit in late.plan.units)
-    one, other = (evaluate.lowering.columns(candidate.plan) for candidate in (now, late))
+    one, other = (simulate_plan.lowering.columns(candidate.plan) for candidate in (now, late))
     assert one.bytes_moved() == other.bytes_moved()
 
 

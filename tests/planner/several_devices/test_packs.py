@@ -13,7 +13,8 @@ from benchmarks import planner_packs
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.search.candidates import Budget, Candidate, Evaluator
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 from tierplan.planner.several_devices.pack_search import balanced, improve_packs, neighbours
 from tierplan.sim.workloads.workload import Workload
@@ -69,25 +70,25 @@ def all_packs(num: int) -> Iterator[Packs]:
                 yield Packs(form=form, devices=2, forward=forward, backward=backward, cleanup_s=CLEANUP_S)  # type: ignore[arg-type]
 
 
-def worst(evaluate: Evaluator, num: int) -> Candidate[PackPlan]:
+def worst(simulate_plan: PlanSimulator, num: int) -> Candidate[PackPlan]:
     """One unit per pack, the other way round than it should be started from."""
     runs = tuple((u, u + 1) for u in range(num))
     packs = Packs(form="data", devices=2, forward=runs[:-1], backward=runs, cleanup_s=CLEANUP_S)
-    return evaluate(planned(packs))
+    return simulate_plan(planned(packs))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_the_best_of_all_packs(seed):
     workload = layers(random.Random(seed), 5)
     machine = two_devices(1_400_000_000)
-    everything = Evaluator(workload, machine, Budget(1e9))
+    everything = PlanSimulator(workload, machine, Budget(1e9))
     steps = [everything(planned(packs)).step_s for packs in all_packs(5)]
     fitting = [s for s in steps if s is not None]
     assert len(fitting) < len(steps)  # memory excludes some
-    evaluate = Evaluator(workload, machine, Budget(4))
-    start = worst(evaluate, 5)
+    simulate_plan = PlanSimulator(workload, machine, Budget(4))
+    start = worst(simulate_plan, 5)
     assert start.step_s is not None
-    found = improve_packs(start, evaluate, spent_frac=1.0)
+    found = improve_packs(start, simulate_plan, spent_frac=1.0)
     assert found.step_s is not None
     assert min(fitting) <= found.step_s <= min(fitting) * 1.01
     assert found.step_s < start.step_s
@@ -98,10 +99,10 @@ def test_the_estimate_is_near_the_simulation(seed):
     rng = random.Random(seed)
     workload = layers(rng, 8)
     machine = two_devices(4_000_000_000)
-    evaluate, estimate = Evaluator(workload, machine, Budget(1e9)), PackEstimate(workload, machine)
+    simulate_plan, estimate = PlanSimulator(workload, machine, Budget(1e9)), PackEstimate(workload, machine)
     tried = 0
     for packs in rng.sample([p for p in all_packs(8) if p.form == "pipeline"], 12):
-        simulated = evaluate(planned(packs)).step_s
+        simulated = simulate_plan(planned(packs)).step_s
         if simulated is not None:
             tried += 1
             assert estimate.step_s(packs) == pytest.approx(simulated, rel=0.03)

@@ -1,0 +1,58 @@
+"""What a search may spend, counted in simulated ops rather than in seconds, so that the clock does not decide."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["Budget"]
+
+OPS_PER_S = 36_000
+"""Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
+WALL_TIMES = 5
+"""Time limits after which a search ends, by the wall's clock, however busy the computer is."""
+
+
+@dataclass
+class Budget:
+    """What a search may spend: simulated ops, and seconds of computing.
+
+    Seconds are those of this process, so that a busy computer changes how long a search takes, but not what it finds;
+    with the wall's clock at `WALL_TIMES` the limit, whatever happens.
+    """
+
+    time_limit_s: float
+    started: float = field(default_factory=time.perf_counter)
+    started_cpu: float = field(default_factory=time.process_time)
+    ops_left: float = 0.0
+    last_s: float = 0.0
+    """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is spent."""
+        self.started, self.started_cpu = time.perf_counter(), time.process_time()
+        self.ops_left = self.time_limit_s * OPS_PER_S
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def is_spent(self) -> bool:
+        return self.ops_left <= 0 or self.is_out_of_time
+
+    @property
+    def spent_frac(self) -> float:
+        """The larger of what is spent of the ops and of the seconds."""
+        computed_s = time.process_time() - self.started_cpu
+        ops = self.time_limit_s * OPS_PER_S
+        return max(1 - self.ops_left / ops, computed_s / self.time_limit_s)
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """The clock ran out before the budget did: only then the result depends on how quick this computer is."""
+        computed_s = time.process_time() - self.started_cpu + self.last_s
+        return computed_s >= self.time_limit_s or self.seconds >= WALL_TIMES * self.time_limit_s

@@ -1,0 +1,60 @@
+"""Local search: from a plan along moves that shorten the simulated step, until none does."""
+
+from __future__ import annotations
+
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.moves import FAMILIES
+
+__all__ = ["BETTER", "descend"]
+
+LONG_CHAIN = 8
+PATIENCE = 5
+"""Moves of one family without success after which it is left, on chains longer than `LONG_CHAIN`."""
+BETTER = 1 - 1e-4
+"""A move counts as an improvement when it shortens the step by more than this."""
+
+
+def descend(
+    problem: Problem,
+    start: Candidate[UnitwisePlan],
+    simulate_plan: PlanSimulator,
+    *,
+    bound_s: float,
+    good_frac: float,
+    of_several_units: bool = True,
+) -> Candidate[UnitwisePlan]:
+    """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound.
+
+    Goes round the families of moves. On long chains, where neighbours are much alike, a family is left after a few
+    moves without success; on short ones every move is tried, with `of_several_units` those that change two at once too.
+    """
+    families = FAMILIES if of_several_units else FAMILIES[:-1]
+    best = start
+    patience = PATIENCE if len(problem.units) > LONG_CHAIN else 10**9
+    stale = 0
+    while stale < len(families):
+        for family in families:
+            failures, before = 0, best
+            for move in family(problem, best.plan):
+                if simulate_plan.budget.is_spent or _close(best, bound_s, good_frac):
+                    return best
+                changed = move(best.plan)
+                if changed is None or changed == best.plan:
+                    continue
+                tried = simulate_plan(changed)
+                if tried.step_s is not None and best.step_s is not None and tried.step_s < best.step_s * BETTER:
+                    best, failures = tried, 0
+                else:
+                    failures += 1
+                    if failures >= patience:
+                        break
+            stale = 0 if best is not before else stale + 1
+            if stale >= len(families):
+                break
+    return best
+
+
+def _close(candidate: Candidate[Plan], bound_s: float, good_frac: float) -> bool:
+    return candidate.step_s is not None and candidate.step_s <= bound_s * (1 + good_frac)
