@@ -109,7 +109,7 @@ def with_tierplan(args: argparse.Namespace, folder: Path) -> tuple[Step, Callabl
 
     def step() -> float:
         trainer.run(batches, 1)
-        return trainer.last_loss
+        return sum(trainer.last_losses)
 
     def finish() -> dict[str, Any]:
         result = trainer.result()

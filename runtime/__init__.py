@@ -13,4 +13,5 @@ tracing     exact workloads, from a model run on fake tensors
 measure     how fast this machine is
 job         one training run from files to files: `tierplan run`
 hf_trainer  the same from the Hugging Face `Trainer`
+hf_arguments  which of its settings are honoured, and which refused
 """

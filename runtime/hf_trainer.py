@@ -7,12 +7,13 @@ Logging, callbacks, the data loader and the learning-rate scheduler are the Trai
 the update are the schedule's: micro-batches are collected, and each optimizer step is executed when its last one is
 there. Weights are the schedule's while training, and the model's again at its end and for saving.
 
-The Trainer needs the package `accelerate`.
+Settings that a schedule does not honour are refused (`hf_arguments`). The Trainer needs the package `accelerate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ import transformers
 from torch import nn
 
 from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_settings
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer, TrainingError
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Training
 
 __all__ = ["ScheduleTrainer"]
 
@@ -47,11 +48,23 @@ class ScheduleTrainer(transformers.Trainer):
     def __init__(
         self, *, schedule: Schedule, nvme_dir: Any = None, num_threads: int | None = None, **settings: Any
     ) -> None:
-        super().__init__(**settings)
+        if not hasattr(transformers.Trainer, "_finalize_training"):
+            raise TrainingError(
+                f"transformers {transformers.__version__} has another training loop than the one that the adapter was "
+                "made for; install 5.23 or a later one"
+            )
         training = executable_step(schedule).training
-        self._check_arguments(training)
+        check_methods(type(self), ScheduleTrainer)
+        check_settings(settings)
+        if settings.get("args") is None:
+            settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
+        check_arguments(settings["args"], training)
+        super().__init__(**settings)
         self._num_micro_batches = training.gradient_accumulation_steps
+        self._has_trained = self._is_over = False
         self._waiting: list[Mapping[str, Any]] = []
+        self._rates: dict[int, float] = {}
+        """By step; an update may be made during the next one."""
         args = self.args
         decayed = set(self.get_decay_parameter_names(self.model))
         spared = tuple(name for name, _ in self.model.named_parameters() if name not in decayed)
@@ -66,31 +79,12 @@ class ScheduleTrainer(transformers.Trainer):
                 weight_decay=args.weight_decay,
                 groups=(ParameterGroup(names=spared, weight_decay=0.0),),
             ),
-            learning_rate=lambda step: self._current_rate(),
+            learning_rate=self._rates.__getitem__,
             seed=None,
             num_threads=num_threads,
             device="cuda" if args.device.type == "cuda" else "cpu",
             trace_steps=20,
         )
-        # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
-        self._engine.divides_loss = not self.model_accepts_loss_kwargs
-
-    def _check_arguments(self, training: Training) -> None:
-        args = self.args
-        wanted = {
-            "per_device_train_batch_size": training.per_device_train_batch_size,
-            "gradient_accumulation_steps": training.gradient_accumulation_steps,
-            "max_grad_norm": training.max_grad_norm or 0.0,
-            "gradient_checkpointing": False,
-            "fp16": False,
-            "bf16": False,
-        }
-        for name, value in wanted.items():
-            if getattr(args, name) != value:
-                raise TrainingError(
-                    f"TrainingArguments have {name}={getattr(args, name)!r}, but the schedule was made for {value!r}; "
-                    "set it so, or plan again (a model in bf16 needs no autocast)"
-                )
 
     def create_optimizer(self, *unused: Any, **ignored: Any) -> torch.optim.Optimizer:
         self.optimizer: Any
@@ -98,13 +92,24 @@ class ScheduleTrainer(transformers.Trainer):
             self.optimizer = _Update(self.args.learning_rate)
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _current_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
+        if resume_from_checkpoint:
+            raise TrainingError(
+                f"train is called with resume_from_checkpoint={resume_from_checkpoint!r}, but checkpoints do not hold "
+                "the optimizer states; train with `tierplan run`, which commits and resumes"
+            )
+        if self._has_trained:
+            raise TrainingError("train is called again, but its optimizer states are gone; make a new ScheduleTrainer")
+        check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
+        self._has_trained = True
+        return super().train(None, *args, **settings)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Collects a micro-batch; the loss of all of them when the step is complete, 0 before."""
+        """Collects a micro-batch; its loss when the step is complete, which those of earlier ones join, 0 before."""
+        model.train()  # an evaluation has set it to evaluation
         inputs = self._prepare_inputs(inputs)
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+        is_scaled = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        if is_scaled:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         self._waiting.append(inputs)
         if len(self._waiting) < self._num_micro_batches:
@@ -113,21 +118,57 @@ class ScheduleTrainer(transformers.Trainer):
                     f"the last step of the epoch has {len(self._waiting)} micro-batches, but the schedule's steps have "
                     f"{self._num_micro_batches}; leave examples out so that their number is a multiple of both"
                 )
-            return torch.zeros(())
+            return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
+        # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
+        self._engine.divides_loss = not is_scaled
+        self._rates[self._engine.num_steps_done] = float(self.optimizer.param_groups[0]["lr"])
         self._engine.run(batches, 1)
-        return torch.tensor(self._engine.last_loss)
+        *earlier, loss = self._engine.last_losses
+        for earlier_loss in earlier:  # one by one, as the Trainer adds them
+            self._tr_loss += earlier_loss
+        return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, *unused: Any, **ignored: Any) -> None:
         """The schedule clips."""
 
+    def _get_grad_norm(self, *unused: Any, **ignored: Any) -> None:
+        """Gradients are gone when the Trainer asks, so no norm is logged."""
+
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         with self._engine:
-            out = super()._inner_training_loop(*args, **settings)
-            self._engine.restore_model()
-            return out
+            return super()._inner_training_loop(*args, **settings)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def _finalize_training(self, *args: Any, **settings: Any) -> Any:
         if self._engine.is_placed:
             self._engine.restore_model()
-        super().save_model(output_dir, _internal_call)
+        self._is_over = True  # callbacks at the end of training see the model whole
+        return super()._finalize_training(*args, **settings)
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """The model with its parameters; during training they are the schedule's again afterwards."""
+        is_taken_apart = self._engine.is_placed and not self._is_over
+        if is_taken_apart:
+            self._engine.restore_model()
+        try:
+            yield
+        finally:
+            for unit in self._engine.units if is_taken_apart else ():
+                unit.unbind()
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        with self._whole_model():
+            self.model.to(self.args.device)
+            return super().evaluation_loop(*args, **settings)
+
+    def _save_checkpoint(self, *args: Any, **settings: Any) -> None:
+        if not self.args.save_only_model:
+            raise TrainingError(
+                "a checkpoint is asked for, but it would not hold the optimizer states; set save_only_model=True"
+            )
+        super()._save_checkpoint(*args, **settings)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with self._whole_model():
+            super().save_model(output_dir, _internal_call)

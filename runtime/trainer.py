@@ -248,9 +248,9 @@ class Trainer:
         }
 
     @property
-    def last_loss(self) -> float:
-        """The loss of the last step done."""
-        return sum(self._losses[self.num_steps_done - 1])
+    def last_losses(self) -> Sequence[float]:
+        """The losses of the last step's micro-batches; its loss is their sum."""
+        return tuple(self._losses[self.num_steps_done - 1])
 
     def request_stop(self) -> None:
         """Lets the steps under way run to their end, or one if there is none; `run` returns then."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.hf_arguments import HONOURED, HONOURED_SETTINGS, OF_THE_SCHEDULE, REFUSED, REFUSED_SETTINGS
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.trainer import TrainingError
@@ -89,6 +93,42 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay:
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (3, 0.5)])
+def test_evaluation_and_saving_in_the_middle_of_training(accumulation: int, clip: float | None, tmp_path: Path) -> None:
+    """Losses of training and evaluation, checkpoints and final weights are the plain Trainer's."""
+    models, logs, is_training = [], [], []
+    for build in (hf.Trainer, ScheduleTrainer):
+        own: dict[str, Any] = {}
+        if build is ScheduleTrainer:
+            own = {"schedule": schedule_for(accumulation, clip), "nvme_dir": tmp_path / "nvme"}
+        folder = tmp_path / build.__name__
+        often = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "logging_steps": 2}
+        saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+        args = arguments(folder, accumulation, clip, **often, **saving)
+        model = make_model("gpt2", dropout=0.1)
+        hf.set_seed(1)
+        data = {"train_dataset": examples(30), "eval_dataset": examples(6)}
+        trainer = build(**own, model=model, args=args, **data)  # type: ignore[arg-type]
+        if build is hf.Trainer and clip:
+            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+        trainer.train()
+        logs.append(
+            [{k: v for k, v in entry.items() if k in ("loss", "eval_loss")} for entry in trainer.state.log_history]
+        )
+        models.append((model, hf.GPT2LMHeadModel.from_pretrained(folder / "checkpoint-3")))
+        is_training.append(model.training)
+        if build is ScheduleTrainer:
+            assert not any("grad_norm" in entry for entry in trainer.state.log_history)
+    expected, found = logs
+    assert [set(entry) for entry in found] == [set(entry) for entry in expected]
+    assert sum("eval_loss" in entry for entry in expected) == 4  # before the first step, and after 2, 4 and 5
+    assert found == expected
+    assert is_training[1] == is_training[0]
+    for expected_model, model in zip(*models, strict=True):
+        for (name, a), (_, b) in zip(model.named_parameters(), expected_model.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert", "t5"])
 def test_what_the_trainer_spares_weight_decay(family: str, tmp_path: Path) -> None:
     model = make_model(family)
@@ -102,3 +142,112 @@ def test_arguments_that_are_not_the_schedule_s_are_refused(setting: str, value: 
     args = arguments(tmp_path, 1, None, **{setting: value})
     with pytest.raises(TrainingError, match=f"have {setting}={value}"):
         ScheduleTrainer(schedule=schedule_for(1, None), model=make_model("gpt2"), args=args)
+
+
+def refusal(tmp_path: Path, build: Callable[..., ScheduleTrainer] = ScheduleTrainer, **settings: Any) -> str:
+    """Why an adapter is not made with these settings of the Trainer, or arguments of `TrainingArguments`."""
+    own = {name: settings.pop(name) for name in list(settings) if name not in vars(ARGUMENTS)}
+    with pytest.raises(TrainingError) as caught:
+        build(schedule=SCHEDULE, model=make_model("gpt2"), args=arguments(tmp_path, 1, None, **settings), **own)
+    return str(caught.value)
+
+
+SCHEDULE = schedule_for(1, None)
+ARGUMENTS = hf.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("optim", "adafactor"),
+        ("optim", "sgd"),
+        ("optim", "adamw_8bit"),
+        ("optim_args", "amsgrad=True"),
+        ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("bf16", True),
+        ("fp16", True),
+        ("bf16_full_eval", True),
+        ("activation_checkpointing", True),
+        ("torch_compile", True),
+        ("torch_empty_cache_steps", 2),
+        ("auto_find_batch_size", True),
+        ("save_strategy", "steps"),
+        ("resume_from_checkpoint", "checkpoint-3"),
+    ],
+)
+def test_an_argument_that_is_not_honoured_is_refused(setting: str, value: object, tmp_path: Path) -> None:
+    assert f"have {setting}={value!r}" in refusal(tmp_path, **{setting: value})
+
+
+def test_the_best_model_is_not_loaded_from_checkpoints(tmp_path: Path) -> None:
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    message = refusal(tmp_path, **best, save_only_model=True, load_best_model_at_end=True)
+    assert "have load_best_model_at_end=True" in message
+
+
+def test_a_field_of_a_subclass_that_is_not_known_keeps_its_default(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Arguments(hf.TrainingArguments):
+        noise: float = 0.0
+
+    plain = dataclasses.asdict(arguments(tmp_path, 1, None)).items()
+    known = {f.name: value for f, (_, value) in zip(dataclasses.fields(hf.TrainingArguments), plain, strict=True)}
+    known = {k: v for k, v in known.items() if k not in ("accelerator_config", "gradient_checkpointing")}
+    ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=Arguments(**known))
+    with pytest.raises(TrainingError, match=r"have noise=0\.5"):
+        ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=Arguments(**known, noise=0.5))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("compute_loss_func", lambda outputs, labels, **more: outputs["logits"].mean()),
+        ("optimizers", (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None)),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {"lr": 1.0})),
+        ("model_init", lambda: make_model("gpt2")),
+    ],
+)
+def test_a_setting_that_is_not_honoured_is_refused(setting: str, value: object, tmp_path: Path) -> None:
+    assert f"given {setting}=" in refusal(tmp_path, **{setting: value})
+
+
+def test_what_a_subclass_overrides_in_vain_is_refused(tmp_path: Path) -> None:
+    class OwnLoss(ScheduleTrainer):
+        def compute_loss(self, *args: Any, **settings: Any) -> Any:
+            raise AssertionError
+
+    assert "OwnLoss overrides compute_loss" in refusal(tmp_path, OwnLoss)
+
+
+def test_a_callback_that_wants_gradients_is_refused(tmp_path: Path) -> None:
+    class Gradients(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **settings: Any) -> None:
+            raise AssertionError
+
+    args = arguments(tmp_path, 1, None)
+    trainer = ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=args, callbacks=[Gradients()])
+    with pytest.raises(TrainingError, match="Gradients has on_pre_optimizer_step"):
+        trainer.train()
+
+
+def test_a_resume_is_refused(tmp_path: Path) -> None:
+    trainer = ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=arguments(tmp_path, 1, None))
+    with pytest.raises(TrainingError, match="resume_from_checkpoint='there'"):
+        trainer.train(resume_from_checkpoint="there")
+
+
+def test_the_table_knows_every_argument_and_setting() -> None:
+    """A release of transformers with another field fails here, until someone has looked at it."""
+    fields = {field.name for field in dataclasses.fields(hf.TrainingArguments)}
+    tables = [*HONOURED, *OF_THE_SCHEDULE, *REFUSED]
+    assert len(tables) == len(set(tables))
+    assert set(tables) == fields
+    settings = set(inspect.signature(hf.Trainer.__init__).parameters) - {"self"}
+    assert settings == HONOURED_SETTINGS | set(REFUSED_SETTINGS)
+
+
+def test_plain_arguments_are_taken() -> None:
+    """What is refused is refused for its value: the default of every field but `save_strategy` is taken."""
+    for name, (taken, _, _) in REFUSED.items():
+        assert name == "save_strategy" or getattr(ARGUMENTS, name) in taken, name

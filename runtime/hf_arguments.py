@@ -1,0 +1,180 @@
+"""Which settings of the Hugging Face `Trainer` a schedule honours; every other one is refused, and none is ignored.
+
+`HONOURED`, `OF_THE_SCHEDULE` and `REFUSED` together are the reviewed fields of `TrainingArguments`. One that is in
+none of them (of a subclass, or of another release of `transformers`) has to keep its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tierplan.runtime.execution.placement import TrainingError
+from tierplan.sim.workloads.workload import Training
+
+__all__ = [
+    "HONOURED",
+    "HONOURED_SETTINGS",
+    "OF_THE_SCHEDULE",
+    "REFUSED",
+    "REFUSED_SETTINGS",
+    "check_arguments",
+    "check_callbacks",
+    "check_methods",
+    "check_settings",
+]
+
+_HONOURED = {
+    "the Trainer's own business: how long, which data, what to log and where": """
+        output_dir num_train_epochs max_steps seed data_seed full_determinism use_cpu accelerator_config tf32
+        dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+        label_names train_sampling_strategy length_column_name average_tokens_across_devices
+        logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
+        log_level_replica include_num_input_tokens_seen disable_tqdm report_to run_name project trackio_space_id
+        trackio_bucket_id trackio_static_space_id skip_memory_metrics do_train do_eval do_predict local_rank""",
+    "evaluation, which is the Trainer's, with the whole model": """
+        eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
+        eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
+        metric_for_best_model greater_is_better use_cache""",
+    "checkpoints that hold the model only; `save_strategy` is refused for others": """
+        save_steps save_only_model save_on_each_node save_total_limit push_to_hub hub_token hub_private_repo
+        hub_model_id hub_strategy hub_always_push hub_revision""",
+    "handed to the schedule's optimizer": """
+        learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2
+        adam_epsilon""",
+    "of no effect while the setting that they belong to is refused": """
+        activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config fsdp_config
+        ignore_data_skip ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+        ddp_backend ddp_timeout""",
+}
+HONOURED = frozenset(name for names in _HONOURED.values() for name in names.split())
+OF_THE_SCHEDULE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm")
+"""Must be those that the schedule was made for."""
+
+_ADAMW = "the schedule updates with the bits of torch.optim.AdamW(fused=True)"
+_LOSS = "a step of the schedule takes the loss that the model returns"
+_MEMORY = "where tensors are, and what is computed again, is in the schedule"
+_ONE_PROCESS = "a schedule is executed by one process"
+_STATES = "checkpoints hold the model; optimizer states are in the schedule's tiers and would not be in them"
+_PRECISION = "the precision is the schedule's, without autocast"
+
+REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
+    "optim": (("adamw_torch", "adamw_torch_fused"), _ADAMW, "set one of these, or use the plain Trainer"),
+    "optim_args": ((None, ""), _ADAMW, "use adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
+    "optim_target_modules": ((None,), _ADAMW, "leave it out"),
+    "label_smoothing_factor": ((0.0,), _LOSS, "smooth labels in the model's own loss"),
+    "neftune_noise_alpha": ((None,), "embeddings get no noise in a schedule's forward", "leave it out"),
+    "bf16": ((False,), _PRECISION, "plan for dtype bf16 and load the model in bf16"),
+    "fp16": ((False,), f"{_PRECISION} or loss scaling", "plan for dtype bf16 and load the model in bf16"),
+    "bf16_full_eval": ((False,), _PRECISION, "evaluate a copy of the saved model"),
+    "fp16_full_eval": ((False,), _PRECISION, "evaluate a copy of the saved model"),
+    "activation_checkpointing": ((False, None), _MEMORY, "let the planner choose what is computed again"),
+    "gradient_checkpointing": ((False, None), _MEMORY, "let the planner choose what is computed again"),
+    "torch_compile": ((False,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
+    "torch_compile_backend": ((None,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
+    "torch_compile_mode": ((None,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
+    "use_liger_kernel": ((False,), "the schedule was made for the model's own kernels", "leave it out"),
+    "torch_empty_cache_steps": ((None,), _MEMORY, "leave it out"),
+    "auto_find_batch_size": ((False,), "a schedule is made for one batch size", "plan for the batch size that fits"),
+    "save_strategy": (("no",), _STATES, "set 'no', or also save_only_model=True"),
+    "load_best_model_at_end": ((False,), _STATES, "save with save_only_model=True and load the best one yourself"),
+    "resume_from_checkpoint": ((None, False), _STATES, "train with `tierplan run`, which commits and resumes"),
+    "restore_callback_states_from_checkpoint": ((False,), "training is not resumed", "leave it out"),
+    "enable_jit_checkpoint": ((False,), _STATES, "train with `tierplan run`, which commits and resumes"),
+    "debug": (([], "", None), "its hooks would run inside the schedule's ops", "debug with the plain Trainer"),
+    "fsdp": ((None, "", [], False), _ONE_PROCESS, "leave it out"),
+    "deepspeed": ((None, "", False), _ONE_PROCESS, "leave it out"),
+    "parallelism_config": ((None,), _ONE_PROCESS, "leave it out"),
+}
+"""By field, the values that are taken, the rule, and what to do instead."""
+
+HONOURED_SETTINGS = frozenset(
+    (
+        *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+        *("compute_metrics", "callbacks", "preprocess_logits_for_metrics"),
+    )
+)
+_OWN_OPTIMIZER = (f"{_ADAMW}, and the Trainer's scheduler sets its rate", "use TrainingArguments for both")
+REFUSED_SETTINGS: Mapping[str, tuple[str, str]] = {
+    "model_init": ("a schedule trains the one model that it was made for", "give the model itself"),
+    "compute_loss_func": (_LOSS, "compute it in the model's forward"),
+    "optimizers": _OWN_OPTIMIZER,
+    "optimizer_cls_and_kwargs": _OWN_OPTIMIZER,
+}
+"""By argument of the Trainer's constructor, the rule and what to do instead."""
+
+NEVER_CALLED = (
+    "compute_loss",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+    "training_step",
+    "create_optimizer",
+    "create_optimizer_and_scheduler",
+    "get_optimizer_cls_and_kwargs",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+)
+"""Methods that the schedule stands for, or that the adapter needs as they are."""
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `TrainingError` for what is given to the Trainer's constructor and not honoured."""
+    for name, value in settings.items():
+        is_given = any(part is not None for part in value) if isinstance(value, tuple) else value is not None
+        if name in HONOURED_SETTINGS or not is_given:
+            continue
+        rule, advice = REFUSED_SETTINGS.get(name, ("it is not known to be honoured", "leave it out"))
+        raise TrainingError(f"the Trainer is given {name}={value!r}, but {rule}; {advice}")
+
+
+def check_arguments(args: Any, training: Training) -> None:
+    """Raises `TrainingError` for the first of `TrainingArguments` that a schedule made for `training` cannot honour."""
+    for name in OF_THE_SCHEDULE:
+        wanted = getattr(training, name) or 0.0
+        if getattr(args, name) != wanted:
+            raise TrainingError(
+                f"TrainingArguments have {name}={getattr(args, name)!r}, but the schedule was made for {wanted!r}; "
+                "set it so, or plan again"
+            )
+    for field in dataclasses.fields(args):
+        name = field.name
+        if name in HONOURED or name in OF_THE_SCHEDULE or (name == "save_strategy" and args.save_only_model):
+            continue
+        value = getattr(args, name)
+        taken, rule, advice = REFUSED.get(name, ((_default(field),), "it is not known to be honoured", "leave it out"))
+        if value not in taken:
+            shown = getattr(value, "value", value)
+            known = " or ".join(repr(t) for t in taken)
+            raise TrainingError(f"TrainingArguments have {name}={shown!r}, not {known}, but {rule}; {advice}")
+    num_devices = max(args.world_size, args.n_gpu)
+    if num_devices > 1:
+        raise TrainingError(
+            f"the Trainer would use {num_devices} processes or GPUs, but {_ONE_PROCESS} on one device; start one "
+            "process and show it one GPU (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def check_methods(own: type, adapter: type) -> None:
+    """Raises `TrainingError` where a subclass of the adapter overrides what would never be called."""
+    for name in NEVER_CALLED:
+        if getattr(own, name, None) is not getattr(adapter, name, None):
+            raise TrainingError(
+                f"{own.__name__} overrides {name}, but the schedule stands for forward, loss, backward, clipping and "
+                "update, so it would not be called as the Trainer calls it; put what it does into the model's forward"
+            )
+
+
+def check_callbacks(callbacks: Iterable[Any], base: type) -> None:
+    """Raises `TrainingError` for a callback that wants to see gradients, which are gone when it would be called."""
+    for callback in callbacks:
+        if getattr(type(callback), "on_pre_optimizer_step", None) is not base.on_pre_optimizer_step:  # type: ignore[attr-defined]
+            raise TrainingError(
+                f"callback {type(callback).__name__} has on_pre_optimizer_step, but gradients are the schedule's and "
+                "the update is made already; leave the callback out"
+            )
