@@ -10,13 +10,19 @@ the compared things taking turns.
     simulate    against the same number of bare SimPy timeouts: pending together (a heap of them), or one after another
                 in one process (the heap never holds more than one: the least that SimPy can cost)
     growth      cost per op of 10 steps against that of one
+    ten steps   seconds for a trace of ten steps by SimPy, from the unrolled schedule
     evaluator   the longest path against the engine
+    compiled    the compiled engine against SimPy's, and what a search pays per plan: from the plan to columns in list
+                order (templates at hand), from there to the steady step time, and both
+    cold        what a process pays once to load compiled code that an earlier one has left: numba and all functions
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -27,12 +33,17 @@ import simpy
 from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.engine import simulate, simulate_graph
-from tierplan.sim.graph import graph_of
+from tierplan.sim.analysis.completion import check_memory
+from tierplan.sim.analysis.steady import SteadyStep, steady_step
+from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.rules import execute
+from tierplan.sim.compiled.simulation import prices_on
+from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import unroll
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 
@@ -42,7 +53,7 @@ def roomy_machine() -> Machine:
     return replace(machine, tiers=tuple(replace(t, capacity_bytes=10**15) for t in machine.tiers))
 
 
-def step_of_gpt3(machine: Machine) -> Schedule:
+def plan_of_gpt3(machine: Machine) -> tuple[Lowering, UnitwisePlan]:
     """About 5,000 ops: parameters and gradients in host memory, states on NVMe, saved tensors in turn."""
     workload = load_workload("gpt-175b", Training(per_device_train_batch_size=1, sequence_length=2048))
 
@@ -51,7 +62,42 @@ def step_of_gpt3(machine: Machine) -> Schedule:
         return UnitPlan(params="host", grads="host", states="nvme", acts=acts)  # type: ignore[arg-type]
 
     units = tuple(choice(u.kind, len(u.saved)) for u in workload.units)
-    return lower(UnitwisePlan(policy="benchmark", units=units), workload, machine)
+    return Lowering(workload, machine), UnitwisePlan(policy="benchmark", units=units)
+
+
+def steady_of(columns: ScheduleColumns, machine: Machine) -> SteadyStep:
+    """What the search asks of a candidate."""
+    check_memory(columns)
+    return steady_step(columns, machine)
+
+
+COLD = """
+import time
+from tierplan.hwmodels.machine import Machine, Stream
+from tierplan.sim.columns import columns_of
+from tierplan.sim.schedule import Op, Schedule
+machine = Machine(name="one", tiers=(), streams=(Stream(name="s", rates={}),))
+schedule = Schedule(name="one", tiers=(), buffers=(), ops=(Op(key="a", stream="s", kind="x", work={"s": 1.0}),))
+began = time.process_time()
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.readiness import ready_order
+from tierplan.sim.compiled.rules import execute
+from tierplan.sim.compiled.simulation import prices_on
+columns = columns_of(schedule)
+graph, prices = graph_columns(columns), prices_on(columns, machine)
+execute(graph, prices)
+ready_order(graph, prices.alone_s)
+print(time.process_time() - began)
+"""
+
+
+def cold_s(repeats: int) -> float:
+    """Seconds that a process pays to load compiled code: numba itself, and what an earlier process has compiled."""
+    times = [
+        float(subprocess.run([sys.executable, "-c", COLD], capture_output=True, text=True, check=True).stdout)
+        for _ in range(repeats + 1)
+    ]
+    return min(times[1:])
 
 
 def timeouts_together(num: int) -> None:
@@ -100,8 +146,11 @@ def best_s(things: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
 
 
 def measure(machine: Machine, repeats: int) -> dict[str, float]:
-    schedule = step_of_gpt3(machine)
-    costs, limits, graph = price(schedule, machine), machine.limits, graph_of(schedule)
+    lowering, plan = plan_of_gpt3(machine)
+    columns = lowering.columns(plan)
+    schedule = columns.schedule()
+    costs, limits = price(schedule, machine), machine.limits
+    graph, prices = graph_columns(columns), prices_on(columns, machine)
     num_ops = len(schedule.ops)
     ten = unroll(schedule, 10)
     ten_costs = price(ten, machine)
@@ -111,7 +160,10 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
             "timeouts together": lambda: timeouts_together(num_ops),
             "timeouts in turn": lambda: timeouts_in_turn(num_ops),
             "simulate": lambda: simulate(schedule, costs, limits=limits),
-            "simulate a graph": lambda: simulate_graph(graph, costs, limits=limits),
+            "execute": lambda: execute(graph, prices),
+            "lower": lambda: lowering.columns(plan),
+            "steady": lambda: steady_of(columns, machine),
+            "plan to steady": lambda: steady_of(lowering.columns(plan), machine),
             "evaluate": lambda: evaluator.evaluate(costs, limits),
             "simulate ten steps": lambda: simulate(ten, ten_costs, limits=limits),
         },
@@ -123,11 +175,14 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
         "simulate_us_per_op": found["simulate"] / num_ops * 1e6,
         "simulate_over_timeouts_together": found["simulate"] / found["timeouts together"],
         "simulate_over_timeouts_in_turn": found["simulate"] / found["timeouts in turn"],
-        "graph_at_hand_over_timeouts_together": found["simulate a graph"] / found["timeouts together"],
-        "graph_at_hand_over_timeouts_in_turn": found["simulate a graph"] / found["timeouts in turn"],
         "ten_steps_over_one_per_op": found["simulate ten steps"] / 10 / found["simulate"],
         "simulate_over_evaluate": found["simulate"] / found["evaluate"],
-        "graph_at_hand_over_evaluate": found["simulate a graph"] / found["evaluate"],
+        "ten_steps_s": found["simulate ten steps"],
+        "simulate_over_compiled": found["simulate"] / found["execute"],
+        "compiled_ns_per_op": found["execute"] / num_ops * 1e9,
+        "plan_to_columns_ms": found["lower"] * 1e3,
+        "columns_to_steady_ms": found["steady"] * 1e3,
+        "plan_to_steady_ms": found["plan to steady"] * 1e3,
     }
 
 
@@ -142,6 +197,7 @@ def main() -> None:
         "without shared limits": measure(alone, args.repeats),
         f"with {len(shared.shared_limits)} shared limits": measure(shared, args.repeats),
     }
+    results["a second process"] = {"loads_compiled_code_s": cold_s(args.repeats)}
     for name, numbers in results.items():
         print(name)
         for what, value in numbers.items():

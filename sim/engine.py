@@ -26,7 +26,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
 from tierplan.sim.trace import MemoryEvent, Span, Trace
 
-__all__ = ["OutOfMemory", "SimulationError", "alone_ns", "simulate", "simulate_graph"]
+__all__ = ["OutOfMemory", "SimulationError", "alone_ns", "simulate"]
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[str, float] | None = None) -> Trace:
@@ -43,12 +43,6 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
     """
     with _collector_paused():
         return _Run(graph_of(schedule), costs, limits or {}).trace()
-
-
-def simulate_graph(graph: Graph, costs: Mapping[str, Cost], *, limits: Mapping[str, float] | None = None) -> Trace:
-    """As `simulate`, for a schedule whose graph is at hand: repeated simulations need it only once."""
-    with _collector_paused():
-        return _Run(graph, costs, limits or {}).trace()
 
 
 def alone_ns(cost: Cost) -> int:

@@ -16,7 +16,8 @@ import networkx as nx
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
-from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.analysis.steady import steady_step
+from tierplan.sim.columns import columns_of
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
@@ -265,10 +266,11 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) 
             inside.setdefault(parts.pop(), set()).add(limit.name)
     for part, limits in inside.items():
         cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
-    now_s = steady_state(schedule, machine).period_s
+    columns = columns_of(schedule)
+    now_s = steady_step(columns, machine).period_s
     found = []
     for kind, name, changed in cases:
-        step_s = steady_state(schedule, with_faster(machine, changed, factor)).period_s
+        step_s = steady_step(columns, with_faster(machine, changed, factor)).period_s
         gain_frac = 1.0 - step_s / now_s if now_s else 0.0
         found.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
     return tuple(sorted(found, key=lambda s: -s.gain_frac))

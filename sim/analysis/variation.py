@@ -17,8 +17,9 @@ import numpy as np
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
-from tierplan.sim.engine import simulate_graph
-from tierplan.sim.graph import graph_of
+from tierplan.sim.columns import columns_of
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.simulation import prices_by_key, run
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule, unroll
 
@@ -90,17 +91,13 @@ def vary(
             "give `rates` or `ops`, or measure the machine"
         )
     unrolled = unroll(schedule, num_steps) if num_steps > 1 else schedule
-    graph, costs = graph_of(unrolled), price(unrolled, machine)
+    columns, costs = columns_of(unrolled), price(unrolled, machine)
+    graph = graph_columns(columns)
 
     def step_s(costs: Mapping[str, Cost], limits: Mapping[str, float]) -> float:
-        trace = simulate_graph(graph, costs, limits=limits)
-        if num_steps == 1:
-            return trace.duration_s
-        ends_ns = [0] * num_steps
-        for span in trace.spans:
-            k = int(span.key[1 : span.key.index("/")])
-            ends_ns[k] = max(ends_ns[k], span.end_ns)
-        return (ends_ns[-2] - ends_ns[0]) / (num_steps - 2) / 1e9
+        end_ns = run(columns, graph, prices_by_key(columns, costs, limits)).end_ns
+        ends_ns = end_ns.reshape(num_steps, -1).max(axis=1, initial=0).tolist()
+        return float(ends_ns[0] / 1e9 if num_steps == 1 else (ends_ns[-2] - ends_ns[0]) / (num_steps - 2) / 1e9)
 
     draw = np.random.default_rng(seed)
     samples = []

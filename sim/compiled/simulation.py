@@ -10,10 +10,10 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
 from tierplan.sim.columns import Int32, ScheduleColumns
-from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute, stuck
 
-__all__ = ["prices_by_key", "prices_on", "simulate_columns"]
+__all__ = ["prices_by_key", "prices_on", "run", "simulate_columns"]
 
 
 def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
@@ -26,7 +26,11 @@ def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
     SimulationError
         For what no op can cost, and where the clock would go beyond `rules.TOO_LATE`.
     """
-    graph, prices = graph_columns(columns), prices_on(columns, machine)
+    return run(columns, graph_columns(columns), prices_on(columns, machine))
+
+
+def run(columns: ScheduleColumns, graph: GraphColumns, prices: Prices) -> Execution:
+    """As `simulate_columns`, where the graph and the prices are at hand."""
     execution = execute(graph, prices)
     if execution.is_too_late:
         raise SimulationError(
