@@ -8,7 +8,7 @@ The machine is measured first (half a minute). Then each configuration is planne
     parameters and states               a Llama; gradients wait in host memory
     parameters, gradients and states    an OPT whose gradients are clipped: they wait on the drive for the norm
     parameters, activations and states  a GPT-2 whose saved tensors leave too, each by itself
-    what the planner puts there         the same Llama in the same memory, as `tierplan.planner.solve.plan` decides
+    what the planner puts there         the same Llama in the same memory, as `tierplan.planner.planning.plan` decides
 
 How they were chosen. A plan is NVMe-bound here when the drive alone, with nothing beside it, is predicted to need at
 least `MARGIN` times as long as any other stream alone; each line says by how much. With only states on it, a quick
@@ -48,12 +48,12 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan as solve
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.knobs import SETTINGS
 from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
-from tierplan.planner.solve import plan as solve
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.measure.machine import measure
 from tierplan.runtime.tracing.trace import trace_config

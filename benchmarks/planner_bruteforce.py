@@ -23,7 +23,7 @@ from benchmarks.planner_grid import replace_part, version
 from tests.planner.instances import brute_force_instance
 from tests.planner.search.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.solve import plan
+from tierplan.planner.planning import plan
 
 WITHIN = 1.01
 INSTANCES = 200

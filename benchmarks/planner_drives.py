@@ -19,8 +19,8 @@ from benchmarks.planner_grid import read, replace_part, version
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
-from tierplan.planner.solve import plan
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload

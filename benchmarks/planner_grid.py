@@ -26,8 +26,8 @@ from typing import Any
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PlanError
+from tierplan.planner.planning import plan
 from tierplan.planner.search import candidates as search
-from tierplan.planner.solve import plan
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 

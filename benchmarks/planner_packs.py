@@ -21,8 +21,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Plan
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
-from tierplan.planner.solve import plan
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.published.reproduce import published

@@ -13,7 +13,8 @@ from unittest import mock
 
 from benchmarks.planner_grid import MACHINES, SEQUENCE, TIME_LIMIT_S, one_device
 from tierplan.hwmodels import load_machine
-from tierplan.planner.solve import PlanResult, plan
+from tierplan.planner.planning import plan
+from tierplan.planner.results import PlanResult
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 
@@ -30,8 +31,10 @@ def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
     training = Training(per_device_train_batch_size=batch, sequence_length=SEQUENCE, dtype="bf16")
     with ExitStack() as stack:
         if not in_parts:
-            for module in ("search", "solve"):
-                stack.enter_context(mock.patch(f"tierplan.planner.{module}.with_shards", lambda plan, num_shards: plan))
+            for module in ("moves", "from_program"):
+                stack.enter_context(
+                    mock.patch(f"tierplan.planner.search.{module}.with_shards", lambda plan, num_shards: plan)
+                )
         return plan(load_workload(model, training), machine, time_limit_s=TIME_LIMIT_S)
 
 

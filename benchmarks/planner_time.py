@@ -38,8 +38,8 @@ from tierplan.planner.milp.model import build
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.from_program import granules
 from tierplan.planner.search.knobs import Knobs
-from tierplan.planner.solve import granules
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 

@@ -6,9 +6,10 @@ lowering         from a plan for one device to a schedule
 several_devices  from packs and partitions to a schedule, and the search for packs
 prediction       what a plan gives, in the figures that people compare
 milp             the planning program and its bound (docs/planner.md has the mathematics)
+results          what planning gives
 search           candidates by simulation: moves, knobs, restarts, batches
 infeasible       what to say when no plan fits
-solve            the planner: bound, solve, round, lower, simulate, refine
+planning         the planner: bound, solve, round, lower, simulate, refine
 questions        the largest model, what more hardware is worth, how long drives last
 plan_file        the plan as a file
 training_files   settings from a DeepSpeed JSON or Hugging Face training arguments

@@ -18,7 +18,7 @@ from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import KINDS, Packs, Plan, PlanError, UnitPlan
-from tierplan.planner.solve import PlanResult
+from tierplan.planner.results import PlanResult
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 from tierplan.sim.workloads.workload import Workload

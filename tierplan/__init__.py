@@ -45,7 +45,7 @@ _EXPORTS: dict[str, str] = {
     "UnitwisePlan": "tierplan.planner.plan",
     "POLICIES": "tierplan.planner.policies",
     "lower": "tierplan.planner.lowering",
-    "plan": "tierplan.planner.solve",
+    "plan": "tierplan.planner.planning",
     # predicting
     "OutOfMemory": "tierplan.sim.engine",
     "simulate": "tierplan.sim.pricing:simulate_on",

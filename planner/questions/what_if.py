@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
 from tierplan.hwmodels.scaling import private_limits, with_capacity, with_faster
 from tierplan.planner.plan import PlanError, Semantics
-from tierplan.planner.solve import plan
+from tierplan.planner.planning import plan
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["FrontierPoint", "Worth", "changes", "frontier", "plot_frontier", "worths"]

@@ -3,9 +3,11 @@
 budget        what it may spend
 candidates    a candidate: a plan that was simulated
 moves         small changes of a plan
+incumbents    the best candidates so far
 descent       from one candidate to better ones, move by move
 restarts      descents from random plans, on short chains
 knobs         what the program cannot decide, tuned one after the other
+from_program  plans of the planning program, rounded, tuned and simulated
 late_updates  which updates wait for the next step
 batches       the outer search over micro-batch size and accumulation
 """

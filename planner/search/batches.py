@@ -15,8 +15,10 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
+from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
-from tierplan.planner.solve import Batches, PlanResult, plan
+from tierplan.planner.results import PlanResult
+from tierplan.planner.search.incumbents import Batches
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Division", "plan_sequences"]

@@ -6,4 +6,5 @@ packs_unitwise  the same on one device, unit by unit, as the runtime executes it
 paged           weights paged in and out for every use: the baseline that Harmony beats
 pack_estimate   how long packs take, without simulating
 pack_search     better packs than Harmony's own search finds
+search          what the planner tries beside the plans of one device
 """

@@ -10,7 +10,7 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.planner.plan_file import KEY, PlanFileError, load_plan, save_plan
-from tierplan.planner.solve import plan
+from tierplan.planner.planning import plan
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 
 

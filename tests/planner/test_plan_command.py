@@ -13,7 +13,7 @@ from tierplan.commands.plan import EXIT_INFEASIBLE, record, text
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_file import load_plan
-from tierplan.planner.solve import plan
+from tierplan.planner.planning import plan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tierplan.planner.plan import Plan
     from tierplan.planner.questions.what_if import Worth
-    from tierplan.planner.solve import PlanResult
+    from tierplan.planner.results import PlanResult
     from tierplan.sim.workloads.workload import Workload
 
 GB = 1e9
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from tierplan.planner.infeasible import InfeasiblePlan
-    from tierplan.planner.solve import plan
+    from tierplan.planner.planning import plan
 
     machine = scenario.read_machine(args)
     workload = scenario.read_workload(args, machine)

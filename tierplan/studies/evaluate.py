@@ -33,7 +33,7 @@ def evaluate(
     if policy != PLANNER:
         return predict(policy, workload, machine, options)
     from tierplan.planner.infeasible import InfeasiblePlan
-    from tierplan.planner.solve import plan
+    from tierplan.planner.planning import plan
 
     try:
         planned = plan(workload, machine, **(options or {}))

@@ -8,8 +8,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.plan import PLANNER
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
-from tierplan.planner.solve import plan
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload

@@ -28,8 +28,9 @@ from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.solve import PlanResult, plan
+from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.plots import plot_timelines

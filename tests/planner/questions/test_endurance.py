@@ -19,8 +19,8 @@ from tierplan.planner.milp.capacities import ENDURANCE
 from tierplan.planner.milp.model import build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.plan import UnitPlan
+from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.solve import plan
 from tierplan.sim.workloads.workload import Workload
 
 

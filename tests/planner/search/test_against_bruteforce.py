@@ -15,10 +15,10 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Problem, problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.moves import WINDOWS, with_windows
-from tierplan.planner.solve import plan
 from tierplan.sim.pricing import price
 from tierplan.sim.workloads.workload import Workload
 

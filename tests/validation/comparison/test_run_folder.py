@@ -108,7 +108,7 @@ def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
 
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
     from tierplan.planner.plan_file import PlanFileError, save_plan
-    from tierplan.planner.solve import plan
+    from tierplan.planner.planning import plan
 
     workload = toy_workload(2)
     result = plan(workload, MACHINE, time_limit_s=0.5)

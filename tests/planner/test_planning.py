@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.planner import solve as solve_module
+from tierplan.planner import planning
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s
@@ -18,11 +18,12 @@ from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan
+from tierplan.planner.search import from_program
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.late_updates import late_updates
-from tierplan.planner.solve import plan
 
 
 @pytest.mark.parametrize("device_mib", [80, 160, 400])
@@ -51,8 +52,8 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], policy: str
 ) -> None:
     """Other orders, other semantics of the same numbers, packs and pages: what was searched has bounds of its own."""
-    monkeypatch.setattr(solve_module._Loop, "_plan_order", lambda *args, **kwargs: None)
-    monkeypatch.setattr(solve_module._Loop, "_polish", lambda *args: None)
+    monkeypatch.setattr(from_program.ProgramPlans, "tune", lambda *args, **kwargs: None)
+    monkeypatch.setattr(planning._Loop, "_polish", lambda *args: None)
     for device_mib in (200, 400):
         workload = toy_workload(4, gradient_accumulation_steps=3)
         machine = toy_machine(device_bytes=device_mib * MIB)
@@ -94,7 +95,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solve_module, "tune", interrupt)
+    monkeypatch.setattr(from_program, "tune", interrupt)
     result = plan(toy_workload(4), toy_machine(device_bytes=100 * MIB), time_limit_s=5)
     assert result.status == "interrupted"
     assert result.best_policy == result.plan.policy
@@ -102,7 +103,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
 
 
 def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
-    monkeypatch.setattr(solve_module, "tune", _interrupt)
+    monkeypatch.setattr(from_program, "tune", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         plan(toy_workload(4), toy_machine(), policies=())
 

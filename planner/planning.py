@@ -1,0 +1,291 @@
+"""The planner's loop: bound, solve, round, lower, simulate, refine; every published policy is a candidate too.
+
+    result = plan(workload, machine, time_limit_s=10)
+    result.step_s, result.lower_bound_s, result.gap, result.bound_by
+
+Errors:
+
+    InfeasiblePlan(PlanError)   nothing fits: says which capacity is short, by how much, and what would do
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.milp.amounts import Problem, problem
+from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
+from tierplan.planner.milp.program import SOLVER, Solver
+from tierplan.planner.plan import Order, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.results import PlanResult, PolicyResult, Status
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import descend
+from tierplan.planner.search.from_program import ProgramPlans
+from tierplan.planner.search.incumbents import Batches, Incumbents
+from tierplan.planner.search.restarts import descend_with_restarts
+from tierplan.planner.several_devices.search import (
+    NEED_SEVERAL_DEVICES,
+    bound_by_compute,
+    on_all_devices,
+    search_packs,
+)
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.workloads.workload import Workload, WorkloadError
+
+__all__ = ["plan"]
+
+GOOD_FRAC = 0.003
+"""The search stops when the step is this close to the bound."""
+SOLVER_FRAC = 1e-6
+"""By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
+SUB_BATCHES = (2, 4, 8)
+"""Parts of a micro-batch that are tried, in vertical order."""
+SUB_BATCH_PENALTY = 1.005
+"""What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
+MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
+"""Long chains, whose programs take about a second each, try fewer."""
+SHARES_OF_TUNING = (0.45, 0.6, 0.65)
+"""Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
+
+
+def plan(
+    workload: Workload,
+    machine: Machine,
+    *,
+    semantics: Semantics | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    policies: Iterable[str] | None = None,
+    orders: Iterable[Order] | None = None,
+    batches: Batches | None = None,
+    drive_lifetime_years: float | None = None,
+) -> PlanResult:
+    """The best plan for one optimizer step of `workload` on `machine`.
+
+    Parameters
+    ----------
+    semantics
+        When updates happen. By default what gives the numbers of plain training: `exact-clip` where gradients are
+        clipped, else `in-backward`.
+    time_limit_s
+        Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
+        simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
+        `status` says if it did.
+    policies
+        Names of the policies to compare with; all by default.
+    orders
+        Orders of micro-batches to try; both by default where there are several.
+    batches
+        On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
+        either, whichever takes least time for the same work.
+    drive_lifetime_years
+        Years of training without pause that the drives are to last: plans that write more are no candidates.
+
+    Raises
+    ------
+    InfeasiblePlan
+        When nothing fits, with what is missing; or when nothing that fits spares the drives.
+    """
+    write_limit = float("inf")
+    if drive_lifetime_years is not None:
+        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    return _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit).run(policies, orders)
+
+
+class _Loop:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        semantics: Semantics | None,
+        time_limit_s: float,
+        seed: int,
+        batches: Batches | None = None,
+        write_limit_bytes_per_s: float = float("inf"),
+    ) -> None:
+        if not 0 < time_limit_s < float("inf"):
+            raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
+        self.workload, self.machine, self.seed = workload, machine, seed
+        self.semantics: Semantics = semantics or plain_semantics(workload.training)
+        if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
+            raise PlanError(
+                f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
+                "cannot do; ask for 'exact-clip' or set no max_grad_norm"
+            )
+        self.num_devices = machine.num_devices
+        self.batches = batches if self.num_devices > 1 else None
+        self.started = time.perf_counter()
+        self.budget = Budget(time_limit_s)
+        self.write_limit_bytes_per_s = write_limit_bytes_per_s
+        self.simulate_plan = PlanSimulator(
+            workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s
+        )
+        self.bound_s = 0.0
+        self.solver = Solver(seed=seed)
+        self.incumbents = Incumbents(self.batches)
+        self.from_program = ProgramPlans(self.solver, self.simulate_plan, self.incumbents)
+        self.notes = self.from_program.notes
+
+    def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
+        problems = [
+            self._problem(self.semantics, order, num)
+            for order, num in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
+        ]
+        bounds = [self._bound(p) for p in problems]
+        status: Status = "searched"
+        compared: dict[str, PolicyResult] = {}
+        try:
+            compared = self._compare(POLICIES if policies is None else policies)
+            if self.num_devices > 1:
+                self.budget.restart()  # their schedules are several times longer than the budget was measured for
+                search_packs(self.incumbents, self.simulate_plan, seed=self.seed)
+            ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+            ranked.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+            begun = self.budget.spent_frac  # bounds and policies come first, however long they take
+            for number, (p, bound) in enumerate(ranked):
+                best = self.incumbents.best
+                if best is None or bound.step_s < (best.step_s or 0.0) * (1 - GOOD_FRAC):
+                    share = SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)]
+                    goal_s = bound.step_s * (1 + GOOD_FRAC)
+                    self.from_program.tune(p, bound, goal_s=goal_s, share=begun + (1 - begun) * share)
+            self._polish(problems, bounds)
+            if self.num_devices > 1:
+                on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
+        except KeyboardInterrupt:
+            if self.incumbents.best is None:
+                raise
+            status = "interrupted"
+            self.notes.append("the search was interrupted; this is the best plan found until then")
+        best = self.incumbents.best
+        if best is None:
+            raise self._infeasible(problems, bounds)
+        bound = self._bound_of_all(best.plan, problems, bounds)
+        if status == "searched":
+            close = best.step_s is not None and best.step_s <= bound.step_s * (1 + GOOD_FRAC)
+            status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
+        return self._result(best, bound, compared, status)
+
+    def _bound(self, p: Problem) -> Bound:
+        started = time.perf_counter()
+        bound = lower_bound(p, solver=self.solver)
+        self.bound_s += time.perf_counter() - started
+        if bound.solution is not None:
+            self.budget.ops_left -= bound.solution.work_ops
+        return bound
+
+    def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
+        """The orders of micro-batches, and the sub-batches that they are cut into, which are worth a look."""
+        training = self.workload.training
+        shapes: list[tuple[Order, int]] = []
+        if "horizontal" in orders or training.gradient_accumulation_steps == 1:
+            shapes.append(("horizontal", 1))
+        if "vertical" in orders:
+            if training.gradient_accumulation_steps > 1:
+                shapes.append(("vertical", 1))
+            batch = training.per_device_train_batch_size
+            some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+            shapes += [("vertical", num) for num in some if batch % num == 0]
+        return shapes
+
+    def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
+        """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
+        if self.num_devices > 1:
+            return bound_by_compute(problems[0], plan, self.num_devices)
+        if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1:
+            self.notes.append("the best plan works in packs, pages or operators' tiles: its bound is compute alone")
+            return bound_by_compute(problems[0], plan, 1)
+        own = self._problem(plan.semantics, plan.order, plan.sub_batches)
+        if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
+            bounds = [*bounds, self._bound(own)]
+        return min(bounds, key=lambda b: b.step_s)
+
+    def _problem(self, semantics: Semantics, order: Order, sub_batches: int) -> Problem:
+        return problem(
+            self.workload,
+            self.machine,
+            semantics=semantics,
+            order=order,
+            sub_batches=sub_batches,
+            write_limit_bytes_per_s=self.write_limit_bytes_per_s,
+        )
+
+    def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
+        compared = {}
+        for name in names:
+            if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
+                compared[name] = PolicyResult(step_s=None, reason="needs several devices; this machine has one")
+                continue
+            try:
+                plan = POLICIES[name](self.workload, self.machine, {})
+            except (PlanError, MachineError, WorkloadError) as error:
+                compared[name] = PolicyResult(step_s=None, reason=str(error))
+                continue
+            candidate = self.simulate_plan(plan)
+            same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
+            compared[name] = PolicyResult(
+                step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, num_batches=plan.num_batches
+            )
+            if same:
+                self.incumbents.consider(candidate)
+        return compared
+
+    def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
+        """Local moves from the best plan, in its own order."""
+        start = self.incumbents.plain
+        if start is None:
+            return
+        by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
+        p, bound = by_shape.get((start.plan.order, start.plan.sub_batches), (problems[0], bounds[0]))
+        better = descend(p, start, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
+        better = descend_with_restarts(
+            p, better, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed
+        )
+        self.incumbents.consider(better)
+
+    def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
+        if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
+            gentlest = min(worn, key=lambda c: c.wear)
+            least_s = min(bound.step_s for bound in bounds)
+            why = (
+                f"the gentlest of {len(worn)} plans {gentlest.reason}. A step would have to take {least_s:.3g} s or "
+                "more; micro-batches that are accumulated make it longer without writing more (--accumulation). Or "
+                "use more drives, or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for "
+                "a shorter lifetime"
+            )
+            return InfeasiblePlan(self.workload, self.machine, (), "", why)
+        lacking = tuple(shortages(problems[0]))
+        reason = next((c.reason for c in self.simulate_plan.seen.values() if not c.fits), "")
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason)
+
+    def _result(
+        self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, PolicyResult], status: Status
+    ) -> PlanResult:
+        assert best.step_s is not None
+        schedule = self.simulate_plan.lowering.columns(best.plan).schedule()
+        steady = steady_state(schedule, self.machine)
+        assert steady.period_s == best.step_s, "SimPy and the compiled engine disagree"
+        is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
+        return PlanResult(
+            plan=best.plan,
+            schedule=schedule,
+            steady=steady,
+            step_s=best.step_s,
+            lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
+            solve_s=self.bound_s + self.from_program.solve_s,
+            total_s=time.perf_counter() - self.started,
+            status=status,
+            policies=compared,
+            bound_by=bound.shares,
+            s_per_gb=bound.s_per_gb,
+            num_simulated=self.simulate_plan.num_simulated,
+            solver=SOLVER,
+            seed=self.seed,
+            notes=tuple(self.notes),
+            milp_gap=self.from_program.milp_gap,
+            drive_lifetime_s=lifetime_s(self.machine, written_bytes(schedule), best.step_s),
+        )

@@ -1,0 +1,70 @@
+"""What planning gives: the best plan, and what each published policy would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tierplan.planner.plan import Plan
+from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.schedule import Schedule
+
+__all__ = ["PlanResult", "PolicyResult", "Status"]
+
+Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """What a published policy would reach on the same workload and machine."""
+
+    step_s: float | None
+    reason: str = ""
+    """Why it has no step time, in one line."""
+    num_batches: int = 1
+    """How many times the workload's micro-batches its step trains on."""
+    same_numbers: bool = True
+    """Whether it trains the numbers that were asked for; only then it is a candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The best plan found, with its schedule, its step time, and how much better any other could be."""
+
+    plan: Plan
+    schedule: Schedule
+    steady: SteadyState
+    step_s: float
+    """Simulated, in steady state."""
+    lower_bound_s: float
+    solve_s: float
+    """Seconds in solvers."""
+    total_s: float
+    status: Status
+    policies: Mapping[str, PolicyResult]
+    bound_by: Mapping[str, float]
+    """Share of the lower bound that each stream or shared limit explains, largest first."""
+    s_per_gb: Mapping[str, float]
+    """Seconds per step that one more GB of a tier takes off the lower bound, at the margin."""
+    num_simulated: int
+    solver: str = ""
+    seed: int = 0
+    notes: tuple[str, ...] = field(default=())
+    milp_gap: float | None = None
+    """How far whole actions were above the bound of the program without integers; None where that was not solved."""
+    drive_lifetime_s: float | None = None
+    """Seconds of training until the drives have taken what they are rated for; None where nothing wears them."""
+
+    @property
+    def gap(self) -> float:
+        """How much of the step time could be saved at most: (step - bound) / step."""
+        return max(0.0, (self.step_s - self.lower_bound_s) / self.step_s)
+
+    @property
+    def best_policy(self) -> str | None:
+        """The policy that fits, trains the same numbers, and takes least for the work of one device's micro-batches."""
+        fitting = {
+            k: p.step_s / p.num_batches for k, p in self.policies.items() if p.step_s is not None and p.same_numbers
+        }
+        return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None

@@ -1,0 +1,112 @@
+"""Candidates from the planning program: its plan is rounded, and what it cannot decide is tuned by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.milp.integral import solve_whole
+from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
+from tierplan.planner.milp.program import Solver
+from tierplan.planner.milp.rounding import round_to_plan
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.search.knobs import Knobs, tune
+from tierplan.planner.search.late_updates import late_updates
+from tierplan.planner.search.moves import with_shards, with_windows
+
+__all__ = ["ProgramPlans", "granules"]
+
+WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
+"""Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
+
+
+@dataclass
+class ProgramPlans:
+    """Solves, rounds, tunes and simulates, one shape after the other."""
+
+    solver: Solver
+    simulate_plan: PlanSimulator
+    incumbents: Incumbents
+    """Take every candidate."""
+    solve_s: float = 0.0
+    milp_gap: float | None = None
+    """Of the last integral program that was solved."""
+    has_fitted: bool = False
+    """Whether any of the program's plans has."""
+    notes: list[str] = field(default_factory=list)
+
+    def tune(self, p: Problem, bound: Bound, *, goal_s: float, share: float) -> None:
+        """One shape: tunes the knobs by simulation, then takes the integral program's plan at the best knobs too.
+
+        Ends at a step of `goal_s`, or when `share` of the whole budget is spent.
+        """
+        model = bound.model
+        assert model is not None
+        budget = self.simulate_plan.budget
+        solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
+        units = granules(p)
+
+        def trial(knobs: Knobs) -> Candidate[UnitwisePlan] | None:
+            write_frac = 1.0
+            while True:
+                key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
+                if key not in solved:
+                    solved[key] = self._solve(model, replace(knobs.margins(p, *units), write_frac=write_frac))
+                plan = solved[key]
+                if plan is None:
+                    return None
+                tried = self.simulate_plan(_with_knobs(p, plan, knobs))
+                self.incumbents.consider(tried)
+                self.has_fitted = self.has_fitted or tried.step_s is not None
+                if tried.wear <= 1.0 or write_frac == 0.0:
+                    return tried
+                # the program may have waited where the simulation does not: write less, in the end nothing at all
+                write_frac = next((f for f in WRITE_FRACS if f * tried.wear < write_frac), 0.0)
+
+        def is_over() -> bool:
+            return budget.is_out_of_time or (self.has_fitted and budget.spent_frac > share)
+
+        # late updates hold gradients in host memory: where that binds, begin without them
+        stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
+        tuned = tune(trial, goal_s=goal_s, is_over=is_over, stretch=stretch)
+        if tuned is None:
+            self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: no rounded plan fitted")
+            return
+        knobs, best_s = tuned
+        self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: {knobs}")
+        if best_s > goal_s and not budget.is_out_of_time:
+            plan = self._solve_whole(model, knobs.margins(p, *units))
+            if plan is not None:
+                self.incumbents.consider(self.simulate_plan(_with_knobs(p, plan, knobs)))
+
+    def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
+        changed = with_margins(model, margins)
+        solution = self.solver.solve(changed.program)
+        self.solve_s += solution.seconds
+        self.simulate_plan.budget.ops_left -= solution.work_ops
+        return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
+
+    def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
+        found = solve_whole(model, margins, solver=self.solver)
+        if found is None:
+            return None
+        self.solve_s += found.seconds
+        self.simulate_plan.budget.ops_left -= found.work_ops
+        self.milp_gap = found.gap
+        return found.plan
+
+
+def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
+    """What the program's plan leaves open, as the knobs have it."""
+    in_shards = with_shards(plan, knobs.shards)
+    return with_windows(late_updates(p, in_shards, stretch=knobs.stretch), knobs.windows)
+
+
+def granules(p: Problem) -> tuple[float, float]:
+    """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
+    device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    return device, host

@@ -1,0 +1,54 @@
+"""The best candidates so far, each as a start for another kind of search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
+from tierplan.planner.search.candidates import Candidate
+
+__all__ = ["Batches", "Incumbents"]
+
+Batches = Literal["each", "shared"]
+"""On several devices: each has micro-batches of its own, or they share those of one step."""
+
+
+@dataclass
+class Incumbents:
+    """The quickest candidates for the same work."""
+
+    batches: Batches | None = None
+    """Which plans may be the best; None: any."""
+    best: Candidate[Plan] | None = None
+    plain: Candidate[UnitwisePlan] | None = None
+    """The best that local moves can start from."""
+    packed: Candidate[PackPlan] | None = None
+    """The best in packs."""
+
+    def consider(self, candidate: Candidate[Plan]) -> None:
+        """Keeps the candidate if it is the quickest so far."""
+        if candidate.step_s is None:
+            return
+        allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
+        if _is_plain(candidate) and (self.plain is None or _per_batch_s(candidate) < _per_batch_s(self.plain)):
+            self.plain = candidate
+        if _is_packed(candidate) and (self.packed is None or _per_batch_s(candidate) < _per_batch_s(self.packed)):
+            self.packed = candidate
+        if allowed and (self.best is None or _per_batch_s(candidate) < _per_batch_s(self.best)):
+            self.best = candidate
+
+
+def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
+    """Whether local moves, which are those of one device, can start from this plan."""
+    plan = candidate.plan
+    return isinstance(plan, UnitwisePlan) and plan.segment_units == 1 and plan.devices == 1
+
+
+def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
+    return isinstance(candidate.plan, PackPlan)
+
+
+def _per_batch_s(candidate: Candidate[Plan]) -> float:
+    """Seconds per step for the workload's micro-batches: of those that one device has, where each has its own."""
+    return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.num_batches

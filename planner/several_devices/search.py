@@ -1,0 +1,43 @@
+"""What the planner tries on several devices beside the plans of one, and what it can promise there.
+
+Either the devices share the micro-batches of one step, in packs of units, or each has micro-batches of its own, the
+rest cut into shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierplan.hwmodels.names import COMPUTE
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import Bound, compute_s
+from tierplan.planner.plan import Plan
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.several_devices.pack_search import improve_packs
+
+__all__ = ["NEED_SEVERAL_DEVICES", "bound_by_compute", "on_all_devices", "search_packs"]
+
+NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
+"""Policies that have no plan of their own on one device."""
+SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
+"""Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
+
+
+def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, seed: int) -> None:
+    """Better packs than the best policy's, where packs are allowed and a policy's fit."""
+    if incumbents.packed is not None and incumbents.batches != "each":
+        share = SHARE_OF_PACKS_ALONE if incumbents.batches == "shared" else SHARE_OF_PACKS
+        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=share, seed=seed))
+
+
+def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
+    """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
+    if incumbents.plain is not None:
+        incumbents.consider(simulate_plan(replace(incumbents.plain.plan, devices=num_devices)))
+
+
+def bound_by_compute(problem: Problem, plan: Plan, num_devices: int) -> Bound:
+    """The compute, evenly divided: all that is certain where any device may do any op."""
+    step_s = compute_s(problem) * plan.num_batches / num_devices
+    return Bound(step_s=step_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
