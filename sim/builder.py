@@ -9,21 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
-from tierplan.sim.contents import Content, TiedGradients, Transient, buffer_name, parse_content
+from tierplan.hwmodels.names import DEVICE
+from tierplan.sim.contents import Content, Transient, buffer_name
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.step import StepSpec
-from tierplan.sim.workloads.workload import Unit
 
-__all__ = ["LINKS", "Builder", "tiers_of"]
-
-LINKS = {
-    (HOST, DEVICE): (H2D, "fetch"),
-    (DEVICE, HOST): (D2H, "offload"),
-    (NVME, HOST): (NVME_READ, "read"),
-    (HOST, NVME): (NVME_WRITE, "write"),
-}
-"""Stream and verb of a copy on one device, by the tiers it goes between."""
+__all__ = ["Builder", "tiers_of"]
 
 
 class Builder:
@@ -69,19 +60,6 @@ class Builder:
     def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
         """The transient of an op: written by it and read by nobody, so it is freed when the op ends."""
         return [self._add(Transient(key), tier, size_bytes, "work")] if size_bytes else []
-
-    def backward_work(self, key: str, unit: Unit, writes: Iterable[str]) -> list[str]:
-        """The transient of a backward that writes these buffers.
-
-        Where it adds gradients to earlier ones, these are there throughout, and each new one is made beside them.
-        """
-        over = [b for b in map(self.buffers.__getitem__, writes) if b.kind == "grads" and b.reuses]
-        size_bytes = unit.backward_work_bytes
-        tied = [b for b in over if isinstance(parse_content(b.content), TiedGradients)]
-        if len(tied) < len(over):
-            size_bytes = max(size_bytes, unit.accumulating_work_bytes)
-        size_bytes += sum(b.size_bytes for b in tied)
-        return self.work(key, size_bytes)
 
     def _add(
         self,

@@ -2,31 +2,37 @@
 
 A *turn* is a forward, a recomputation, a backward or an update of one unit, with the copies that hang on it. What it
 adds depends on little: the unit's amounts, its choice, and in which tier it finds what it uses. It reaches for that by
-the name of a *cell*: `x` is the unit's input for this micro-batch, `params` where its parameters live. A sketch numbers
-its own buffers from 0, and what it finds in cells from -1 downwards; its `Template` has nothing but such numbers. Who
-wants names draws the turn again, for the unit and micro-batch in question.
+the name of a *cell*: `x` is the unit's input for this micro-batch, `params` where its parameters live. A sketch knows
+what a cell holds by the cell's name, and has names for what it makes; its `Template` numbers the latter from 0 and the
+cells from -1 downwards. Who wants names draws the turn again, for the unit and micro-batch in question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from tierplan.hwmodels.names import DEVICE, HOST, NVME
+from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.builder import LINKS
-from tierplan.sim.columns import Int64, OpLabel, Work
+from tierplan.sim.builder import Builder
+from tierplan.sim.columns import BufferLabel, Int64, OpLabel, Work
 from tierplan.sim.contents import Content, copy_key
+from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import Unit, Workload
 
-__all__ = ["EMPTY", "TIERS", "Ref", "Sketch", "Template", "Works"]
+__all__ = ["EMPTY", "TIERS", "Sketch", "Template", "Works"]
 
 TIERS = (DEVICE, HOST, NVME)
-Ref = int
-"""A buffer that the sketch has made, or the content of the cell -1, -2, ..."""
+COPIES = {
+    (HOST, DEVICE): (H2D, "fetch"),
+    (DEVICE, HOST): (D2H, "offload"),
+    (NVME, HOST): (NVME_READ, "read"),
+    (HOST, NVME): (NVME_WRITE, "write"),
+}
+"""Stream and verb of a copy, by the tiers it goes between."""
 EMPTY = -1
 """What an empty cell holds, and its form."""
 NO_REF = 2**40
@@ -45,8 +51,6 @@ class Works:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, stream: str, amounts: Mapping[str, float]) -> int:
-        """Of this work; amounts of nothing are left out."""
-        amounts = {kind: amount for kind, amount in amounts.items() if amount}
         signature = (stream, *amounts.items(), *map(type, amounts.values()))
         number = self._numbers.setdefault(signature, len(self.listed))
         if number == len(self.listed):
@@ -65,7 +69,7 @@ class Template:
     after: Int64
     buffers: Int64
     """Rows: tier, bytes, whether initial, the buffer that it reuses."""
-    puts: Sequence[tuple[int, Ref, int]]
+    puts: Sequence[tuple[int, int, int]]
     """What cells hold afterwards: cell, buffer and its form."""
     marks: Mapping[str, int]
     """Ops that others come after."""
@@ -73,101 +77,73 @@ class Template:
     num_buffers: int
 
 
-@dataclass(slots=True)
-class Sketch:
-    """A template in the making: what the turn is of, the cells that it finds, and what it has made."""
+class Sketch(Builder):
+    """A template in the making: what the turn is of, the cells that it finds, and what it adds."""
 
-    plan: UnitwisePlan
-    """Of this, a sketch may look only at what `templates.Terms` names."""
-    workload: Workload
-    works: Works
-    u: int
-    m: int
-    """Which micro-batch: for names alone."""
-    flag: int
-    """Of an update: its part. Of others: see there."""
-    choice: UnitPlan
-    spec: UnitSpec
-    """What happens to what the unit saves; its name may be that of another unit."""
-    num_parts: int
-    cells: Mapping[str, int]
-    """The number of each cell within the template."""
-    forms: Sequence[int]
-    """Of what each cell holds: tier and bytes of a buffer, 0 of an op, `EMPTY`."""
-    contents: list[tuple[Content, str] | Ref] = field(default_factory=list)
-    """Of each buffer, with its kind; or the buffer that it has both from."""
-    labels: list[OpLabel] = field(default_factory=list)
-    _ops: list[tuple[int, ...]] = field(default_factory=list)
-    _refs: tuple[list[Ref], list[Ref], list[Ref]] = field(default_factory=lambda: ([], [], []))
-    _buffers: list[tuple[int, ...]] = field(default_factory=list)
-    _puts: dict[str, Ref] = field(default_factory=dict)
-    _marks: dict[str, int] = field(default_factory=dict)
-
-    # ---- whose turn it is ----
+    def __init__(
+        self,
+        plan: UnitwisePlan,
+        workload: Workload,
+        u: int,
+        m: int,
+        flag: int,
+        *,
+        spec: UnitSpec,
+        num_parts: int,
+        cells: Mapping[str, int],
+        forms: Sequence[int],
+        held: Sequence[BufferLabel] = (),
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        """Of this, a sketch may look only at what `templates.Terms` names."""
+        self.workload, self.u = workload, u
+        self.m = m
+        """Which micro-batch: for names alone."""
+        self.flag = flag
+        """Of an update: its part. Of others: see there."""
+        self.spec, self.num_parts = spec, num_parts
+        """What happens to what the unit saves (the name may be that of another unit); parts of the states."""
+        self.cells = cells
+        """The number of each cell within the template."""
+        for cell, i in cells.items():
+            if forms[i] != EMPTY:
+                _, content, kind = held[i] if i < len(held) else ("", "", "")
+                size_bytes, tier = divmod(forms[i], len(TIERS))
+                self.buffers[cell] = Buffer(
+                    name=cell, tier=TIERS[tier], size_bytes=size_bytes, content=content, kind=kind
+                )
+        self._num_held = len(self.buffers)
+        self._positions: list[tuple[int, int]] = []
+        self._puts: dict[str, str] = {}
+        self._marks: dict[str, int] = {}
 
     @property
     def unit(self) -> Unit:
         return self.workload.units[self.u]
 
     @property
-    def following(self) -> Unit | None:
-        """The next unit."""
-        return self.workload.units[self.u + 1] if self.u + 1 < len(self.workload.units) else None
+    def choice(self) -> UnitPlan:
+        return self.plan.units[self.u]
 
-    # ---- cells ----
-
-    def get(self, cell: str) -> Ref | None:
+    def get(self, cell: str) -> str | None:
         """What a cell holds; None if nothing."""
-        if cell in self._puts:
-            return self._puts[cell]
-        index = self.cells[cell]
-        return -1 - index if self.forms[index] != EMPTY else None
+        assert cell in self.cells, f"the turn of {self.unit.name} may not reach for {cell}"
+        return self._puts.get(cell) or (cell if cell in self.buffers else None)
 
-    def made(self, cell: str) -> Ref:
+    def made(self, cell: str) -> str:
         """What a cell holds, which is something."""
         held = self.get(cell)
         assert held is not None, f"{cell} of {self.unit.name} is empty"
         return held
 
-    def put(self, cell: str, buffer: Ref) -> Ref:
+    def put(self, cell: str, buffer: str) -> str:
         """Has the cell hold the buffer, for the turns to come."""
         self._puts[cell] = buffer
         return buffer
 
-    def tier(self, buffer: Ref) -> str:
-        return TIERS[self._buffers[buffer][0] if buffer >= 0 else self.forms[-1 - buffer] % 4]
-
-    def size_bytes(self, buffer: Ref) -> int:
-        return self._buffers[buffer][1] if buffer >= 0 else self.forms[-1 - buffer] // 4
-
-    # ---- buffers ----
-
-    def buffer(self, content: Content, kind: str, tier: str, size_bytes: int, *, reuses: Ref | None = None) -> Ref:
-        """A buffer of its own, or one that takes over the bytes of another."""
-        return self._add((content, kind), tier, size_bytes, reuses=reuses)
-
-    def initial(self, content: Content, kind: str, tier: str, size_bytes: int) -> Ref:
-        """A buffer that is there before the step."""
-        return self._add((content, kind), tier, size_bytes, initial=True)
-
-    def over(self, old: Ref) -> Ref:
-        """A buffer that takes over the bytes of `old`: an in-place update."""
-        return self._add(old, self.tier(old), self.size_bytes(old), reuses=old)
-
-    def _add(
-        self,
-        content: tuple[Content, str] | Ref,
-        tier: str,
-        size_bytes: int,
-        *,
-        initial: bool = False,
-        reuses: Ref | None = None,
-    ) -> Ref:
-        self._buffers.append((TIERS.index(tier), size_bytes, int(initial), NO_REF if reuses is None else reuses))
-        self.contents.append(content)
-        return len(self._buffers) - 1
-
-    # ---- ops ----
+    def tier(self, buffer: str) -> str:
+        return self.buffers[buffer].tier
 
     def op(
         self,
@@ -176,47 +152,45 @@ class Sketch:
         kind: str,
         *,
         work: Mapping[str, float],
-        reads: Iterable[Ref | None],
-        writes: Iterable[Ref | None],
+        reads: Iterable[str | None] = (),
+        writes: Iterable[str] = (),
         after: Iterable[str] = (),
+        unit: str = "",
         m: int = 0,
-        rank: int,
+        rank: int = COMPUTES,
         lead: int = NOW,
         mark: str = "",
-    ) -> None:
-        """Adds an op; what is None is left out, and `after` names cells of ops. Others find it by its mark."""
-        counts = []
-        for role, refs in zip(self._refs, (reads, writes, map(self.get, after)), strict=True):
-            listed = [ref for ref in dict.fromkeys(refs) if ref is not None]
-            role += listed
-            counts.append(len(listed))
+    ) -> str:
+        """Adds an op; `after` names cells of ops, and empty ones are left out. Others find it by its mark."""
         if mark:
-            self._marks[mark] = len(self._ops)
-        self._ops.append((self.works.number(stream, work), lead, rank, *counts))
-        self.labels.append(OpLabel(key, kind, "" if kind == "clip" else self.unit.name, m))
+            self._marks[mark] = len(self._positions)
+        self._positions.append((lead, rank))
+        read = [buffer for buffer in reads if buffer is not None]
+        ended = [self.get(cell) or "" for cell in after]
+        unit = "" if kind == "clip" else self.unit.name
+        return super().op(key, stream, kind, work=work, reads=read, writes=writes, after=ended, unit=unit, m=m)
 
     def move(
         self,
         what: Content | str,
-        source: Ref,
+        source: str,
         tier: str,
         *,
-        over: Ref | None = None,
+        over: str | None = None,
         after: Iterable[str] = (),
         m: int = 0,
         rank: int,
         lead: int = NOW,
         mark: str = "",
-    ) -> Ref:
+    ) -> str:
         """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
-        stream, verb = LINKS[self.tier(source), tier]
-        size_bytes = self.size_bytes(source)
-        target = self._add(source, tier, size_bytes) if over is None else self.over(over)
+        stream, verb = COPIES[self.tier(source), tier]
+        target = self.over(over) if over else self.like(source, tier)
         self.op(
             copy_key(verb, what),
             stream,
             "copy",
-            work={"bytes": size_bytes},
+            work={"bytes": self.buffers[source].size_bytes},
             reads=(source, over),
             writes=(target,),
             after=after,
@@ -227,22 +201,45 @@ class Sketch:
         )
         return target
 
-    def template(self) -> Template:
-        puts = [
-            (self.cells[cell], b, 4 * self.size_bytes(b) + TIERS.index(self.tier(b))) for cell, b in self._puts.items()
+    # ---- what becomes of it ----
+
+    def template(self, works: Works) -> Template:
+        made = self.made_buffers()
+        number = {cell: -1 - i for cell, i in self.cells.items()} | {b.name: i for i, b in enumerate(made)}
+
+        def numbers(refs: Iterable[Sequence[str]]) -> Int64:
+            return np.array([number[ref] for some in refs for ref in some], np.int64)
+
+        ops = [
+            (works.number(op.stream, op.work), *position, len(op.reads), len(op.writes), len(op.after))
+            for op, position in zip(self._ops, self._positions, strict=True)
         ]
-        reads, writes, after = (np.array(role, np.int64) for role in self._refs)
+        buffers = [
+            (TIERS.index(b.tier), b.size_bytes, b.initial, number[b.reuses] if b.reuses else NO_REF) for b in made
+        ]
         return Template(
-            ops=_columns(self._ops, 6),
-            reads=reads,
-            writes=writes,
-            after=after,
-            buffers=_columns(self._buffers, 4),
-            puts=puts,
+            ops=_columns(ops, 6),
+            reads=numbers(op.reads for op in self._ops),
+            writes=numbers(op.writes for op in self._ops),
+            after=numbers(op.after for op in self._ops),
+            buffers=_columns(buffers, 4),
+            puts=[(self.cells[cell], number[b], _form(self.buffers[b])) for cell, b in self._puts.items()],
             marks=self._marks,
-            num_ops=len(self._ops),
-            num_buffers=len(self._buffers),
+            num_ops=len(ops),
+            num_buffers=len(buffers),
         )
+
+    def op_labels(self) -> list[OpLabel]:
+        return [OpLabel(op.key, op.kind, op.unit, op.micro_batch) for op in self._ops]
+
+    def made_buffers(self) -> list[Buffer]:
+        """Those of its own; their versions are counted from 0 in each sketch."""
+        return list(self.buffers.values())[self._num_held :]
+
+
+def _form(buffer: Buffer) -> int:
+    """Tier and bytes in one number."""
+    return len(TIERS) * buffer.size_bytes + TIERS.index(buffer.tier)
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Int64:

@@ -20,6 +20,7 @@ from tierplan.planner.lowering.turns import (
     update_here,
 )
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.sim.columns import BufferLabel
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
@@ -197,22 +198,20 @@ class Chain:
         return self._cells.setdefault((what, *(where[letter] for letter in of)), len(self._cells))
 
     def sketch(
-        self, plan: UnitwisePlan, turn: Turn, u: int, m: int, flag: int, names: Mapping[str, int], forms: list[int]
+        self,
+        plan: UnitwisePlan,
+        turn: Turn,
+        u: int,
+        m: int,
+        flag: int,
+        names: Mapping[str, int],
+        forms: list[int],
+        held: Sequence[BufferLabel] = (),
     ) -> Sketch:
-        """The turn, drawn."""
-        facts = self.facts(u, plan.units[u])
+        """The turn, drawn; `held` says what is in its cells, for those who want names."""
+        _, spec, num_parts = self.facts(u, plan.units[u])
         sketch = Sketch(
-            plan=plan,
-            workload=self.workload,
-            works=self.works,
-            u=u,
-            m=m,
-            flag=flag,
-            choice=plan.units[u],
-            spec=facts.spec,
-            num_parts=facts.num_parts,
-            cells=names,
-            forms=forms,
+            *(plan, self.workload, u, m, flag), spec=spec, num_parts=num_parts, cells=names, forms=forms, held=held
         )
         for draw in turn.draws:
             draw(sketch)

@@ -20,7 +20,6 @@ from tierplan.planner.lowering.sketch import (
     PARAMS_EARLY,
     STATES,
     UPDATES,
-    Ref,
     Sketch,
 )
 from tierplan.sim.contents import (
@@ -38,7 +37,6 @@ from tierplan.sim.contents import (
     Shared,
     States,
     TiedGradients,
-    Transient,
     backward_key,
     forward_key,
     micro_batch_name,
@@ -60,32 +58,32 @@ NORM_BYTES = 4096
 def declare(s: Sketch) -> None:
     """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
     name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
-    s.put("params", s.initial(Params(name), "params", TIER_OF[s.choice.params], n * t.param_bytes))
+    s.put("params", s.initial(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params"))
     if t.state_bytes:
         for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
-            s.put(f"states{k}", s.initial(content, "states", TIER_OF[s.choice.states], size_bytes))
+            s.put(f"states{k}", s.initial(content, TIER_OF[s.choice.states], size_bytes, "states"))
     if s.plan.semantics == "delayed-1" or s.choice.late_update:
-        s.put("old grads", s.initial(Gradients(name, 0), "grads", HOST, n * t.grad_bytes))
+        s.put("old grads", s.initial(Gradients(name, 0), HOST, n * t.grad_bytes, "grads"))
 
 
 # ---- copies ----
 
 
-def _to_device(s: Sketch, what: Content | str, source: Ref, kind: str, lead: int, early: int) -> Ref:
+def _to_device(s: Sketch, what: Content | str, source: str, kind: str, lead: int, early: int) -> str:
     """Brings a buffer to the device ahead of its turn, and from NVMe into host memory as much earlier."""
     if s.tier(source) == NVME:
         source = s.move(what, source, HOST, rank=FETCHES, lead=early, m=s.m, after=[f"before early {kind}"])
     return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[f"before {kind}"])
 
 
-def _off_device(s: Sketch, what: Content, source: Ref, place: str) -> Ref:
+def _off_device(s: Sketch, what: Content, source: str, place: str) -> str:
     """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
     source = s.move(what, source, HOST, rank=OFFLOADS, m=s.m)
     return s.move(what, source, NVME, rank=OFFLOADS, m=s.m) if place == "nvme" else source
 
 
-def _params(s: Sketch, phase: str) -> list[Ref | None]:
+def _params(s: Sketch, phase: str) -> list[str | None]:
     """Device buffers with the parameters that a turn computes with, fetched once per pass over the unit."""
     turn = "turn" if s.unit.kind == "head" else phase
     batch = "" if s.plan.order == "vertical" else micro_batch_name(s.m)
@@ -104,7 +102,7 @@ def _params(s: Sketch, phase: str) -> list[Ref | None]:
     return found
 
 
-def _input(s: Sketch) -> Ref | None:
+def _input(s: Sketch) -> str | None:
     """The unit's input, on the device."""
     x = s.get("x")
     if x is not None and s.tier(x) != DEVICE:
@@ -120,13 +118,12 @@ def _compute(
     key: str,
     kind: str,
     work: Mapping[str, float],
-    reads: Iterable[Ref | None],
-    writes: list[Ref],
+    reads: Iterable[str | None],
+    writes: list[str],
     size_bytes: int,
 ) -> None:
     """An op on the compute stream with its transient: written by it and read by nobody, so it is freed at its end."""
-    if size_bytes:
-        writes = [*writes, s.buffer(Transient(key), "work", DEVICE, size_bytes)]
+    writes = [*writes, *s.work(key, size_bytes)]
     mark = "" if kind == "recompute" else "compute"
     s.op(key, COMPUTE, kind, work=work, reads=reads, writes=writes, m=s.m, rank=COMPUTES, mark=mark)
 
@@ -136,11 +133,11 @@ def _needs_input(s: Sketch) -> bool:
     return s.unit.saves_input or bool(s.spec.recomputed)
 
 
-def _next_input(s: Sketch) -> list[Ref]:
-    following = s.following
-    if following is None:
-        return []
-    return [s.put("next x", s.buffer(Input(following.name, s.m), "acts", DEVICE, s.unit.output_bytes))]
+def _next_input(s: Sketch) -> list[str]:
+    return [
+        s.put("next x", s.buffer(Input(following.name, s.m), DEVICE, s.unit.output_bytes, "acts"))
+        for following in s.workload.units[s.u + 1 : s.u + 2]
+    ]
 
 
 def forward(s: Sketch) -> None:
@@ -148,14 +145,14 @@ def forward(s: Sketch) -> None:
     unit, choice = s.unit, s.choice
     reads, writes = [*_params(s, "fwd"), s.get("x")], []
     if unit.kind == "embed" and s.workload.shared_bytes:
-        writes.append(s.put("shared", s.buffer(Shared(s.m), "acts", DEVICE, s.workload.shared_bytes)))
+        writes.append(s.put("shared", s.buffer(Shared(s.m), DEVICE, s.workload.shared_bytes, "acts")))
     elif unit.kind == "block":
         reads.append(s.get("shared"))
     writes += _next_input(s)
     if kept_bytes := s.spec.bytes_of("keep"):
-        writes.append(s.put("kept", s.buffer(KeptActs(unit.name, s.m), "acts", DEVICE, kept_bytes)))
+        writes.append(s.put("kept", s.buffer(KeptActs(unit.name, s.m), DEVICE, kept_bytes, "acts")))
     moved = {SavedActs(unit.name, s.m, k): s.spec.saved[k] for k in s.spec.moved}
-    left = [s.buffer(content, "acts", DEVICE, tensor.size_bytes) for content, tensor in moved.items()]
+    left = [s.buffer(content, DEVICE, tensor.size_bytes, "acts") for content, tensor in moved.items()]
     work_bytes = unit.forward_work_bytes + s.spec.bytes_of("recompute")
     _compute(s, forward_key(unit.name, s.m), "forward", unit.forward, reads, writes + left, work_bytes)
     for j, (content, tensor) in enumerate(moved.items()):
@@ -177,13 +174,13 @@ def remake(s: Sketch) -> None:
     _recompute(s, reads, [], _next_input(s) if s.flag else [])
 
 
-def _recompute(s: Sketch, inputs: list[Ref | None], acts: list[Ref | None], outputs: list[Ref]) -> None:
+def _recompute(s: Sketch, inputs: list[str | None], acts: list[str | None], outputs: list[str]) -> None:
     unit = s.unit
     dropped = [unit.saved[k] for k in s.spec.recomputed]
     # What needs random numbers drawn again is made by running the whole unit again.
     whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
     work = (unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
-    made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), "acts", DEVICE, s.spec.bytes_of("recompute")))
+    made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), DEVICE, s.spec.bytes_of("recompute"), "acts"))
     reads, key = inputs if whole else inputs + acts, recompute_key(unit.name, s.m)
     _compute(s, key, "recompute", work, reads, [made, *outputs], unit.forward_work_bytes)
 
@@ -202,7 +199,7 @@ def backward(s: Sketch) -> None:
     reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]
     writes = []
     if s.u > 0:
-        writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), "acts", DEVICE, unit.input_bytes)))
+        writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), DEVICE, unit.input_bytes, "acts")))
     gradients, work_bytes = _gradients(s, reads, writes)
     _compute(s, backward_key(unit.name, s.m), "backward", unit.backward, reads, writes, work_bytes)
     if gradients is not None:
@@ -214,7 +211,7 @@ def backward(s: Sketch) -> None:
 # ---- gradients ----
 
 
-def _gradients(s: Sketch, reads: list[Ref | None], writes: list[Ref]) -> tuple[Ref | None, int]:
+def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[str | None, int]:
     """Adds to a backward what it does to gradients; the buffer of the unit's own, and the bytes of its transient.
 
     Where gradients are added to earlier ones, these are there throughout, and each new one is made beside them.
@@ -229,11 +226,11 @@ def _gradients(s: Sketch, reads: list[Ref | None], writes: list[Ref]) -> tuple[R
         if earlier is None:
             owner = next(other for other in s.workload.units if other.name == unit.shares)
             size_bytes = owner.num_parameters * grad_bytes
-            total = s.buffer(TiedGradients(unit.shares, s.m), "grads", DEVICE, size_bytes)
+            total = s.buffer(TiedGradients(unit.shares, s.m), DEVICE, size_bytes, "grads")
         else:
             reads.append(earlier)
             total = s.over(earlier)
-            work_bytes += s.size_bytes(earlier)
+            work_bytes += s.buffers[earlier].size_bytes
         writes.append(s.put("owner's tied", total))
     if unit.num_parameters:
         reads += [tied, accumulated]
@@ -241,12 +238,12 @@ def _gradients(s: Sketch, reads: list[Ref | None], writes: list[Ref]) -> tuple[R
             made = s.over(accumulated)
         else:
             size_bytes = unit.num_parameters * grad_bytes
-            made = s.buffer(Gradients(unit.name, s.m), "grads", DEVICE, size_bytes, reuses=tied)
+            made = s.buffer(Gradients(unit.name, s.m), DEVICE, size_bytes, "grads", reuses=tied)
         writes.append(made)
     return made, work_bytes
 
 
-def _leave(s: Sketch, made: Ref) -> None:
+def _leave(s: Sketch, made: str) -> None:
     """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
     if s.choice.grads != "device":
         made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
@@ -273,12 +270,12 @@ def _complete(s: Sketch) -> None:
     if choice.states != "device" and choice.grads == "device":
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if t.max_grad_norm is not None:
-        norm = s.put("norm", s.buffer(Norm(name), "work", HOST, NORM_BYTES))
+        norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
         stream, work = COMPUTE if s.tier(grads) == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
         s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
     if choice.grads == "nvme":
         if s.plan.cast_grads and t.grad_bytes < FP32_BYTES:
-            cast = s.buffer(CastGradients(name), "grads", HOST, n * FP32_BYTES)
+            cast = s.buffer(CastGradients(name), HOST, n * FP32_BYTES, "grads")
             work = {"elementwise_bytes": n * (t.grad_bytes + FP32_BYTES)}
             s.op(op_key("cast", name), HOST_ADAM, "cast", work=work, reads=[grads], writes=[cast], rank=OFFLOADS)
             grads = cast
@@ -291,12 +288,12 @@ def _complete(s: Sketch) -> None:
 
 def clip(s: Sketch) -> None:
     """The coefficient of exact clipping, from the norms of all units; `flag` says how many."""
-    coefficient = s.put("clip", s.buffer(Clip(), "work", HOST, NORM_BYTES))
+    coefficient = s.put("clip", s.buffer(Clip(), HOST, NORM_BYTES, "work"))
     norms = [s.get(f"norm{i}") for i in range(s.flag)]
     s.op(op_key("clip"), HOST_ADAM, "clip", work={}, reads=norms, writes=[coefficient], rank=FETCHES)
 
 
-def _coefficient(s: Sketch) -> Ref | None:
+def _coefficient(s: Sketch) -> str | None:
     """What clipping multiplies gradients with; nothing where it does not clip."""
     return s.get("clip") if s.plan.semantics == "exact-clip" else None
 
@@ -346,7 +343,7 @@ def update(s: Sketch) -> None:
         what, lead = op_key(Params(name), "update"), STATES + s.num_parts - 1
         params = s.move(what, s.made("params"), HOST, rank=FETCHES, lead=lead)
     if params is None:
-        new = s.buffer(Params(name), "params", HOST, n * t.param_bytes)
+        new = s.buffer(Params(name), HOST, n * t.param_bytes, "params")
     else:
         reads.append(params)
         new = s.over(params)

@@ -136,7 +136,7 @@ class Walk:
         key = (turn, facts.number, flag, *form)
         template = self.templates.get(key)
         if template is None:
-            template = self.chain.sketch(self.plan, turn, u, m, flag, frame.names, form).template()
+            template = self.chain.sketch(self.plan, turn, u, m, flag, frame.names, form).template(self.chain.works)
             self.templates[key] = template
         held = [ids[cell] for cell in frame.cells]
         held += ops
@@ -151,9 +151,9 @@ class Walk:
         self.num_ops += template.num_ops
         return marks
 
-    def sketch(self, placed: Placed) -> Sketch:
+    def sketch(self, placed: Placed, held: Sequence[BufferLabel] = ()) -> Sketch:
         """The turn drawn once more, for its unit and micro-batch."""
-        return self.chain.sketch(self.plan, *placed[:6])
+        return self.chain.sketch(self.plan, *placed[:6], held)
 
     def _make_room(self) -> None:
         """For cells that the chain has only now."""
@@ -360,19 +360,17 @@ class Walk:
         plan, workload = self.plan, self.workload
         ops: list[OpLabel] = []
         buffers: list[BufferLabel] = []
-        versions: dict[tuple[str, int], int] = {}
-        first_held = 0
+        versions: dict[tuple[str, str], int] = {}
+        nothing, first_held = BufferLabel("", "", ""), 0
         for placed in self.placed:
-            sketch, first = self.sketch(placed), len(buffers)
-            ops += sketch.labels
-            for content_of, tier in zip(sketch.contents, placed.template.buffers[0].tolist(), strict=True):
-                if isinstance(content_of, tuple):
-                    content, kind = str(content_of[0]), content_of[1]
-                else:
-                    source = first + content_of if content_of >= 0 else self.held[first_held - 1 - content_of]
-                    _, content, kind = buffers[source]
-                version = versions[content, tier] = versions.get((content, tier), -1) + 1
-                buffers.append(BufferLabel(buffer_name(content, TIERS[tier], version), content, kind))
+            num_cells = len(placed.forms) - len(placed.turn.ops)
+            ids = self.held[first_held : first_held + num_cells]
+            sketch = self.sketch(placed, [nothing if b == EMPTY else buffers[b] for b in ids])
+            ops += sketch.op_labels()
+            for made in sketch.made_buffers():
+                version = versions[made.content, made.tier] = versions.get((made.content, made.tier), -1) + 1
+                name = buffer_name(made.content, made.tier, version)
+                buffers.append(BufferLabel(name, made.content, made.kind))
             first_held += len(placed.forms)
         meta = {
             "policy": plan.policy,

@@ -142,7 +142,7 @@ class _UnitwiseLowering(PackLowering):
         unit, t = self.units[u], self.training
         key = backward_key(unit.name, m)
         reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
-        writes, dx = [], None
+        writes, dx, work_bytes = [], None, unit.backward_work_bytes
         if u > 0:
             dx = self.made.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
             writes.append(dx)
@@ -157,14 +157,15 @@ class _UnitwiseLowering(PackLowering):
                 tied = self.made.copy(key_of_copy, H2D, tied, DEVICE, m=m)
             old = self.grads.get(unit.name)
             reads += [name for name in (tied, old) if name]
-            if old or tied:
+            if old or tied:  # gradients are added to: the earlier ones are there throughout, the new beside them
                 made = self.made.over(old or tied, Gradients(unit.name, m))
+                work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
                 size = unit.num_parameters * t.grad_bytes
                 made = self.made.buffer(Gradients(unit.name, m), DEVICE, size, "grads")
             self.grads[unit.name] = made
             writes.append(made)
-        writes += self.made.backward_work(key, unit, writes)
+        writes += self.made.work(key, work_bytes)
         self.made.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
         return key, dx
 

@@ -117,7 +117,7 @@ def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) ->
     walk = Walk(Chain(workload), plan)
     assert len({id(placed.template) for placed in walk.placed}) < len(walk.placed)
     for placed in walk.placed:
-        again = walk.sketch(placed).template()
+        again = walk.sketch(placed).template(walk.chain.works)
         for name in ("ops", "reads", "writes", "after", "buffers"):
             np.testing.assert_array_equal(getattr(again, name), getattr(placed.template, name))
         assert (again.puts, again.marks) == (placed.template.puts, placed.template.marks)
