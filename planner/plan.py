@@ -48,6 +48,8 @@ Runs = tuple[tuple[int, int], ...]
 PLACES: tuple[Place, ...] = get_args(Place)
 PLANNER = "planner"
 """The name under which the planner's own plans stand among policies."""
+MAX_TURNS = 200_000
+"""Forwards and backwards of units in one step, at most: a schedule of them takes a few hundred MB."""
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 UNIT_WORDS: Mapping[str, tuple[str, ...]] = {
@@ -162,6 +164,7 @@ class UnitwisePlan:
             _check_update(self, unit, choice)
         _check_semantics(self, workload.training)
         _check_pieces(self, workload)
+        _check_turns(self, workload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +353,18 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
         raise PlanError(
             f"training asks for clipping at norm {training.max_grad_norm}, but updates that are delayed "
             "by a step are not clipped; use semantics 'exact-clip' or drop max_grad_norm"
+        )
+
+
+def _check_turns(plan: UnitwisePlan, workload: Workload) -> None:
+    """Whether the step is short enough to be written down: by arithmetic, before anything is built."""
+    micro_batches = workload.training.gradient_accumulation_steps * plan.sub_batches
+    turns = 2 * len(workload.units) * plan.operator_tiles * micro_batches
+    if turns > MAX_TURNS:
+        raise PlanError(
+            f"plan {plan.policy!r} works through {micro_batches:,} micro-batches and sub-batches of "
+            f"{len(workload.units)} units, {turns:,} forwards and backwards in one step; at most {MAX_TURNS:,} are "
+            "planned: use fewer and larger micro-batches"
         )
 
 

@@ -24,10 +24,11 @@ from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import descend
+from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents
 from tierplan.planner.search.restarts import descend_with_restarts
+from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
     NEED_SEVERAL_DEVICES,
     bound_by_compute,
@@ -242,6 +243,8 @@ class _Loop:
         by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
         p, bound = by_shape.get((start.plan.order, start.plan.sub_batches), (problems[0], bounds[0]))
         better = descend(p, start, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
+        if len(p.units) > LONG_CHAIN:
+            better = descend_by_shifts(p, better, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
         better = descend_with_restarts(
             p, better, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed
         )

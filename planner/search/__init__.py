@@ -5,6 +5,7 @@ candidates    a candidate: a plan that was simulated
 moves         small changes of a plan
 incumbents    the best candidates so far
 descent       from one candidate to better ones, move by move
+shifts        moves of many units at once, and the descent by them, on long chains
 restarts      descents from random plans, on short chains
 knobs         what the program cannot decide, tuned one after the other
 from_program  plans of the planning program, rounded, tuned and simulated

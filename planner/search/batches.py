@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import log
+from math import isqrt, log
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -23,8 +23,8 @@ from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Division", "plan_sequences"]
 
-MAX_PLANNED = 4
-"""Divisions that are planned in full, at most."""
+SUB_BATCHES = (1, 2, 4, 8, 16)
+"""Into which a micro-batch may be cut, where its bound is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def plan_sequences(
     )
     workloads: dict[int, Workload] = {}
     bounds: dict[int, float] = {}
-    for batch in (b for b in range(1, sequences + 1) if sequences % b == 0):
+    for batch in divisors(sequences):
         workloads[batch] = make(batch, sequences // batch)
         bounds[batch] = _bound_s(workloads[batch], machine, semantics, write_limit)
     num = machine.num_devices
@@ -81,8 +81,8 @@ def plan_sequences(
     best: tuple[int, PlanResult] | None = None
     planned: dict[int, float] = {}
     for batch in sorted(bounds, key=rank):
-        if len(planned) >= MAX_PLANNED or (best is not None and bounds[batch] >= best[1].step_s):
-            break
+        if best is not None and bounds[batch] >= best[1].step_s:
+            continue
         accumulation = sequences // batch
         kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
         if num > 1 and accumulation % num == 0:
@@ -101,19 +101,30 @@ def plan_sequences(
     return Division(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
 
 
+def divisors(number: int) -> list[int]:
+    """All whole numbers that divide it, rising."""
+    small = [k for k in range(1, isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
 def _bound_s(
     workload: Workload, machine: Machine, semantics: Semantics | None, write_limit_bytes_per_s: float
 ) -> float:
-    """The least bound over both orders, each micro-batch whole; of several devices, compute evenly shared."""
-    chosen = semantics or plain_semantics(workload.training)
-    orders: tuple[Order, ...] = ("horizontal", "vertical")
-    if workload.training.gradient_accumulation_steps == 1:
-        orders = ("horizontal",)
+    """The least bound over the shapes that the planner tries; of several devices, compute evenly shared."""
+    chosen, batch = semantics or plain_semantics(workload.training), workload.training.per_device_train_batch_size
+    shapes: list[tuple[Order, int]] = [("horizontal", 1), *(("vertical", n) for n in SUB_BATCHES if batch % n == 0)]
     if (num := machine.num_devices) > 1:
         return compute_s(problem(workload, machine, semantics=chosen)) / num
     return min(
         lower_bound(
-            problem(workload, machine, semantics=chosen, order=o, write_limit_bytes_per_s=write_limit_bytes_per_s)
+            problem(
+                workload,
+                machine,
+                semantics=chosen,
+                order=order,
+                sub_batches=num_sub_batches,
+                write_limit_bytes_per_s=write_limit_bytes_per_s,
+            )
         ).step_s
-        for o in orders
+        for order, num_sub_batches in shapes
     )

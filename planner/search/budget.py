@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Budget"]
 
-OPS_PER_S = 36_000
+OPS_PER_S = 800_000
 """Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
 WALL_TIMES = 5
 """Time limits after which a search ends, by the wall's clock, however busy the computer is."""

@@ -7,7 +7,7 @@ from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.moves import FAMILIES
 
-__all__ = ["BETTER", "descend"]
+__all__ = ["BETTER", "LONG_CHAIN", "descend"]
 
 LONG_CHAIN = 8
 PATIENCE = 5

@@ -11,7 +11,20 @@ from dataclasses import replace
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 
-__all__ = ["FAMILIES", "SHORT_CHAIN", "WINDOWS", "Move", "with_action", "with_placement", "with_shards", "with_windows"]
+__all__ = [
+    "FAMILIES",
+    "GENERAL_FAMILIES",
+    "SHORT_CHAIN",
+    "WINDOWS",
+    "Move",
+    "acting",
+    "placed",
+    "spread",
+    "with_action",
+    "with_placement",
+    "with_shards",
+    "with_windows",
+]
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -39,7 +52,7 @@ def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         return move
 
     for part in ("states", "params"):
-        for u in _spread(len(plan.units)):
+        for u in spread(len(plan.units)):
             yield up(u, part)
 
 
@@ -92,20 +105,20 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
         return move
 
-    for u in _spread(len(plan.units)):
+    for u in spread(len(plan.units)):
         yield toggle(u)
 
 
 def _placements(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Any other placement of one unit."""
-    for u in _spread(len(plan.units)):
+    for u in spread(len(plan.units)):
         for k in problem.modes(u):
             yield lambda plan, u=u, k=k: with_placement(plan, u, MODES[k])  # type: ignore[misc]
 
 
 def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Any other action on one unit's tensor, or on its input."""
-    for u in _spread(len(plan.units)):
+    for u in spread(len(plan.units)):
         for g, group in enumerate(problem.units[u].groups):
             for action in ACTIONS:
                 if (action == "recompute" and not group.recomputable) or (action == "nvme" and not problem.has_nvme):
@@ -117,7 +130,7 @@ def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 def _swaps(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Two units exchange their placements: where along the chain something lives also matters."""
-    order = _spread(len(plan.units))
+    order = spread(len(plan.units))
     for i, u in enumerate(order):
         for v in order[i + 1 :]:
 
@@ -178,16 +191,22 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _joint,
 )
 
+GENERAL_FAMILIES = (_loosened, _windows, _shards)
+"""Families whose moves change all units alike."""
+
 
 def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
     """The plan with this placement of one unit."""
-    choice = plan.units[u]
+    return _with_unit(plan, u, placed(plan, plan.units[u], mode))
+
+
+def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
+    """The choice of one of the plan's units with this placement."""
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
     shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
-    changed = replace(
+    return replace(
         choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late, state_shards=shards
     )
-    return _with_unit(plan, u, changed)
 
 
 def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
@@ -204,13 +223,18 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
 
 def with_action(plan: UnitwisePlan, problem: Problem, u: int, g: int, action: str) -> UnitwisePlan:
     """The plan with this action on one group of a unit's tensors."""
-    choice, group = plan.units[u], problem.units[u].groups[g]
+    return _with_unit(plan, u, acting(plan.units[u], problem, u, g, action))
+
+
+def acting(choice: UnitPlan, problem: Problem, u: int, g: int, action: str) -> UnitPlan:
+    """The choice of unit `u` with this action on one group of its tensors; an input cannot be recomputed."""
+    group = problem.units[u].groups[g]
     if not group.slots:
-        return _with_unit(plan, u, replace(choice, input=action)) if action != "recompute" else plan  # type: ignore[arg-type]
+        return choice if action == "recompute" else replace(choice, input=action)  # type: ignore[arg-type]
     actions = [choice.action(k) for k in range(sum(len(other.slots) for other in problem.units[u].groups))]
     for k in group.slots:
         actions[k] = action  # type: ignore[call-overload]
-    return _with_unit(plan, u, replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0]))
+    return replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0])
 
 
 def _with_unit(plan: UnitwisePlan, u: int, choice: UnitPlan) -> UnitwisePlan:
@@ -219,7 +243,7 @@ def _with_unit(plan: UnitwisePlan, u: int, choice: UnitPlan) -> UnitwisePlan:
     return replace(plan, units=tuple(units))
 
 
-def _spread(num: int) -> Sequence[int]:
+def spread(num: int) -> Sequence[int]:
     """0 ... num-1, far apart first: halves, quarters, ..."""
     order: list[int] = []
     step = 1

@@ -1,0 +1,231 @@
+"""Moves of many units at once, for chains too long to be changed one by one.
+
+A *shift* takes some of the units that have one choice to another: a placement, an action on one group of saved tensors,
+an update that is late or not. The search tries half of them, a quarter, and so on down to one; spread over the chain,
+or from either end. Where a shift runs out of memory, it is tried again with a second one that frees what is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import ceil
+
+from tierplan.planner.milp.amounts import GB, MODES, Problem
+from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import BETTER
+from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread
+
+__all__ = ["NUM_RELIEFS", "Shift", "applied", "descend_by_shifts", "reliefs", "shifts"]
+
+ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
+    lambda units: [units[k] for k in spread(len(units))],
+    lambda units: units,
+    lambda units: units[::-1],
+)
+"""Which of the units that have a choice are changed first: spread over the chain, the first, the last."""
+NUM_RELIEFS = 3
+"""Ways to free memory that are tried for one shift."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One choice taken to another, in any number of units."""
+
+    name: str
+    change: Callable[[int, UnitPlan], UnitPlan | None]
+    """From a unit's number and choice to the new choice; None where the unit does not have the old one."""
+    frees_gb: dict[str, float] = field(default_factory=dict)
+    """By kind of tier: about what one unit's change frees there."""
+    cost_s: float = 0.0
+    """About what one unit's change adds to some stream, to rank those that free the same."""
+
+    def units(self, plan: UnitwisePlan) -> list[int]:
+        """Units to which it applies."""
+        return [u for u, choice in enumerate(plan.units) if self.change(u, choice) is not None]
+
+
+def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwisePlan:
+    """The plan with the shift made in these units."""
+    choices = list(plan.units)
+    for u in units:
+        changed = shift.change(u, choices[u])
+        if changed is not None:
+            choices[u] = changed
+    return replace(plan, units=tuple(choices))
+
+
+def shifts(problem: Problem, plan: UnitwisePlan) -> list[Shift]:
+    """All shifts from choices that the plan has somewhere."""
+    return [*_placements(problem, plan), *_actions(problem, plan), *_lateness(problem, plan)]
+
+
+def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str) -> list[Shift]:
+    """Shifts that free memory of this kind of tier, those that cost least for it first."""
+    freeing = [s for s in shifts(problem, plan) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.units(plan)]
+    return sorted(freeing, key=lambda s: (s.cost_s / s.frees_gb[tier_kind], s.name))
+
+
+def _placements(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
+    present = dict.fromkeys((c.params, c.states, c.grads) for c in plan.units)
+    allowed = dict.fromkeys(chain.from_iterable(problem.modes(u) for u in range(len(problem.units))))
+    able = [set(problem.modes(u)) for u in range(len(problem.units))]
+    unit = max(problem.units, key=lambda u: u.gparams)
+    rates = problem.rates
+    for old in present:
+        for k in allowed:
+            mode = MODES[k]
+            if (mode.params, mode.states, mode.grads) == old:
+                continue
+
+            def change(u: int, choice: UnitPlan, old: tuple[str, str, str] = old, k: int = k) -> UnitPlan | None:
+                if (choice.params, choice.states, choice.grads) != old or k not in able[u]:
+                    return None
+                return placed(plan, choice, MODES[k])
+
+            frees: dict[str, float] = {}
+            for before, after, gb in ((old[0], mode.params, unit.params_gb), (old[1], mode.states, unit.states_gb)):
+                frees[before] = frees.get(before, 0.0) + gb
+                frees[after] = frees.get(after, 0.0) - gb
+            cost_s = 0.0
+            if mode.states == "nvme" != old[1]:
+                cost_s += unit.states_gb / rates.read["states"] + unit.states_gb / rates.write["states"]
+            if mode.states != "device" == old[1] and rates.adam:
+                cost_s += unit.gparams / rates.adam
+            yield Shift(f"place {old} {k}", change, frees, cost_s)
+
+
+def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
+    num_groups = max((len(unit.groups) for unit in problem.units), default=0)
+    for g in range(num_groups):
+        with_group = [u for u, unit in enumerate(problem.units) if g < len(unit.groups)]
+        group = max((problem.units[u].groups[g] for u in with_group), key=lambda group: group.gb)
+        for new in ACTIONS:
+            if (new == "nvme" and not problem.has_nvme) or (new in ("host", "nvme") and not problem.host_gb):
+                continue
+            for old in ACTIONS:
+                if old == new:
+                    continue
+
+                def change(u: int, choice: UnitPlan, g: int = g, old: str = old, new: str = new) -> UnitPlan | None:
+                    groups = problem.units[u].groups
+                    if g >= len(groups):
+                        return None
+                    own = groups[g]
+                    now = choice.action(own.slots[0]) if own.slots else choice.input
+                    able = {"keep": True, "recompute": own.recomputable and bool(own.slots)}.get(new, own.movable)
+                    return acting(choice, problem, u, g, new) if now == old and able else None
+
+                frees = {"device": group.gb if old == "keep" else 0.0}
+                if new == "keep":
+                    frees["device"] -= group.gb
+                for tier, sign in ((old, 1.0), (new, -1.0)):
+                    if tier in ("host", "nvme"):
+                        frees[tier] = frees.get(tier, 0.0) + sign * group.gb
+                yield Shift(f"act {g} {old} {new}", change, frees, _cost_s(problem, group.gb, group.recompute_s, new))
+
+
+def _cost_s(problem: Problem, gb: float, recompute_s: float, action: str) -> float:
+    """About what an action on a group of saved tensors adds to the stream that carries it out."""
+    rates = problem.rates
+    if action == "recompute":
+        return recompute_s
+    if action == "keep" or not gb:
+        return 0.0
+    way_s = gb / rates.down["acts"]
+    return max(way_s, gb / rates.write["acts"], gb / rates.read["acts"]) if action == "nvme" else way_s
+
+
+def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
+    if plan.semantics != "in-backward":
+        return
+    grads_gb = max(unit.grads_gb for unit in problem.units)
+    for late in (True, False):
+
+        def change(u: int, choice: UnitPlan, late: bool = late) -> UnitPlan | None:
+            if choice.states == "device" or choice.grads == "nvme" or choice.late_update == late:
+                return None
+            return replace(choice, late_update=late)
+
+        yield Shift(f"late {late}", change, {} if late else {"host": grads_gb}, 0.0)
+
+
+def descend_by_shifts(
+    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, bound_s: float, good_frac: float
+) -> Candidate[UnitwisePlan]:
+    """The best that shifts and moves of all units reach from `start` within the budget, or once it is good enough.
+
+    Goes from coarse to fine: at each level a smaller part of the units that have a choice is changed, until at the
+    finest each shift changes one. What helped last is tried first. Ends when a whole round has helped nothing.
+    """
+    return _Descent(problem, simulate_plan, bound_s * (1 + good_frac)).run(start)
+
+
+class _Descent:
+    def __init__(self, problem: Problem, simulate_plan: PlanSimulator, goal_s: float) -> None:
+        self.problem, self.simulate_plan, self.goal_s = problem, simulate_plan, goal_s
+        self.kinds = {tier.name: tier.kind for tier in simulate_plan.machine.tiers}
+        self.gains: dict[str, float] = {}
+        """By shift: what it has saved lately, in seconds."""
+
+    def run(self, best: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
+        before = None
+        while before is not best and not self._is_over(best):
+            before = best
+            for level in range(1, len(self.problem.units).bit_length() + 1):
+                best = self._of_all_units(best)
+                best = self._level(best, level)
+        return best
+
+    def _of_all_units(self, best: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
+        for family in GENERAL_FAMILIES:
+            for move in family(self.problem, best.plan):
+                changed = move(best.plan)
+                if changed is not None and not self._is_over(best):
+                    best = self._better(best, self.simulate_plan(changed))
+        return best
+
+    def _level(self, best: Candidate[UnitwisePlan], level: int) -> Candidate[UnitwisePlan]:
+        ranked = sorted(shifts(self.problem, best.plan), key=lambda s: -self.gains.get(s.name, 0.0))
+        for shift in ranked:
+            for order in ORDERS:
+                while not self._is_over(best):
+                    units = shift.units(best.plan)
+                    if not units:
+                        break
+                    tried = self._try(best, shift, order(units)[: max(1, len(units) >> level)])
+                    if tried is best:
+                        self.gains[shift.name] = self.gains.get(shift.name, 0.0) / 2
+                        break
+                    self.gains[shift.name] = _step_s(best) - _step_s(tried)
+                    best = tried
+        return best
+
+    def _try(self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]) -> Candidate[UnitwisePlan]:
+        """The shift made, with others that free the memory that it is short of; `best` itself if that is no better."""
+        tried = self.simulate_plan(applied(best.plan, shift, units))
+        if tried.fits or not tried.short_tier:
+            return self._better(best, tried)
+        kind = self.kinds[tried.short_tier]
+        for relief in reliefs(self.problem, best.plan, kind)[:NUM_RELIEFS]:
+            able = ORDERS[0]([u for u in relief.units(tried.plan) if u not in units])
+            num = max(1, ceil(tried.short_bytes / GB / relief.frees_gb[kind]))
+            if len(able) < num or self._is_over(best):
+                continue
+            relieved = self._better(best, self.simulate_plan(applied(tried.plan, relief, able[:num])))
+            if relieved is not best:
+                return relieved
+        return best
+
+    def _better(self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
+        return tried if tried.fits and _step_s(tried) < _step_s(best) * BETTER else best
+
+    def _is_over(self, best: Candidate[UnitwisePlan]) -> bool:
+        return self.simulate_plan.budget.is_spent or _step_s(best) <= self.goal_s
+
+
+def _step_s(candidate: Candidate[UnitwisePlan]) -> float:
+    assert candidate.step_s is not None
+    return candidate.step_s

@@ -1,0 +1,85 @@
+"""Moves of many units at once: what a shift changes, what it frees, and where the descent ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.plan import PlanError, UnitPlan
+from tierplan.planner.search.batches import divisors
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.shifts import NUM_RELIEFS, applied, descend_by_shifts, reliefs, shifts
+from tierplan.sim.compiled.simulation import simulate_columns
+
+EVERYTHING_OUT = UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme", input="host")
+
+
+def test_a_shift_changes_the_units_that_it_is_given_and_no_other():
+    workload = toy_workload(12)
+    p = problem(workload, toy_machine(), semantics="in-backward")
+    plan = uniform_plan(workload, EVERYTHING_OUT)
+    seen = 0
+    for shift in shifts(p, plan):
+        units = shift.units(plan)
+        changed = applied(plan, shift, units[:3])
+        different = [u for u, (a, b) in enumerate(zip(plan.units, changed.units, strict=True)) if a != b]
+        assert different == units[:3], shift.name
+        seen += bool(different)
+    assert seen > 10
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_one_of_the_reliefs_that_are_tried_lowers_the_peak(kind: str):
+    workload, machine = toy_workload(12), toy_machine()
+    p = problem(workload, machine, semantics="in-backward")
+    plan = uniform_plan(workload, UnitPlan(acts="keep") if kind == "device" else replace(EVERYTHING_OUT, states="host"))
+    evaluate = PlanSimulator(workload, machine, Budget(60))
+    tier = {"device": "gpu0", "host": "host"}[kind]
+
+    def peak_bytes(of) -> int:
+        columns = evaluate.lowering.columns(of)
+        tiers = [t.name for t in columns.tiers]
+        return int(simulate_columns(columns, machine).peak_bytes[tiers.index(tier)])
+
+    before = peak_bytes(plan)
+    tried = reliefs(p, plan, kind)[:NUM_RELIEFS]
+    assert any(peak_bytes(applied(plan, shift, shift.units(plan))) < 0.95 * before for shift in tried)
+
+
+def test_the_descent_is_never_worse_and_ends_where_nothing_in_memory_is_left_out():
+    """With room for everything, nothing has to move, and the descent finds that from the other end."""
+    workload, machine = toy_workload(12), toy_machine()
+    p = problem(workload, machine, semantics="in-backward")
+    evaluate = PlanSimulator(workload, machine, Budget(600))
+    start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
+    best = descend_by_shifts(p, start, evaluate, bound_s=0.0, good_frac=0.0)
+    in_memory = evaluate(uniform_plan(workload, UnitPlan()))
+    assert start.step_s > 1.5 * in_memory.step_s
+    assert best.step_s <= in_memory.step_s * 1.01
+
+
+def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it():
+    """Half of what the plan in memory takes: states come to the device only as activations leave it."""
+    workload = toy_workload(12)
+    machine = toy_machine(device_bytes=300 * MIB)
+    p = problem(workload, machine, semantics="in-backward")
+    evaluate = PlanSimulator(workload, machine, Budget(600))
+    start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
+    best = descend_by_shifts(p, start, evaluate, bound_s=0.0, good_frac=0.0)
+    assert best.step_s < 0.7 * start.step_s
+    assert any(candidate.short_tier == "gpu0" for candidate in evaluate.seen.values())
+
+
+def test_a_step_of_too_many_turns_is_refused_by_arithmetic():
+    workload = toy_workload(4, gradient_accumulation_steps=10**8)
+    with pytest.raises(PlanError, match="use fewer and larger micro-batches"):
+        uniform_plan(workload, UnitPlan()).check(workload)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (49, [1, 7, 49])])
+def test_divisors(number: int, expected: list[int]):
+    assert divisors(number) == expected
