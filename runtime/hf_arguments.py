@@ -22,7 +22,7 @@ __all__ = [
     "check_arguments",
     "check_callbacks",
     "check_methods",
-    "check_settings",
+    "check_trainer_settings",
 ]
 
 _HONOURED = {
@@ -119,7 +119,7 @@ NEVER_CALLED = (
 """Methods that the schedule stands for, or that the adapter needs as they are."""
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     """Raises `TrainingError` for what is given to the Trainer's constructor and not honoured."""
     for name, value in settings.items():
         is_given = any(part is not None for part in value) if isinstance(value, tuple) else value is not None

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from tierplan.runtime.execution.executable import executable_step
-from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_settings
+from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_trainer_settings
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer, TrainingError
 from tierplan.sim.schedule import Schedule
@@ -55,7 +55,7 @@ class ScheduleTrainer(transformers.Trainer):
             )
         training = executable_step(schedule).training
         check_methods(type(self), ScheduleTrainer)
-        check_settings(settings)
+        check_trainer_settings(settings)
         if settings.get("args") is None:
             settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
         check_arguments(settings["args"], training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import pkgutil
 import re
@@ -75,19 +74,3 @@ def test_the_search_sees_words_within_names() -> None:
     assert spelt_out("LateUpdate") == spelt_out("LATE_UPDATE") == spelt_out("_late_update") == "_late_update_"
     assert spelt_out("NVMeStore").endswith("_store_")
     assert "cut_steps" in names(ROOT / "validation" / "comparison" / "steps.py")
-
-
-DEFINED_IN_EACH = {"run", "add_arguments", "policy", "embed", "block", "head", "check", "projection"}
-"""What commands, policies and families of models each define under one name, since others look for that name."""
-NOT_YET_APART = {"Block", "Choice", "Shortage", "Tape", "Updates", "build", "total"}
-"""Known to be two things; to be told apart when their modules are worked on."""
-
-
-def test_no_public_name_means_two_things() -> None:
-    defined: dict[str, list[str]] = {}
-    for path in MODULES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                defined.setdefault(node.name, []).append(relative(path))
-    twice = {name: places for name, places in defined.items() if len(places) > 1}
-    assert twice.keys() - DEFINED_IN_EACH - NOT_YET_APART == set()

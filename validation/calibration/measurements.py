@@ -16,10 +16,10 @@ from tierplan.validation.calibration.dispatch import (
 )
 from tierplan.validation.comparison.steps import Steps, cut_steps
 
-__all__ = ["PlanMeasurement", "Turn", "measurement_of", "middle_half"]
+__all__ = ["MeasuredTurn", "PlanMeasurement", "measurement_of", "middle_half"]
 
 
-class Turn(NamedTuple):
+class MeasuredTurn(NamedTuple):
     """One turn of a plan."""
 
     steps: tuple[int, ...]
@@ -36,7 +36,7 @@ class PlanMeasurement:
     """What one plan's turns showed."""
 
     schedule: Schedule
-    turns: tuple[Turn, ...]
+    turns: tuple[MeasuredTurn, ...]
     op_s: Mapping[str, float]
     """Seconds of each op, by key, at the machine's typical speed."""
     dispatch: Mapping[str, DispatchLatency]
@@ -51,7 +51,7 @@ def measurement_of(
     schedule: Schedule,
     trace: Trace,
     skipped_steps: Collection[int],
-    turns: Sequence[Turn],
+    turns: Sequence[MeasuredTurn],
     typical_s: float,
     is_in_memory: bool,
 ) -> PlanMeasurement:

@@ -19,6 +19,7 @@ from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.measure.units import profile_workload
+from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.pricing import simulate_on
@@ -26,10 +27,10 @@ from tierplan.sim.schedule import Schedule, unroll
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_room
 from tierplan.validation.calibration.calibration import Calibration, calibrate
-from tierplan.validation.calibration.measurements import PlanMeasurement, Turn, measurement_of
+from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
-from tierplan.validation.calibration.turns import TurnwiseTraining, make_folder
+from tierplan.validation.calibration.turns import TurnwiseTraining
 
 __all__ = ["CalibrationSession"]
 
@@ -93,18 +94,22 @@ class CalibrationSession:
         """What each plan took, and the seconds per step of all turns in memory. Closes all but the in-memory plan."""
         others = [name for name in schedules if name != IN_MEMORY]
         in_memory_s = [self.in_memory_step_s(warmup_steps=3)]
-        turns: dict[str, list[Turn]] = {name: [] for name in others}
+        turns: dict[str, list[MeasuredTurn]] = {name: [] for name in others}
         for k in range(NUM_TURNS):
             for name in others:
                 warmup_steps = 3 if k == 0 else 1
                 steps = self._trainings[name].take_turn(warmup_steps + STEPS_PER_TURN, warmup_steps)
                 step_s = self._trainings[name].step_s(steps)
                 in_memory_s.append(self.in_memory_step_s())
-                turns[name].append(Turn(steps=steps, step_s=step_s, before_s=in_memory_s[-2], after_s=in_memory_s[-1]))
+                turns[name].append(
+                    MeasuredTurn(steps=steps, step_s=step_s, before_s=in_memory_s[-2], after_s=in_memory_s[-1])
+                )
         typical_s = median(in_memory_s)
         counted = self._trainings[IN_MEMORY].counted_steps
         turns[IN_MEMORY] = [
-            Turn(steps=tuple(counted[k * STEPS_PER_TURN : (k + 1) * STEPS_PER_TURN]), step_s=s, before_s=s, after_s=s)
+            MeasuredTurn(
+                steps=tuple(counted[k * STEPS_PER_TURN : (k + 1) * STEPS_PER_TURN]), step_s=s, before_s=s, after_s=s
+            )
             for k, s in enumerate(in_memory_s)
         ]
         measurements = {}
@@ -119,6 +124,8 @@ class CalibrationSession:
 
     def _open(self, name: str, schedule: Schedule) -> TurnwiseTraining:
         model = seeded_model(self.config, self.training)
-        trainer = Trainer(schedule, model, nvme_dir=make_folder(Path(self.nvme_dir) / name), device=self.device)
+        folder = Path(self.nvme_dir) / name
+        make_folder(folder)
+        trainer = Trainer(schedule, model, nvme_dir=folder, device=self.device)
         batches = random_batches(self.config, self.training, MANY_BATCHES)
         return TurnwiseTraining(self._life.enter_context(trainer), batches)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.validation.comparison.steps import cut_steps
 
-__all__ = ["TurnwiseTraining", "make_folder"]
+__all__ = ["TurnwiseTraining"]
 
 
 @dataclass(eq=False)
@@ -47,9 +46,3 @@ class TurnwiseTraining:
         """Median duration of these steps."""
         durations_s = cut_steps(self.result.trace, 0).durations_s
         return median(durations_s[k] for k in steps)
-
-
-def make_folder(folder: Path) -> Path:
-    """Makes the folder where it is missing. Each trainer needs one of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

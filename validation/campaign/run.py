@@ -29,6 +29,7 @@ from tierplan.hwmodels.build import build
 from tierplan.hwmodels.description import write_description
 from tierplan.runtime.data.synthetic import device_model, random_batches, seeded_model, versions
 from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.output.text import format_count, format_error, format_s
@@ -37,7 +38,7 @@ from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration.calibration import Calibration, interval_around, interval_half_width
 from tierplan.validation.calibration.factors import with_times_of
 from tierplan.validation.calibration.session import CalibrationSession
-from tierplan.validation.calibration.turns import TurnwiseTraining, make_folder
+from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.prediction import RunPrediction, predict_run
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
@@ -239,7 +240,8 @@ class _RunExecution:
             calibration = calibrated.calibration
             self._predicted = predict_run(run, with_times_of(calibration.workload, workload), calibration.machine)
             batches = random_batches(config, training, campaign.steps * run.accumulation)
-            model, folder = seeded_model(config, training), make_folder(setup.scratch / run.name)
+            model, folder = seeded_model(config, training), setup.scratch / run.name
+            make_folder(folder)
             trainer = Trainer(self._predicted.schedule, model, nvme_dir=folder, device=setup.device)
             self._training = TurnwiseTraining(self._life.enter_context(trainer), batches)
 

@@ -25,7 +25,7 @@ from tierplan.validation.calibration.dispatch import (
     simulate_with_dispatch,
 )
 from tierplan.validation.calibration.factors import with_times_of
-from tierplan.validation.calibration.measurements import PlanMeasurement, Turn, middle_half
+from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, middle_half
 from tierplan.validation.calibration.plans import calibration_plans
 from tierplan.validation.calibration.rates import fit_rates
 from tierplan.validation.comparison.steps import Steps, cut_predicted
@@ -162,7 +162,7 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
         schedule = lower(plan, workload, ample)
         steps = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), true, dispatch={}, slowdown=slowdown))
         in_memory_s = in_memory_s or steps.step_s
-        turn = Turn((), steps.step_s, in_memory_s, in_memory_s)
+        turn = MeasuredTurn((), steps.step_s, in_memory_s, in_memory_s)
         found[name] = PlanMeasurement(
             schedule=schedule,
             turns=(turn, turn),
