@@ -122,7 +122,9 @@ class ScheduleTrainer(transformers.Trainer):
         batches, self._waiting = self._waiting, []
         # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
         self._engine.divides_loss = not is_scaled
-        self._rates[self._engine.num_steps_done] = float(self.optimizer.param_groups[0]["lr"])
+        done = self._engine.num_steps_done
+        self._rates.pop(done - 2, None)
+        self._rates[done] = float(self.optimizer.param_groups[0]["lr"])
         self._engine.run(batches, 1)
         *earlier, loss = self._engine.last_losses
         for earlier_loss in earlier:  # one by one, as the Trainer adds them

@@ -54,7 +54,7 @@ def arguments(folder: Path, accumulation: int, clip: float | None, **more: Any) 
     return hf.TrainingArguments(**{**settings, **more})
 
 
-def schedule_for(accumulation: int, clip: float | None) -> Schedule:
+def schedule_for(accumulation: int, clip: float | None, *, late: bool = False) -> Schedule:
     training = Training(
         per_device_train_batch_size=2,
         sequence_length=16,
@@ -64,7 +64,7 @@ def schedule_for(accumulation: int, clip: float | None) -> Schedule:
         max_grad_norm=clip,
     )
     workload = observed_workload(make_model("gpt2", dropout=0.1), make_batches(1)[0], training)
-    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host")
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host", late_update=late)
     plan = uniform_plan(workload, choice, semantics="exact-clip" if clip else "in-backward")
     return lower(plan, workload, machine())
 
@@ -93,14 +93,17 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay:
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (3, 0.5)])
-def test_evaluation_and_saving_in_the_middle_of_training(accumulation: int, clip: float | None, tmp_path: Path) -> None:
-    """Losses of training and evaluation, checkpoints and final weights are the plain Trainer's."""
+@pytest.mark.parametrize(("accumulation", "clip", "late"), [(1, None, True), (3, 0.5, False)])
+def test_evaluation_and_saving_in_the_middle_of_training(
+    accumulation: int, clip: float | None, late: bool, tmp_path: Path
+) -> None:
+    """Losses of training and evaluation, checkpoints and final weights are the plain Trainer's, also where updates
+    are made in the next step, when the learning rate is another one."""
     models, logs, is_training = [], [], []
     for build in (hf.Trainer, ScheduleTrainer):
         own: dict[str, Any] = {}
         if build is ScheduleTrainer:
-            own = {"schedule": schedule_for(accumulation, clip), "nvme_dir": tmp_path / "nvme"}
+            own = {"schedule": schedule_for(accumulation, clip, late=late), "nvme_dir": tmp_path / "nvme"}
         folder = tmp_path / build.__name__
         often = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "logging_steps": 2}
         saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
@@ -228,6 +231,37 @@ def test_a_callback_that_wants_gradients_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path, 1, None)
     trainer = ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=args, callbacks=[Gradients()])
     with pytest.raises(TrainingError, match="Gradients has on_pre_optimizer_step"):
+        trainer.train()
+
+
+def test_the_model_is_whole_when_training_ends_and_is_not_trained_again(tmp_path: Path) -> None:
+    class SavesAtTheEnd(hf.TrainerCallback):
+        def on_train_end(self, *args: Any, **settings: Any) -> None:
+            trainer.save_model(str(tmp_path / "saved"))
+
+    model = make_model("gpt2", dropout=0.1)
+    settings = {"args": arguments(tmp_path, 1, None, max_steps=1), "callbacks": [SavesAtTheEnd()]}
+    trainer = ScheduleTrainer(
+        schedule=SCHEDULE, nvme_dir=tmp_path / "nvme", model=model, train_dataset=examples(8), **settings
+    )
+    trainer.train()
+    saved = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    for (name, a), (_, b) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    with pytest.raises(TrainingError, match="train is called again"):
+        trainer.train()
+
+
+def test_a_checkpoint_that_a_callback_asks_for_is_refused(tmp_path: Path) -> None:
+    class AsksForOne(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+            control.should_save = True
+
+    settings = {"args": arguments(tmp_path, 1, None), "callbacks": [AsksForOne()], "train_dataset": examples(8)}
+    trainer = ScheduleTrainer(
+        schedule=SCHEDULE, nvme_dir=tmp_path / "nvme", model=make_model("gpt2", dropout=0.1), **settings
+    )
+    with pytest.raises(TrainingError, match="a checkpoint is asked for"):
         trainer.train()
 
 
