@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.columns import Int64, ScheduleColumns
+from tierplan.sim.columns import Int64, ScheduleColumns, columns_of
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule, unroll
@@ -98,6 +98,8 @@ def steady_state(
     """
     if not schedule.ops:
         raise ValueError(f"schedule {schedule.name!r} has no ops; nothing repeats")
+    if simulate is simulate_on:  # the compiled engine finds out how many steps it takes, so SimPy runs once
+        num_steps = steady_step(columns_of(schedule), machine, num_steps=num_steps).num_steps
     for steps in _tries(num_steps):
         unrolled = unroll(schedule, steps)
         trace = simulate(unrolled, machine)
