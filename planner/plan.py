@@ -35,6 +35,7 @@ __all__ = [
     "UnitPlan",
     "UnitwisePlan",
     "plain_semantics",
+    "shared_micro_batches",
 ]
 
 Place = Literal["device", "host", "nvme"]
@@ -219,6 +220,12 @@ class PackPlan:
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
         _refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+        if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
+            raise PlanError(
+                f"plan {self.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "
+                f"{workload.training.gradient_accumulation_steps} micro-batches; each device needs one: accumulate "
+                "more, use fewer devices, or form 'pipeline'"
+            )
         for name, runs, end in (
             ("backward", packs.backward, len(workload.units)),
             ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
@@ -263,6 +270,12 @@ KINDS: Mapping[str, type[UnitwisePlan | PackPlan | PagedPlan]] = {
     plan.kind: plan for plan in (UnitwisePlan, PackPlan, PagedPlan)
 }
 """The kinds of plans by the names that they have in plan files."""
+
+
+def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
+    """The micro-batches of each device where all share those of one step: as many each, or one more."""
+    total = workload.training.gradient_accumulation_steps
+    return [range(d * total // devices, (d + 1) * total // devices) for d in range(devices)]
 
 
 def plain_semantics(training: Training) -> Semantics:

@@ -22,11 +22,11 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["Prediction", "Shortage", "model_flops", "predict", "predict_plan", "predicted"]
+__all__ = ["MemoryShortage", "Prediction", "model_flops", "predict", "predict_plan", "predicted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class MemoryShortage:
     """What does not fit, and by how much."""
 
     tier: str
@@ -35,7 +35,6 @@ class Shortage:
     capacity_bytes: int
     needed_bytes: int | None
     """Smallest capacity of this tier with which the plan would do; None where another tier is short as well."""
-    message: str
 
     @property
     def short_bytes(self) -> int | None:
@@ -53,7 +52,7 @@ class Prediction:
     """None where the policy has no plan for this workload and machine."""
     schedule: Schedule | None = None
     steady: SteadyState | None = None
-    shortage: Shortage | None = None
+    shortage: MemoryShortage | None = None
     why_not: str = ""
     """What does not fit, or why there is no plan; empty when it fits."""
     tokens: int = 0
@@ -99,7 +98,7 @@ class Prediction:
     def record(self) -> dict[str, object]:
         """The prediction as JSON values."""
         moved = {} if self.schedule is None or not self.fits else self.schedule.bytes_moved()
-        found: dict[str, object] = {
+        record: dict[str, object] = {
             "policy": self.policy,
             "model": self.model,
             "machine": self.machine,
@@ -118,19 +117,19 @@ class Prediction:
             "tokens": self.tokens,
         }
         if self.plan is not None:
-            found["semantics"] = self.plan.semantics
-            found["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
+            record["semantics"] = self.plan.semantics
+            record["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
         if not self.fits:
-            found["why_not"] = self.why_not
+            record["why_not"] = self.why_not
             if self.shortage is not None:
-                found["shortage"] = {
+                record["shortage"] = {
                     "tier": self.shortage.tier,
                     "op": self.shortage.op,
                     "capacity_bytes": self.shortage.capacity_bytes,
                     "needed_bytes": self.shortage.needed_bytes,
                     "short_bytes": self.shortage.short_bytes,
                 }
-        return found
+        return record
 
 
 def predict(
@@ -157,7 +156,7 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         schedule = lower(plan, workload, machine)
         steady = steady_state(schedule, machine)
     except OutOfMemory as error:
-        shortage = Shortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes, str(error))
+        shortage = MemoryShortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes)
         return Prediction(**base, schedule=schedule, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]

@@ -143,10 +143,10 @@ def _optimizer(section: Mapping[str, object], base: Training) -> Literal["adamw"
     kind = section.get("type")
     if kind is None:
         return base.optimizer
-    found = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}.get(str(kind).lower())
-    if found is None:
+    optimizer = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}.get(str(kind).lower())
+    if optimizer is None:
         raise WorkloadError(f"optimizer.type is {kind!r}; Adam, AdamW and SGD are supported")
-    return "adamw" if found == "adamw" else "sgd"
+    return "adamw" if optimizer == "adamw" else "sgd"
 
 
 def _clipping(raw: Mapping[str, object], base: Training) -> float | None:
@@ -161,12 +161,12 @@ def _clipping(raw: Mapping[str, object], base: Training) -> float | None:
 def _of_optimizer(section: Mapping[str, object]) -> dict[str, str]:
     """What a file says of how the offloaded optimizer is read, written and held, as options; what it does not say stays
     with the policy."""
-    found = {}
+    options = {}
     if "pipeline_read" in section or "pipeline_write" in section:
-        found["pipeline"] = "on" if section.get("pipeline_read") or section.get("pipeline_write") else "off"
+        options["pipeline"] = "on" if section.get("pipeline_read") or section.get("pipeline_write") else "off"
     if "pin_memory" in section:
-        found["pin_memory"] = "on" if section["pin_memory"] else "off"
-    return found
+        options["pin_memory"] = "on" if section["pin_memory"] else "off"
+    return options
 
 
 def _offload(zero: Mapping[str, object], key: str, path: str) -> str:

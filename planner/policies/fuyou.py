@@ -84,10 +84,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
 
 def _kinds(workload: Workload) -> dict[str, int]:
     """For each block by name, the number of the first block that saves the same tensors."""
-    found: dict[str, int] = {}
+    kinds: dict[str, int] = {}
     for unit in workload.blocks:
-        found[unit.name] = next(i for i, like in enumerate(workload.blocks) if like.saved == unit.saved)
-    return found
+        kinds[unit.name] = next(i for i, like in enumerate(workload.blocks) if like.saved == unit.saved)
+    return kinds
 
 
 def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -> list[Slot]:

@@ -126,14 +126,14 @@ def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> li
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
     seconds = [_weight(unit, phase) for unit in workload.units]
     held = _backward_bytes if phase == "bwd" else _forward_bytes
-    found: list[Runs] = []
+    fitting: list[Runs] = []
     for count in range(1, len(seconds) + 1):
         runs = _split(seconds, count)
         if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs):
-            found.append(runs)
-            if len(found) == tried:
+            fitting.append(runs)
+            if len(fitting) == tried:
                 break
-    return found
+    return fitting
 
 
 def _weight(unit: Unit, phase: str) -> float:

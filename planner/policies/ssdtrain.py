@@ -75,7 +75,7 @@ def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float
     forward = [machine.cost(COMPUTE, u.forward).work_s for u in workload.units]
     backward = [machine.cost(COMPUTE, u.backward).work_s for u in workload.units]
     total_s = sum(forward)
-    found = []
+    modules = []
     for u, unit in enumerate(workload.units):
         if unit.kind != "block":
             continue
@@ -83,8 +83,8 @@ def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float
         sizes += [(tensor.index, tensor.size_bytes) for tensor in unit.saved]
         whole = max(sum(size for _, size in sizes), 1)
         made_s, wanted_s = sum(forward[: u + 1]), total_s + sum(backward[u + 1 :])
-        found += [_Module(u, slot, size, forward[u] * size / whole, made_s, wanted_s) for slot, size in sizes]
-    return found, total_s
+        modules += [_Module(u, slot, size, forward[u] * size / whole, made_s, wanted_s) for slot, size in sizes]
+    return modules, total_s
 
 
 def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, int]]:

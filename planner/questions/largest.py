@@ -51,9 +51,9 @@ def family(training: Training) -> list[Workload]:
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     }
-    found = [workload_of(name, {**common, **shape}, training) for name, shape in small.items()]
-    found += [load_workload(name, training) for name in named_models() if name.startswith("gpt-")]
-    return sorted(found, key=lambda workload: workload.num_parameters)
+    models = [workload_of(name, {**common, **shape}, training) for name, shape in small.items()]
+    models += [load_workload(name, training) for name in named_models() if name.startswith("gpt-")]
+    return sorted(models, key=lambda workload: workload.num_parameters)
 
 
 def largest_model(

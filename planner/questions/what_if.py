@@ -60,15 +60,15 @@ def changes(machine: Machine) -> list[tuple[str, Callable[[Machine], Machine]]]:
 
     kinds = {t.kind for t in machine.tiers}
     devices = range(machine.num_devices)
-    found = [("device memory +8 GB", more("device", 8.0))]
+    options = [("device memory +8 GB", more("device", 8.0))]
     if "host" in kinds:
-        found.append(("host memory +64 GB", more("host", 64.0)))
-        found.append(("link to the device x 1.25", faster([link(d) for d in devices for link in (h2d, d2h)], 1.25)))
-        found.append(("host Adam x 1.25", faster([HOST_ADAM], 1.25)))
+        options.append(("host memory +64 GB", more("host", 64.0)))
+        options.append(("link to the device x 1.25", faster([link(d) for d in devices for link in (h2d, d2h)], 1.25)))
+        options.append(("host Adam x 1.25", faster([HOST_ADAM], 1.25)))
     if "nvme" in kinds:
-        found.append(("drives x 1.25", faster([NVME_READ, NVME_WRITE], 1.25)))
-    found.append(("device compute x 1.25", faster([compute(d) for d in devices], 1.25)))
-    return found
+        options.append(("drives x 1.25", faster([NVME_READ, NVME_WRITE], 1.25)))
+    options.append(("device compute x 1.25", faster([compute(d) for d in devices], 1.25)))
+    return options
 
 
 def worths(
@@ -93,15 +93,15 @@ def worths(
     if drives:
         with contextlib.suppress(MachineError, ValueError):
             tried.append(("one more drive", machine_with([f"nvme.drives={drives + 1}"])))
-    found = []
+    answers = []
     for name, changed in tried:
         try:
             result = again(changed, policies=())
         except PlanError:
             continue
         step_s = min(result.step_s, base.step_s)  # the plan for less also runs on more
-        found.append(Worth(change=name, step_s=step_s, saves_s=base.step_s - step_s))
-    return sorted(found, key=lambda w: (-w.saves_s, w.change))
+        answers.append(Worth(change=name, step_s=step_s, saves_s=base.step_s - step_s))
+    return sorted(answers, key=lambda w: (-w.saves_s, w.change))
 
 
 def _drives(machine: Machine) -> int:

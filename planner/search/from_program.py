@@ -90,13 +90,13 @@ class ProgramPlans:
         return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
 
     def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
-        found = solve_whole(model, margins, solver=self.solver)
-        if found is None:
+        whole = solve_whole(model, margins, solver=self.solver)
+        if whole is None:
             return None
-        self.solve_s += found.seconds
-        self.simulate_plan.budget.ops_left -= found.work_ops
-        self.milp_gap = found.gap
-        return found.plan
+        self.solve_s += whole.seconds
+        self.simulate_plan.budget.ops_left -= whole.work_ops
+        self.milp_gap = whole.gap
+        return whole.plan
 
 
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:

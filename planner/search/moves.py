@@ -58,19 +58,19 @@ def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 def _kept(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One more tensor kept, the dearest to make again first; or moved rather than made again."""
-    found = []
+    by_cost = []
     for u, unit in enumerate(problem.units):
         for g, group in enumerate(unit.groups):
             if group.slots and plan.units[u].action(group.slots[0]) != "keep":
-                found.append((-group.recompute_s / max(group.gb, 1e-12), u, g))
+                by_cost.append((-group.recompute_s / max(group.gb, 1e-12), u, g))
 
     def act(u: int, g: int, action: str) -> Move:
         return lambda plan: with_action(plan, problem, u, g, action)
 
-    for _, u, g in sorted(found):
+    for _, u, g in sorted(by_cost):
         yield act(u, g, "keep")
     if problem.host_gb:
-        for _, u, g in sorted(found):
+        for _, u, g in sorted(by_cost):
             if problem.units[u].groups[g].movable:
                 yield act(u, g, "host")
 

@@ -46,9 +46,9 @@ def descend_with_restarts(
         stale += 1
         if changed is None:
             continue
-        found = descend(problem, changed, simulate_plan, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
-        if found.step_s is not None and found.step_s < best.step_s * BETTER:
-            best, stale = found, 0
+        end = descend(problem, changed, simulate_plan, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
+        if end.step_s is not None and end.step_s < best.step_s * BETTER:
+            best, stale = end, 0
     return best
 
 

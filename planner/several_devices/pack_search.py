@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
-from tierplan.planner.plan import PackForm, PackPlan, Packs, Runs
+from tierplan.planner.plan import PackForm, PackPlan, Packs, Runs, shared_micro_batches
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
@@ -52,8 +52,7 @@ def improve_packs(
 ) -> Candidate[PackPlan]:
     """The best packs found, no slower than `start`, until this part of the budget is spent."""
     search = _Search(start, simulate_plan, spent_frac, seed)
-    found = search.by_estimate()
-    search.simulate(found)
+    search.simulate(search.by_estimate())
     search.by_simulation()
     return search.best
 
@@ -131,24 +130,27 @@ class _Search:
         """Ends of descents from Harmony's packs, from the best shapes, and from the best so far with a few kicks."""
         shapes = self._shapes()
         starts = [self.packs, *shapes[:STARTS]]
-        found: dict[Packs, float] = {}
+        ends_s: dict[Packs, float] = {}
         turn = stale = 0
         while not self._is_over(SHARE_OF_ESTIMATES) and stale < PATIENCE:
             if turn < len(starts):
                 packs = starts[turn]
             else:
-                packs = self._kicked(min(found, key=lambda p: found[p]))
+                packs = self._kicked(min(ends_s, key=lambda p: ends_s[p]))
             turn += 1
             packs = self._descend(packs)
-            shorter = not found or self._estimated_s(packs) < min(found.values()) * BETTER
+            shorter = not ends_s or self._estimated_s(packs) < min(ends_s.values()) * BETTER
             stale = 0 if shorter or turn <= len(starts) else stale + 1
-            found[packs] = self._estimated_s(packs)
-        ranked = sorted(dict.fromkeys([*found, *shapes[: 4 * SIMULATED]]), key=self._estimated_s)
+            ends_s[packs] = self._estimated_s(packs)
+        ranked = sorted(dict.fromkeys([*ends_s, *shapes[: 4 * SIMULATED]]), key=self._estimated_s)
         return [packs for packs in ranked if self._estimated_s(packs) < float("inf")][:SIMULATED]
 
     def _shapes(self) -> list[Packs]:
         """Balanced packs, best first: all forms and numbers with equal packs, then other sizes of the ends."""
-        forms: tuple[PackForm, ...] = ("pipeline", "data") if self.packs.devices > 1 else (self.packs.form,)
+        forms: tuple[PackForm, ...] = (self.packs.form,)
+        if self.packs.devices > 1:
+            has_enough = all(shared_micro_batches(self.simulate_plan.workload, self.packs.devices))
+            forms = ("pipeline", "data") if has_enough else ("pipeline",)
         numbers: dict[Packs, Numbers] = {}
         for form, backward, forward in product(forms, self._numbers("bwd"), self._numbers("fwd")):
             packs = self._shape((form, backward, forward), 1.0, 1.0, 1.0)
@@ -212,8 +214,8 @@ class _Search:
 
     # ---- by simulation ----
 
-    def simulate(self, found: Sequence[Packs]) -> None:
-        for packs in found:
+    def simulate(self, ranked: Sequence[Packs]) -> None:
+        for packs in ranked:
             if self._is_over(SHARE_OF_FIRST_SIMULATIONS):
                 return
             self._try(packs)

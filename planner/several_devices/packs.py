@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
-from tierplan.planner.plan import PackPlan
+from tierplan.planner.plan import PackPlan, shared_micro_batches
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -101,9 +101,8 @@ class PackLowering:
                     self.takes_backward[a] = device
                 rounds.append([Task(phase, a, b, device, is_last, tuple(range(total)))])
             else:
-                cuts = [d * total // packs.devices for d in range(packs.devices + 1)]
-                shares = [tuple(range(first, end)) for first, end in pairwise(cuts)]
-                rounds.append([Task(phase, a, b, d, is_last, share) for d, share in enumerate(shares) if share])
+                shares = shared_micro_batches(self.workload, packs.devices)
+                rounds.append([Task(phase, a, b, d, is_last, tuple(share)) for d, share in enumerate(shares)])
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
-from tierplan.planner.plan import PagedPlan
+from tierplan.planner.plan import PagedPlan, shared_micro_batches
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -57,9 +57,8 @@ class _Paged:
                 if size := unit.num_parameters * t.state_bytes:
                     home = self.made.home(States(unit.name, device=r), HOST, size, "states")
                     self.home["states", unit.name, r] = home
-        total = t.gradient_accumulation_steps
-        for r in range(self.n):
-            for m in range(r * total // self.n, (r + 1) * total // self.n):
+        for r, batches in enumerate(shared_micro_batches(self.workload, self.n)):
+            for m in batches:
                 self._micro_batch(r, m)
         for unit in self.workload.units:
             self._update(unit)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.toys import toy_machine, toy_workload
+from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import KINDS, PackPlan, Packs, PagedPlan, Plan, PlanError, UnitwisePlan
+from tierplan.planner.planning import plan
 
 WORKLOAD = toy_workload(4, tied=False)
 """embed, L0, L1, L2, L3, head."""
@@ -45,7 +47,7 @@ def test_delayed_updates_cannot_be_asked_of_packs_or_pages(kind: Any) -> None:
     [
         ({"form": "ring"}, "form 'ring'; choose among data, pipeline"),
         ({"devices": 0}, "devices is 0; it must be a whole number of 1 or more"),
-        ({"devices": 2}, "wants 2 devices, but machine 'toy' has 1"),
+        ({"form": "pipeline", "devices": 2}, "wants 2 devices, but machine 'toy' has 1"),
         ({"cleanup_s": -1.0}, "cleanup_s is -1.0; it must be a number of 0 or more"),
         ({"host_copy_bytes_per_s": float("nan")}, "host_copy_bytes_per_s is nan"),
         ({"backward": ((0, 2), (3, 6))}, "backward packs .* do not cover units 0 to 6"),
@@ -58,6 +60,28 @@ def test_delayed_updates_cannot_be_asked_of_packs_or_pages(kind: Any) -> None:
 def test_packs_that_contradict_themselves_or_what_there_is(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         lower(replace(IN_PACKS, packs=replace(PACKS, **changed)), WORKLOAD, toy_machine())
+
+
+def test_every_device_of_data_parallel_packs_has_a_micro_batch() -> None:
+    """A plan by hand is refused, and the planner looks for others."""
+    workload, machine = toy_workload(4, tied=False, gradient_accumulation_steps=2), devices(3)
+    packs = replace(PACKS, devices=3)
+    with pytest.raises(PlanError, match="data-parallel packs on 3 devices, but the step has 2 micro-batches"):
+        lower(replace(IN_PACKS, packs=packs), workload, machine)
+    assert lower(replace(IN_PACKS, packs=replace(packs, form="pipeline")), workload, machine).ops
+    result = plan(workload, machine, time_limit_s=1, policies=["harmony-pp"])
+    assert isinstance(result.plan, PackPlan)
+    assert result.plan.packs.form == "pipeline"
+
+
+def devices(num: int) -> Machine:
+    """Toy machines side by side in one host, in a ring of links."""
+    one = toy_machine()
+    own = [s for s in one.streams if s.name.startswith("gpu0")]
+    others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
+    peers = [Stream(name=f"gpu{k}.p2p.gpu{(k + 1) % num}", rates={"bytes": Rate.constant(5e9)}) for k in range(num)]
+    tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
+    return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others, *peers))
 
 
 def test_packs_on_one_device_are_for_chains_of_blocks() -> None:
