@@ -7,10 +7,10 @@ from typing import NamedTuple
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["Stage", "walk"]
+__all__ = ["UnitPass", "compute_order"]
 
 
-class Stage(NamedTuple):
+class UnitPass(NamedTuple):
     """One unit's turn on the compute stream."""
 
     phase: str
@@ -19,7 +19,7 @@ class Stage(NamedTuple):
     micro_batch: int
 
 
-def walk(plan: UnitwisePlan, workload: Workload) -> list[Stage]:
+def compute_order(plan: UnitwisePlan, workload: Workload) -> list[UnitPass]:
     """The order of the compute stream: horizontal or vertical, the head's backward right behind its forward."""
     num_units, batches = len(workload.units), range(workload.training.gradient_accumulation_steps)
     head = num_units - 1
@@ -32,4 +32,4 @@ def walk(plan: UnitwisePlan, workload: Workload) -> list[Stage]:
         turns += [("fwd", u, m) for u in range(head) for m in batches]
         turns += [(phase, head, m) for m in batches for phase in ("fwd", "bwd")]
         turns += [("bwd", u, m) for u in reversed(range(head)) for m in batches]
-    return [Stage(*turn) for turn in turns]
+    return [UnitPass(*turn) for turn in turns]

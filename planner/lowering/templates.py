@@ -40,7 +40,7 @@ __all__ = [
     "Chain",
     "Frame",
     "Placed",
-    "Turn",
+    "TurnKind",
 ]
 
 USED = ("params", "owner's params")
@@ -67,7 +67,7 @@ micro-batch (m) or pass over the parameters (p). Of those with a star there are 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class TurnKind:
     """A kind of turn: what draws it, and what that may reach for."""
 
     draws: tuple[Callable[[Sketch], None], ...]
@@ -82,18 +82,18 @@ AFTER = ("read after 0", "read after 1", "read after 2", "update after 0", "upda
 IN_FORWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("fwd", "turn")))
 IN_BACKWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("bwd", "turn")))
 
-DECLARE = Turn((declare,), ("params", "states*", "old grads"))
-FORWARD = Turn((forward,), (*IN_FORWARD, "x", "next x", "shared", "kept", "left*"), BEFORE[:2])
-FETCH = Turn((fetch,), IN_BACKWARD, BEFORE[:2])
-REMAKE = Turn((remake,), (*IN_BACKWARD, "x", "next x", "shared", "remade"), BEFORE)
+DECLARE = TurnKind((declare,), ("params", "states*", "old grads"))
+FORWARD = TurnKind((forward,), (*IN_FORWARD, "x", "next x", "shared", "kept", "left*"), BEFORE[:2])
+FETCH = TurnKind((fetch,), IN_BACKWARD, BEFORE[:2])
+REMAKE = TurnKind((remake,), (*IN_BACKWARD, "x", "next x", "shared", "remade"), BEFORE)
 GRADIENTS = ("tied", "owner's tied", "grads", "norm")
-BACKWARD = Turn((backward,), (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS), BEFORE)
-CLIP = Turn((clip,), ("clip",))
-UPDATE_HERE = Turn((update_here,), ("params", "states#", "due", "clip"))
-ARRIVE = Turn((arrive,), TO_UPDATE, AFTER)
-UPDATE = Turn((update,), TO_UPDATE, AFTER)
-GO_HOME = Turn((go_home,), TO_UPDATE, ("home after",))
-UPDATE_AND_GO = Turn((arrive, update, go_home), TO_UPDATE, (*AFTER, "home after"))
+BACKWARD = TurnKind((backward,), (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS), BEFORE)
+CLIP = TurnKind((clip,), ("clip",))
+UPDATE_HERE = TurnKind((update_here,), ("params", "states#", "due", "clip"))
+ARRIVE = TurnKind((arrive,), TO_UPDATE, AFTER)
+UPDATE = TurnKind((update,), TO_UPDATE, AFTER)
+GO_HOME = TurnKind((go_home,), TO_UPDATE, ("home after",))
+UPDATE_AND_GO = TurnKind((arrive, update, go_home), TO_UPDATE, (*AFTER, "home after"))
 
 
 class Terms(NamedTuple):
@@ -124,7 +124,7 @@ class Frame(NamedTuple):
 class Placed(NamedTuple):
     """One turn in its place."""
 
-    turn: Turn
+    turn: TurnKind
     u: int
     m: int
     flag: int
@@ -177,7 +177,7 @@ class Chain:
         """Those of plans with the same order."""
         return self._frames.setdefault(plan.order, {})
 
-    def frame(self, turn: Turn, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool) -> Frame:
+    def frame(self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool) -> Frame:
         """What a turn of unit u finds its cells in."""
         cells = []
         for name in turn.cells:
@@ -188,7 +188,7 @@ class Chain:
             cells += [(one, self._cell(one, u, m, 0 if is_vertical else m)) for one in names]
         return self.frame_of(cells, turn)
 
-    def frame_of(self, cells: Sequence[tuple[str, int]], turn: Turn) -> Frame:
+    def frame_of(self, cells: Sequence[tuple[str, int]], turn: TurnKind) -> Frame:
         names = {name: i for i, name in enumerate((*(name for name, _ in cells), *turn.ops))}
         return Frame([cell for _, cell in cells], names)
 
@@ -200,7 +200,7 @@ class Chain:
     def sketch(
         self,
         plan: UnitwisePlan,
-        turn: Turn,
+        turn: TurnKind,
         u: int,
         m: int,
         flag: int,

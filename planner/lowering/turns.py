@@ -1,6 +1,6 @@
 """What every kind of turn adds to a schedule: one function each, which draws it on a sketch.
 
-Every op has a *position*, the moment in the walk over the compute stream at which it is wanted: that of its turn or so
+Every op has a *position*, the moment in the order of the compute stream at which it is wanted: that of its turn or so
 much before (`lead`), and a rank within it. Names, contents and kinds are those of docs/design.md.
 """
 

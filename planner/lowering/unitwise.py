@@ -1,4 +1,4 @@
-"""Lowering of unit-wise plans: a walk along the compute stream, turn by turn, and its schedule as columns."""
+"""Lowering of unit-wise plans: along the order of the compute stream, turn by turn, and the schedule as columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.compute_order import walk
+from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.sketch import (
     ACTS,
     ACTS_EARLY,
@@ -36,7 +36,7 @@ from tierplan.planner.lowering.templates import (
     Chain,
     Frame,
     Placed,
-    Turn,
+    TurnKind,
 )
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan
@@ -48,7 +48,7 @@ from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["UnitwiseLowering", "Walk"]
+__all__ = ["UnitwiseLowering", "UnitwiseStep"]
 
 NOTHING = [EMPTY] * 5
 
@@ -75,10 +75,10 @@ class UnitwiseLowering:
                 for _ in range(plan.operator_tiles if unit.kind == "block" else 1)
             ]
             plan = replace(plan, units=tuple(units))
-        return Walk(self._chains[tiles], plan).columns(self.machine)
+        return UnitwiseStep(self._chains[tiles], plan).columns(self.machine)
 
 
-class Walk:
+class UnitwiseStep:
     """The turns of one step, and what each cell holds meanwhile."""
 
     def __init__(self, chain: Chain, plan: UnitwisePlan) -> None:
@@ -105,13 +105,13 @@ class Walk:
         self.waiting_home: tuple[int, int, float, int] | None = None
         self._declare()
         self._late()
-        for step, (phase, u, m) in enumerate(walk(plan, self.workload)):
+        for step, (phase, u, m) in enumerate(compute_order(plan, self.workload)):
             (self._forward if phase == "fwd" else self._backward)(step, u, m)
         self._after(float(len(self.turn_ops)))
 
     def _place(
         self,
-        turn: Turn,
+        turn: TurnKind,
         u: int,
         at: float,
         *,
@@ -161,7 +161,7 @@ class Walk:
         self.ids += [EMPTY] * missing
         self.forms += [EMPTY] * missing
 
-    # ---- the walk ----
+    # ---- turns in compute order ----
 
     def _declare(self) -> None:
         for u in self.owners:

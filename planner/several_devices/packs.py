@@ -76,7 +76,7 @@ class PackLowering:
     def __init__(self, plan: PackPlan, workload: Workload) -> None:
         self.plan, self.packs, self.workload = plan, plan.packs, workload
         self.units, self.training = workload.units, workload.training
-        self.made = Builder()
+        self.builder = Builder()
         self.params_home: dict[str, str] = {}
         self.states_home: dict[str, str] = {}
         self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
@@ -109,16 +109,16 @@ class PackLowering:
         self._declare_homes()
         before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
         for tasks in self._rounds():
-            made = [self._turn(task, before[task.device]) for task in tasks]
+            grads = [self._turn(task, before[task.device]) for task in tasks]
             if tasks[0].phase == "bwd":
-                self._gradients(tasks, [m for m in made if m is not None])
+                self._gradients(tasks, [buffer for buffer in grads if buffer is not None])
             for task in tasks:
                 self._clean_up(task)
                 before[task.device].append(task)
             if tasks[0].phase == "bwd":
                 self._update(tasks[0])
         name = f"{self.plan.policy} {self.workload.name}"
-        return self.made.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
+        return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
     def meta(self, machine: Machine) -> dict[str, object]:
         return {
@@ -137,9 +137,9 @@ class PackLowering:
     def _declare_homes(self) -> None:
         for unit in self.units:
             if size := unit.num_parameters * self.training.param_bytes:
-                self.params_home[unit.name] = self.made.home(Params(unit.name), HOST, size, "params")
+                self.params_home[unit.name] = self.builder.home(Params(unit.name), HOST, size, "params")
             if size := unit.num_parameters * self.training.state_bytes:
-                self.states_home[unit.name] = self.made.home(States(unit.name), HOST, size, "states")
+                self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states")
 
     # ---- names and units ----
 
@@ -171,7 +171,7 @@ class PackLowering:
             after = left.computes[-1:] if left else []
             for unit in self.shared_params(task):
                 key = op_key(copy_key("fetch", Params(unit)), task.phase, name)
-                params.append(self.made.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
+                params.append(self.builder.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
 
         between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
         params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
@@ -229,7 +229,7 @@ class PackLowering:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
         gpu, label = device(task.device), self._label("stash", task.first, m)
         stashed = self.stash.pop((task.first, m))
-        return self.made.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
+        return self.builder.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
 
     def _arrives(
         self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
@@ -238,19 +238,19 @@ class PackLowering:
         if first:
             return None
         gpu, source = device(task.device), self.handed.pop((what, unit, m))
-        tier = self.made.buffers[source].tier
+        tier = self.builder.buffers[source].tier
         label = self._label(what, unit, m)
         if tier == HOST:
-            return self.made.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
+            return self.builder.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
         peer = device_index(tier)
         assert peer is not None
-        return self.made.copy(copy_key("send", label), p2p(peer, task.device), source, gpu, after=after, m=m)
+        return self.builder.copy(copy_key("send", label), p2p(peer, task.device), source, gpu, after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
         if to_device == task.device:
             label = copy_key("offload", self._label(what, unit, m))
-            buffer = self.made.copy(label, d2h(task.device), buffer, HOST, m=m)
+            buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
@@ -268,13 +268,13 @@ class PackLowering:
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
             key = forward_key(pack_name(units[0].name, units[-1].name), m)
-            y = self.made.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
+            y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
             size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            work = self.made.buffer(Transient(key), gpu, size, "work")
+            work = self.builder.buffer(Transient(key), gpu, size, "work")
             reads = [*params, *([x] if x else [])]
             flops = total_work(u.forward for u in units)
             writes = (y, work)
-            self.made.op(
+            self.builder.op(
                 key, compute(task.device), "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
             )
             x = y
@@ -284,17 +284,17 @@ class PackLowering:
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
-        return self.made.home(Input(self.units[unit].name, m), HOST, 0, "acts")
+        return self.builder.home(Input(self.units[unit].name, m), HOST, 0, "acts")
 
     def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
         label = self._label("stash", unit, m)
-        stashed = self.made.copy(copy_key("offload", label), d2h(task.device), x, HOST, after=after, m=m)
+        stashed = self.builder.copy(copy_key("offload", label), d2h(task.device), x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
         if rate and self.takes_backward.get(unit, task.device) != task.device:
-            size = self.made.buffers[stashed].size_bytes
-            again = self.made.like(stashed, HOST)
+            size = self.builder.buffers[stashed].size_bytes
+            again = self.builder.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
-            self.made.op(
+            self.builder.op(
                 copy_key("pass", label), HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
             )
             stashed = again
@@ -309,10 +309,10 @@ class PackLowering:
         gpu, units = device(task.device), self.between(task.first, task.end)
         pack = self.pack(task)
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-        acts = self.made.buffer(PackActs(pack, m), gpu, size, "acts")
+        acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
         reads = [*params, *([x] if x else [])]
         forward = total_work(u.forward for u in units)
-        again = self.made.op(
+        again = self.builder.op(
             recompute_key(pack, m),
             compute(task.device),
             "recompute",
@@ -327,18 +327,18 @@ class PackLowering:
         size = sum(u.num_parameters for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
         size_bytes = max(u.backward_work_bytes for u in units)
-        writes = [self.made.buffer(Transient(backward), gpu, size_bytes, "work")]
+        writes = [self.builder.buffer(Transient(backward), gpu, size_bytes, "work")]
         if grads is None:
             content = Gradients(pack, device=task.device if self.packs.devices > 1 else None)
-            grads = self.made.buffer(content, gpu, size, "grads")
+            grads = self.builder.buffer(content, gpu, size, "grads")
         else:
             reads.append(grads)
-            grads = self.made.over(grads)
+            grads = self.builder.over(grads)
         writes.append(grads)
         if task.first > 0:
-            dx = self.made.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
+            dx = self.builder.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        key = self.made.op(
+        key = self.builder.op(
             backward,
             compute(task.device),
             "backward",
@@ -362,9 +362,9 @@ class PackLowering:
             reduced = []
             for task in tasks:
                 own = grads[task.device]
-                total = self.made.like(own, device(task.device))
-                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.made.buffers[own].size_bytes}
-                self.made.op(
+                total = self.builder.like(own, device(task.device))
+                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.builder.buffers[own].size_bytes}
+                self.builder.op(
                     op_key("all_reduce", self.name(task)),
                     next_peer(task.device, self.packs.devices),
                     "all_reduce",
@@ -374,14 +374,14 @@ class PackLowering:
                 )
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
-            self.made.copy(self._offload_key(task), d2h(task.device), buffer, HOST)
+            self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST)
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
-        self.made.op(
+        self.builder.op(
             task.gone,
             compute(task.device),
             "leave",
@@ -404,11 +404,13 @@ class PackLowering:
             for homes in (self.params_home, self.states_home):
                 if unit.name in homes:
                     reads.append(homes[unit.name])
-                    homes[unit.name] = self.made.over(homes[unit.name])
+                    homes[unit.name] = self.builder.over(homes[unit.name])
                     writes.append(homes[unit.name])
             work = {"parameters": unit.num_parameters}
             key = States(unit.name).update_key
-            self.made.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+            self.builder.op(
+                key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
+            )
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""

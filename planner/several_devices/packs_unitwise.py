@@ -71,7 +71,7 @@ class _UnitwiseLowering(PackLowering):
 
     def _params_of(self, unit: Unit, params: list[str]) -> list[str]:
         wanted = {str(Params(name)) for name in (unit.name, unit.shares) if name}
-        return [name for name in params if self.made.buffers[name].content in wanted]
+        return [name for name in params if self.builder.buffers[name].content in wanted]
 
     def _run(
         self,
@@ -89,16 +89,16 @@ class _UnitwiseLowering(PackLowering):
         key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
         writes, acts, y = [], "", None
         if hands_over and u + 1 < len(self.units):
-            y = self.made.buffer(Input(self.units[u + 1].name, m), DEVICE, unit.output_bytes, "acts")
+            y = self.builder.buffer(Input(self.units[u + 1].name, m), DEVICE, unit.output_bytes, "acts")
             writes.append(y)
         if saved and unit.saved_bytes:
             content = saved(unit.name, m)
-            acts = self.made.buffer(content, DEVICE, unit.saved_bytes, "acts")
+            acts = self.builder.buffer(content, DEVICE, unit.saved_bytes, "acts")
             writes.append(acts)
-        writes += self.made.work(key, unit.forward_work_bytes + (0 if saved else unit.saved_bytes))
+        writes += self.builder.work(key, unit.forward_work_bytes + (0 if saved else unit.saved_bytes))
         reads = [*self._params_of(unit, params), *([x] if x else [])]
         after, self.may_begin = self.may_begin, []
-        self.made.op(
+        self.builder.op(
             key, COMPUTE, kind, work=unit.forward, reads=reads, writes=writes, after=after, unit=unit.name, m=m
         )
         return key, y, acts
@@ -132,9 +132,9 @@ class _UnitwiseLowering(PackLowering):
         if dy:
             self._leaves("dx", task.first, m, dy, task, 0)
         for owner, batch in [k for k in self.tied if k[1] == m]:
-            if self.made.buffers[self.tied[owner, batch]].tier == DEVICE:
+            if self.builder.buffers[self.tied[owner, batch]].tier == DEVICE:
                 label = copy_key("offload", TiedGradients(owner, m))
-                self.tied[owner, batch] = self.made.copy(label, D2H, self.tied[owner, batch], HOST, m=m)
+                self.tied[owner, batch] = self.builder.copy(label, D2H, self.tied[owner, batch], HOST, m=m)
         return None
 
     def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
@@ -144,29 +144,29 @@ class _UnitwiseLowering(PackLowering):
         reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
         writes, dx, work_bytes = [], None, unit.backward_work_bytes
         if u > 0:
-            dx = self.made.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
+            dx = self.builder.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares:
             size = self.by_name[unit.shares].num_parameters * t.grad_bytes
-            self.tied[unit.shares, m] = self.made.buffer(TiedGradients(unit.shares, m), DEVICE, size, "grads")
+            self.tied[unit.shares, m] = self.builder.buffer(TiedGradients(unit.shares, m), DEVICE, size, "grads")
             writes.append(self.tied[unit.shares, m])
         if unit.num_parameters:
             tied = self.tied.pop((unit.name, m), "")
-            if tied and self.made.buffers[tied].tier == HOST:
+            if tied and self.builder.buffers[tied].tier == HOST:
                 key_of_copy = copy_key("fetch", TiedGradients(unit.name, m))
-                tied = self.made.copy(key_of_copy, H2D, tied, DEVICE, m=m)
+                tied = self.builder.copy(key_of_copy, H2D, tied, DEVICE, m=m)
             old = self.grads.get(unit.name)
             reads += [name for name in (tied, old) if name]
             if old or tied:  # gradients are added to: the earlier ones are there throughout, the new beside them
-                made = self.made.over(old or tied, Gradients(unit.name, m))
+                grads = self.builder.over(old or tied, Gradients(unit.name, m))
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
                 size = unit.num_parameters * t.grad_bytes
-                made = self.made.buffer(Gradients(unit.name, m), DEVICE, size, "grads")
-            self.grads[unit.name] = made
-            writes.append(made)
-        writes += self.made.work(key, work_bytes)
-        self.made.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
+                grads = self.builder.buffer(Gradients(unit.name, m), DEVICE, size, "grads")
+            self.grads[unit.name] = grads
+            writes.append(grads)
+        writes += self.builder.work(key, work_bytes)
+        self.builder.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
         return key, dx
 
     # ---- the end of a turn ----
@@ -175,8 +175,8 @@ class _UnitwiseLowering(PackLowering):
         (task,) = tasks
         for unit in self.between(task.first, task.end):
             if unit.num_parameters:
-                label, made = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
-                self.grads[unit.name] = self.made.copy(label, D2H, made, HOST, after=task.computes[-1:])
+                label, on_device = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
+                self.grads[unit.name] = self.builder.copy(label, D2H, on_device, HOST, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
         units = self.between(task.first, task.end)

@@ -43,7 +43,7 @@ class _Paged:
     def __init__(self, plan: PagedPlan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
         self.n = plan.devices
-        self.made = Builder()
+        self.builder = Builder()
         self.home: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
         self.last: list[str] = [""] * self.n
 
@@ -52,10 +52,10 @@ class _Paged:
         for unit in self.workload.units:
             for r in range(self.n):
                 if size := unit.num_parameters * t.param_bytes:
-                    home = self.made.home(Params(unit.name, device=r), HOST, size, "params")
+                    home = self.builder.home(Params(unit.name, device=r), HOST, size, "params")
                     self.home["params", unit.name, r] = home
                 if size := unit.num_parameters * t.state_bytes:
-                    home = self.made.home(States(unit.name, device=r), HOST, size, "states")
+                    home = self.builder.home(States(unit.name, device=r), HOST, size, "states")
                     self.home["states", unit.name, r] = home
         for r, batches in enumerate(shared_micro_batches(self.workload, self.n)):
             for m in batches:
@@ -69,7 +69,7 @@ class _Paged:
             "machine": machine.name,
             "devices": self.n,
         }
-        return self.made.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
+        return self.builder.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
 
     def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:
         """The unit's bytes of this kind on the device; none where it has none."""
@@ -77,14 +77,14 @@ class _Paged:
         if home is None:
             return []
         key = device_name(op_key(copy_key("fetch", kind), unit.name, *use), r)
-        return [self.made.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
+        return [self.builder.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
 
     def _page_out(self, kind: str, unit: Unit, r: int, pages: list[str], *use: str) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
         for here in pages:
             key = device_name(op_key(copy_key("offload", kind), unit.name, *use), r)
             over = self.home.get((kind, unit.name, r))
-            self.home[kind, unit.name, r] = self.made.copy(
+            self.home[kind, unit.name, r] = self.builder.copy(
                 key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
 
@@ -94,10 +94,10 @@ class _Paged:
         use = ("fwd", micro_batch_name(m))
         for u, unit in enumerate(units):
             pages = self._page_in("params", unit, r, *use)
-            out = [self.made.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
+            out = [self.builder.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
             key = forward_key(unit.name, m)
-            work = self.made.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
-            self.last[r] = self.made.op(
+            work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
+            self.last[r] = self.builder.op(
                 key,
                 compute(r),
                 "forward",
@@ -117,14 +117,14 @@ class _Paged:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
         gpu, key, use = device(r), backward_key(unit.name, m), ("bwd", micro_batch_name(m))
         pages, old = self._page_in("params", unit, r, *use), self._page_in("grads", unit, r, *use)
-        dx = [self.made.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
+        dx = [self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
         size = unit.num_parameters * self.workload.training.grad_bytes
         grads = []
         if size:
             content = Gradients(unit.name, device=r)
-            grads = [self.made.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
-        work = self.made.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
-        self.last[r] = self.made.op(
+            grads = [self.builder.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
+        work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+        self.last[r] = self.builder.op(
             key,
             compute(r),
             "backward",
@@ -148,14 +148,14 @@ class _Paged:
         for r in ranks:
             reads = [own[r]]
             if len(ranks) > 1:
-                reads = [self.made.like(own[r], device(r))]
-                work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.made.buffers[own[r]].size_bytes}
+                reads = [self.builder.like(own[r], device(r))]
+                work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.builder.buffers[own[r]].size_bytes}
                 key, stream = device_name(op_key("all_reduce", unit.name), r), next_peer(r, self.n)
-                self.made.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
+                self.builder.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
-            new = {kind: [self.made.over(x) for x in found] for kind, found in pages.items()}
-            self.last[r] = self.made.op(
+            new = {kind: [self.builder.over(page) for page in old_pages] for kind, old_pages in pages.items()}
+            self.last[r] = self.builder.op(
                 States(unit.name, device=r).update_key,
                 compute(r),
                 "update",
@@ -164,5 +164,5 @@ class _Paged:
                 writes=(*new["params"], *new["states"]),
                 unit=unit.name,
             )
-            for kind, found in new.items():
-                self._page_out(kind, unit, r, found, "update")
+            for kind, new_pages in new.items():
+                self._page_out(kind, unit, r, new_pages, "update")

@@ -1,8 +1,8 @@
-"""One device's schedule on several: each trains on micro-batches of its own and holds a part of the model (ZeRO-3).
+"""One device's schedule on several: each trains on micro-batches of its own and holds a shard of the model (ZeRO-3).
 
-Parameters, gradients and optimizer states are cut into as many parts as there are devices. A device keeps or fetches
-its part of a unit's parameters over its own link and gathers the others' from its peers before it computes; after
-backward, gradients are reduced and scattered, and each device sends its part away. Host cores and drives work for
+Parameters, gradients and optimizer states are cut into as many shards as there are devices. A device keeps or fetches
+its shard of a unit's parameters over its own link and gathers the others' from its peers before it computes; after
+backward, gradients are reduced and scattered, and each device sends its shard away. Host cores and drives work for
 all devices: what they read and write is the whole. Activations belong to each device alone.
 """
 
@@ -26,8 +26,8 @@ from tierplan.sim.schedule import Buffer, Op, Schedule
 
 __all__ = ["partition"]
 
-PARTED = ("params", "grads", "states")
-"""Kinds of buffers that are cut into parts."""
+SHARDED = ("params", "grads", "states")
+"""Kinds of buffers that are cut into shards."""
 COMPUTE_KINDS = ("forward", "recompute", "backward")
 
 
@@ -63,13 +63,13 @@ class _Partition:
 
     # ---- buffers ----
 
-    def _is_parted(self, b: Buffer) -> bool:
-        """Whether a device or a host's part stands for 1/n of it; a gradient is whole on the device that made it."""
-        return b.kind in PARTED and not (b.tier == DEVICE and b.kind == "grads")
+    def _is_sharded(self, b: Buffer) -> bool:
+        """Whether a device's or the host's buffer is 1/n of it; a gradient is whole on the device that made it."""
+        return b.kind in SHARDED and not (b.tier == DEVICE and b.kind == "grads")
 
     def _ranks(self, name: str) -> Iterable[int]:
         b = self.old[name]
-        is_shared = b.tier != DEVICE and b.kind not in (*PARTED, "acts")
+        is_shared = b.tier != DEVICE and b.kind not in (*SHARDED, "acts")
         return (0,) if is_shared else range(self.n)
 
     def _name(self, name: str, r: int) -> str:
@@ -81,7 +81,7 @@ class _Partition:
             b,
             name=self._name(name, r),
             tier=device(r) if b.tier == DEVICE else b.tier,
-            size_bytes=-(-b.size_bytes // self.n) if self._is_parted(b) else b.size_bytes,
+            size_bytes=-(-b.size_bytes // self.n) if self._is_sharded(b) else b.size_bytes,
             reuses=self._name(b.reuses, r) if b.reuses else None,
             becomes=self._name(b.becomes, r) if b.becomes else None,
         )
@@ -101,7 +101,7 @@ class _Partition:
             reads = [self._input(op, name, r) for name in op.reads]
             writes = [self._name(name, r) for name in op.writes]
             work = op.work
-            if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in PARTED):
+            if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in SHARDED):
                 work = {kind: amount / self.n for kind, amount in op.work.items()}
             stream = parse_stream(op.stream).on(r) if on_device else op.stream
             key = self._emit(op, device_name(op.key, r), stream, work, reads, writes, r)
@@ -159,7 +159,7 @@ class _Partition:
         return self.gathered[known]
 
     def _scatter(self, name: str, r: int) -> str:
-        """Device r's part of the sum of all devices' gradients."""
+        """Device r's shard of the sum of all devices' gradients."""
         if (name, r) not in self.scattered:
             b = self.old[name]
             key = device_name(copy_key("reduce", b.content), r)
@@ -172,7 +172,7 @@ class _Partition:
     ) -> str:
         content = parse_content(b.content)
         assert isinstance(content, Params | Gradients)
-        made = replace(
+        result = replace(
             b,
             name=buffer_name(key, device(r)),
             tier=device(r),
@@ -181,7 +181,7 @@ class _Partition:
             reuses=None,
             becomes=None,
         )
-        self.buffers[made.name] = made
+        self.buffers[result.name] = result
         moved = b.size_bytes * (self.n - 1) / self.n
         self.ops.append(
             Op(
@@ -191,8 +191,8 @@ class _Partition:
                 unit=content.unit,
                 work={"bytes": moved},
                 reads=tuple(reads),
-                writes=(made.name,),
+                writes=(result.name,),
                 after=tuple(after),
             )
         )
-        return made.name
+        return result.name

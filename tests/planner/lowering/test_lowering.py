@@ -9,7 +9,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.lowering.compute_order import walk
+from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import Action, PlanError, UnitPlan, UnitwisePlan
@@ -102,17 +102,16 @@ def test_the_refined_order_keeps_streams_and_never_needs_more_memory() -> None:
     assert trace.peak_bytes["gpu0"] <= low * MIB
 
 
-def test_the_walk_visits_each_unit_once_per_micro_batch_and_direction() -> None:
+def test_compute_visits_each_unit_once_per_micro_batch_and_direction() -> None:
     workload = toy_workload(3, gradient_accumulation_steps=2)
     for order in ("horizontal", "vertical"):
         plan = uniform_plan(workload, UnitPlan(), order=order)
-        stages = walk(plan, workload)
-        assert sorted((s.phase, s.unit, s.micro_batch) for s in stages) == sorted(
+        passes = compute_order(plan, workload)
+        assert sorted((s.phase, s.unit, s.micro_batch) for s in passes) == sorted(
             product(("bwd", "fwd"), range(5), range(2))
         )
-    vertical = [
-        (s.phase, s.unit, s.micro_batch) for s in walk(uniform_plan(workload, UnitPlan(), order="vertical"), workload)
-    ]
+    plan = uniform_plan(workload, UnitPlan(), order="vertical")
+    vertical = [(s.phase, s.unit, s.micro_batch) for s in compute_order(plan, workload)]
     assert vertical[:4] == [("fwd", 0, 0), ("fwd", 0, 1), ("fwd", 1, 0), ("fwd", 1, 1)]
     assert vertical[8:12] == [("fwd", 4, 0), ("bwd", 4, 0), ("fwd", 4, 1), ("bwd", 4, 1)]
 

@@ -1,4 +1,4 @@
-"""Templates: a schedule put together from them is what the walk without templates made, and says the same each time."""
+"""Templates: a schedule put together from them is what lowering without templates made, and says the same each time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.random_plans import random_plan
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.lowering import Lowering, lower
 from tierplan.planner.lowering.templates import Chain
-from tierplan.planner.lowering.unitwise import Walk
+from tierplan.planner.lowering.unitwise import UnitwiseStep
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.columns import columns_of
 from tierplan.sim.schedule import Schedule, ScheduleError
@@ -114,10 +114,10 @@ def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) ->
     plan = random_plan(workload, rng)
     few = plan.units[1:3]
     plan = replace(plan, units=(plan.units[0], *(rng.choice(few) for _ in range(6)), plan.units[-1]))
-    walk = Walk(Chain(workload), plan)
-    assert len({id(placed.template) for placed in walk.placed}) < len(walk.placed)
-    for placed in walk.placed:
-        again = walk.sketch(placed).template(walk.chain.works)
+    step = UnitwiseStep(Chain(workload), plan)
+    assert len({id(placed.template) for placed in step.placed}) < len(step.placed)
+    for placed in step.placed:
+        again = step.sketch(placed).template(step.chain.works)
         for name in ("ops", "reads", "writes", "after", "buffers"):
             np.testing.assert_array_equal(getattr(again, name), getattr(placed.template, name))
         assert (again.puts, again.marks) == (placed.template.puts, placed.template.marks)
