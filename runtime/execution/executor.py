@@ -49,10 +49,10 @@ class Instance:
     is_reused: bool = False
     outlives: bool = False
     """It is an initial buffer of the step that follows the last opened one, so it is not freed yet."""
-    over: Instance | None = None
+    over: Instance | None = field(default=None, repr=False)
     """The instance whose bytes this one takes over, until its writer has ended."""
-    writer: _Node | None = None
-    readers: list[_Node] = field(default_factory=list)
+    writer: _Node | None = field(default=None, repr=False)
+    readers: list[_Node] = field(default_factory=list, repr=False)
     """Ops that may not have ended yet; for those that write over it."""
 
     @property
@@ -69,7 +69,7 @@ class _Node:
     reads: tuple[Instance, ...]
     writes: tuple[Instance, ...]
     waiting_for: int = 0
-    followers: list[_Node] = field(default_factory=list)
+    followers: list[_Node] = field(default_factory=list, repr=False)
     needs: Mapping[str, int] = field(default_factory=dict)
     grants_left: int = 0
     is_reached: bool = False
