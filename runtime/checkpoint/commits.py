@@ -150,6 +150,7 @@ class CommitLog:
             files.sync_file(fd, path)
         finally:
             os.close(fd)
+        files.sync_folder(self.folder)  # its name must be there before the record that needs it is
         return found
 
     def read_resident(self, commit: Commit, name: str) -> torch.Tensor:

@@ -78,9 +78,12 @@ def naming(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder is there, with those above it."""
+    """The folder is there, with those above it, for good."""
     with naming("create folder", path):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def open_file(path: Path, flags: int) -> int:

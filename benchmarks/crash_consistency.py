@@ -1,0 +1,460 @@
+"""Whether anything that was committed can be lost, and whether anything wrong can come back.
+
+    python -m benchmarks.crash_consistency [--only kills faults prefixes planted] [--kills 1000] [--faults 200]
+        [--folder DIR] [--json FILE] [--page docs/durability.md]
+
+    kills     runs of every policy are killed (SIGKILL) at random moments and resumed, again and again
+    faults    one operation on a file fails, EIO or ENOSPC, before or after it has happened: the run must end with an
+              error that names the operation and the file, and be resumed
+    prefixes  all operations on files are recorded, and after every prefix of them everything that a crash may leave
+              (`benchmarks.crash_states`) is looked at: it must be a whole commit, none older than the last that was
+              acknowledged, with the contents of an uninterrupted run; and from there a run must end with its weights
+    planted   the same with mistakes put in on purpose, each of which has to be found
+
+Models are tiny, since what is tested is the order of operations. Bits are compared, never times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from benchmarks.crash_mistakes import PLANTED
+from benchmarks.crash_states import Crash, Disk, Recorder, crashes
+from benchmarks.planner_grid import replace_part
+from benchmarks.runtime import machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.policies import decide
+from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
+from tierplan.runtime.checkpoint.verification import verify_commit
+from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
+from tierplan.runtime.memory import files
+from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Training
+
+TRAINING = Training(sequence_length=8, dtype="fp32", backend="cpu")
+RAW: dict[str, object] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 64,
+    "n_positions": 16,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
+}
+POLICIES: Mapping[str, tuple[str, dict[str, object]]] = {
+    "in-memory": ("in-memory", {}),
+    "full-recompute": ("full-recompute", {}),
+    "zero-offload": ("zero-offload", {}),
+    "zero-offload, delayed": ("zero-offload", {"semantics": "delayed-1"}),
+    "zero-infinity": ("zero-infinity", {}),
+    "zero-infinity, all on NVMe": (
+        "zero-infinity",
+        {"params": "nvme", "optimizer": "nvme", "checkpoints": "nvme", "host_buffers": "none"},
+    ),
+    "fuyou": ("fuyou", {}),
+    "fuyou, delayed": ("fuyou", {"swap": "all", "write_back": "delayed"}),
+    "ssdtrain": ("ssdtrain", {}),
+    "sliding-window": ("sliding-window", {}),
+    "vertical": ("vertical", {}),
+    "harmony": ("harmony", {}),
+}
+UNITWISE: Mapping[str, UnitPlan] = {
+    "everything on NVMe": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
+    "states in parts": UnitPlan(params="host", grads="host", states="nvme", state_shards=3),
+    "everything in memory": UnitPlan(params="device", states="host"),
+}
+RECORDED = (*UNITWISE, "two drives", "fuyou, delayed")
+STEPS = 4
+RECORDED_STEPS = 3
+
+
+class Broken(AssertionError):
+    """Something was lost or is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A schedule and where its files go."""
+
+    name: str
+    schedule: Schedule
+    num_drives: int = 1
+
+    def drives(self, folder: Path) -> list[Path]:
+        return [folder / f"nvme{k}" for k in range(self.num_drives)]
+
+
+@cache
+def case(name: str) -> Case:
+    workload = trace_config("tiny", RAW, TRAINING)
+    place = machine(1 << 30, 1 << 30)
+    if name in POLICIES:
+        return Case(
+            name=name, schedule=lower(decide(POLICIES[name][0], workload, place, POLICIES[name][1]), workload, place)
+        )
+    choice = UNITWISE.get(name, UNITWISE["everything on NVMe"])
+    kept = replace(choice, acts="keep")
+    units = tuple(choice if u.kind == "block" else kept for u in workload.units)
+    schedule = lower(UnitwisePlan(policy=name, units=units), workload, place)
+    return Case(name=name, schedule=schedule, num_drives=2 if name == "two drives" else 1)
+
+
+def batches(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    rows = (torch.randint(0, 64, (1, TRAINING.sequence_length), generator=generator) for _ in range(steps))
+    return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+def trainer_for(one: Case, folder: Path, **settings: Any) -> Trainer:
+    """Commits every step."""
+    model = hollow_model(RAW, TRAINING)
+    settings = {"out_dir": folder / "out", "resume": True, "checkpoint_every": 1, **settings}
+    return Trainer(
+        one.schedule,
+        model,
+        nvme_dir=one.drives(folder),
+        nvme_weights=(2.0, 1.0)[: one.num_drives],
+        optimizer=OptimizerSettings(lr=1e-2),
+        weights=random_weights(model, seed=0),
+        num_threads=1,
+        **settings,
+    )
+
+
+def train(one: Case, folder: Path, steps: int = STEPS, **settings: Any) -> dict[str, str]:
+    """Trains until so many steps are done; checksums of all that outlives a step."""
+    with trainer_for(one, folder, **settings) as trainer:
+        trainer.run(batches(steps), steps - trainer.num_steps_done)
+        if not trainer.is_placed:  # it was done before
+            return state_of(one, folder)
+        return contents_of(one, trainer)
+
+
+def contents_of(one: Case, trainer: Trainer) -> dict[str, str]:
+    initial = [b for b in one.schedule.buffers if b.initial]
+    return {b.content: xxh3_64_hexdigest(trainer.bytes_of(b.name).numpy().data) for b in initial}
+
+
+def state_of(one: Case, folder: Path) -> dict[str, str]:
+    """What the last commit says of its contents, after it was verified to the last byte."""
+    verify_commit(folder / "out", one.drives(folder))
+    commit = CommitLog(folder / "out").last()
+    assert commit is not None
+    return {name: where.xxh3 for name, where in commit.contents.items() if not where.is_absent}
+
+
+@cache
+def truth(name: str, steps: int) -> dict[int, dict[str, str]]:
+    """Checksums of all that outlives a step, by steps done, of a run that commits nothing and is not interrupted."""
+    one, found = case(name), {}
+    with tempfile.TemporaryDirectory() as folder, trainer_for(one, Path(folder), out_dir=None, resume=False) as trainer:
+        every = iter(batches(steps))
+        for done in range(1, steps + 1):
+            trainer.run([next(every)], 1)
+            found[done] = contents_of(one, trainer)
+    return found
+
+
+def compare(one: Case, found: Mapping[str, str], done: int, steps: int, where: str) -> None:
+    """Raises `Broken` unless these are the contents after so many steps."""
+    wanted = truth(one.name, steps)[done]
+    if wrong := sorted(name for name, checksum in found.items() if wanted[name] != checksum):
+        raise Broken(f"{where}: {', '.join(wrong[:3])} after {done} steps are not those of an uninterrupted run")
+
+
+# ---- kills ----
+
+
+def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
+    """Kills so many runs, each of which goes on where the one before was killed."""
+    one, rng, done, attempt = case(name), random.Random(seed), 0, 0
+    found = {"kills": 0, "runs": 0, "kills_before_a_commit": 0}
+    began_s = time.monotonic()
+    train(one, folder / "first")
+    longest_s = 1.5 * (time.monotonic() - began_s)
+    while found["kills"] < count:
+        path = folder / str(attempt)
+        child = os.fork()
+        if child == 0:
+            try:
+                compare(one, train(one, path), STEPS, STEPS, f"{name}, run {attempt}")
+                os._exit(0)
+            except BaseException as error:
+                print(f"{name}, run {attempt}: {error!r}", file=sys.stderr, flush=True)
+                os._exit(1)
+        time.sleep(rng.uniform(0.0, longest_s))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+            raise Broken(f"{name}, run {attempt}: it could not be resumed after {found['kills']} kills")
+        found["kills"] += os.WIFSIGNALED(status)
+        commit = CommitLog(path / "out").last()
+        now = 0 if commit is None else commit.num_steps
+        if now < done:
+            raise Broken(f"{name}, run {attempt}: {done} steps were committed, and {now} are after a kill")
+        if commit is not None:
+            compare(one, state_of(one, path), now, STEPS, f"{name}, run {attempt}")
+        found["kills_before_a_commit"] += os.WIFSIGNALED(status) and commit is None
+        done = now
+        if os.WIFEXITED(status) or now == STEPS:
+            compare(one, train(one, path), STEPS, STEPS, f"{name}, run {attempt}")
+            shutil.rmtree(path)
+            attempt, done = attempt + 1, 0
+    found["runs"] = attempt + 1
+    return found
+
+
+# ---- faults ----
+
+
+@contextmanager
+def failing(at: int, code: int, is_done: bool, seen: list[str]) -> Iterator[None]:
+    """The operation of this number fails, before or after it has happened. `seen` gets all that were tried."""
+    real, lock = files.naming, threading.Lock()
+
+    @contextmanager
+    def naming(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
+        with real(operation, path):
+            with lock:
+                seen.append(f"{operation} {path}")
+                is_it = len(seen) == at
+            if is_it and not is_done:
+                raise OSError(code, os.strerror(code))
+            yield
+            if is_it:
+                raise OSError(code, os.strerror(code))
+
+    with mock.patch("tierplan.runtime.memory.files.naming", naming):
+        yield
+
+
+def faults(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
+    """Lets one operation fail in each of so many runs."""
+    one, rng, seen = case(name), random.Random(seed), list[str]()
+    with failing(0, 0, False, seen):
+        train(one, folder / "first")
+    num_operations, found = len(seen), {"faults": 0, "after_a_commit": 0, "operations": len(seen)}
+    while found["faults"] < count:
+        path, code = folder / str(found["faults"]), rng.choice([errno.EIO, errno.ENOSPC])
+        at, is_done, seen = rng.randint(1, num_operations), rng.random() < 0.5, []
+        try:
+            with failing(at, code, is_done, seen):
+                train(one, path)
+        except (StoreError, CommitError) as error:
+            operation = seen[at - 1]
+            if operation not in str(error) or os.strerror(code) not in str(error):
+                raise Broken(f"{name}: {operation!r} failed, and the error says {error}") from error
+        else:
+            if len(seen) >= at:
+                raise Broken(f"{name}: {seen[at - 1]!r} failed, and no error said so")
+        found["faults"] += 1
+        found["after_a_commit"] += CommitLog(path / "out").last() is not None
+        compare(one, train(one, path), STEPS, STEPS, f"{name} after a failed {seen[at - 1] if seen else ''}")
+        shutil.rmtree(path)
+    return found
+
+
+# ---- every prefix ----
+
+
+def record(one: Case, folder: Path, planted: Callable[[], AbstractContextManager[Any]]) -> Recorder:
+    """All operations on files of a run that commits each step, and that makes a mistake."""
+    recorder = Recorder(folder)
+    with recorder.recording(), planted(), trainer_for(one, folder) as trainer:
+        todo = batches(RECORDED_STEPS)
+        while trainer.num_steps_done < RECORDED_STEPS:
+            trainer.run(todo, 1)
+            recorder.acknowledge(trainer.num_steps_done)
+            todo = batches(RECORDED_STEPS)[trainer.num_steps_done :]
+    return recorder
+
+
+def look_at(one: Case, crash: Crash, folder: Path, *, to_the_end: bool) -> None:
+    """Raises `Broken` unless the state is as promised."""
+    where = f"{one.name}, crash after {crash.num_events} operations, unsynced kept: {crash.kept}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    crash.disk.write_out(folder)
+    try:
+        commit = CommitLog(folder / "out").last()
+        done = 0 if commit is None else commit.num_steps
+        if done not in crash.committed:
+            raise Broken(f"{where}: {crash.committed[0]} steps were acknowledged, and {done} are there")
+        if commit is not None:
+            compare(one, state_of(one, folder), done, RECORDED_STEPS, where)
+        if to_the_end:
+            compare(one, train(one, folder, RECORDED_STEPS), RECORDED_STEPS, RECORDED_STEPS, where)
+    except (StoreError, CommitError) as error:
+        raise Broken(f"{where}: {error}") from error
+
+
+def prefixes(
+    name: str,
+    folder: Path,
+    *,
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    every: int = 1,
+    generations: int = 2,
+    resume_every: int = 1,
+    stop_at_first: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Records a run, and looks at all that crashes in it may leave; then the same of runs that resume from such states.
+
+    From the state in which nothing unsynced has happened, and from that in which all has, of every `resume_every`-th
+    prefix, training goes on to the end.
+    """
+    one, rng = case(name), random.Random(seed)
+    found: dict[str, Any] = {"operations": 0, "states": 0, "resumed": 0, "broken": []}
+    before, committed = Disk(), 0
+    with mock.patch("tierplan.runtime.memory.striping.STRIPE_BYTES", 4096):  # the model is small
+        for _ in range(generations):
+            run = folder / "run"  # crashes are looked at in the same place: an owner's record names it
+            run.mkdir(parents=True)
+            before.write_out(run)
+            before = Disk.of(run)
+            recorder = record(one, run, planted)
+            found["operations"] += len(recorder.events)
+            shutil.rmtree(run)
+            chosen: list[Crash] = []
+            for crash in crashes(before, recorder.events, committed=committed, every=every, seed=seed):
+                to_the_end = crash.kept in ("none", "all") and crash.num_events // every % resume_every == 0
+                try:
+                    look_at(one, crash, run, to_the_end=to_the_end)
+                except Broken as error:
+                    found["broken"].append(str(error).replace(str(folder), "FOLDER"))
+                    if stop_at_first:
+                        return found
+                found["states"] += 1
+                found["resumed"] += to_the_end
+                if crash.kept == "some pages" and crash.committed[0] and crash.committed[1] < RECORDED_STEPS:
+                    chosen.append(crash)
+            if not chosen or found["broken"]:
+                break
+            before = rng.choice(chosen).disk
+            shutil.rmtree(run)
+            run.mkdir()
+            before.write_out(run)
+            commit = CommitLog(run / "out").last()
+            committed = 0 if commit is None else commit.num_steps
+            shutil.rmtree(run)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=("kills", "faults", "prefixes", "planted"))
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--every", type=int, default=1, help="look at every so many prefixes only")
+    parser.add_argument("--folder", type=Path, help="where runs write (default: the system's folder for such files)")
+    parser.add_argument("--json", type=Path, help="write all figures there; parts that are there already are kept")
+    parser.add_argument("--page", type=Path, help="write the figures of the JSON file into this page")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
+    wanted = args.only or (() if args.page else ("planted", "faults", "kills", "prefixes"))
+    names = [*POLICIES, *UNITWISE]
+    for part in wanted:
+        rows = found[part] = {}
+        every_one = {"kills": names, "faults": names, "prefixes": RECORDED, "planted": PLANTED}[part]
+        for k, name in enumerate(every_one):
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                share = partial(lambda count, k: count * (k + 1) // len(names) - count * k // len(names), k=k)
+                if part == "kills":
+                    rows[name] = kills(name, share(args.kills), Path(folder), k)
+                elif part == "faults":
+                    rows[name] = faults(name, share(args.faults), Path(folder), k)
+                elif part == "prefixes":
+                    rows[name] = prefixes(name, Path(folder), every=args.every, seed=k)
+                else:
+                    shown_by, mistake = PLANTED[name]
+                    rows[name] = prefixes(
+                        shown_by, Path(folder), planted=mistake, generations=1, resume_every=20, stop_at_first=True
+                    )
+            print(part, name, rows[name], flush=True)
+            if args.json:
+                found |= {
+                    "machine": platform.machine(),
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                }
+                found["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if args.page:
+        text = args.page.read_text(encoding="utf-8")
+        args.page.write_text(replace_part(text, PART, "\n".join(lines(found, args.json))), encoding="utf-8")
+    bad = [name for name, row in found.get("prefixes", {}).items() if row["broken"]]
+    bad += [name for name, row in found.get("planted", {}).items() if not row["broken"]]
+    if bad:
+        sys.exit(f"not as promised: {', '.join(bad)}")
+
+
+PART = "crashes that were tried"
+
+
+def lines(found: Mapping[str, Any], source: Path) -> Iterator[str]:
+    """The part of the page."""
+    yield f"From `{source.as_posix()}`, {found['date'][:10]}:"
+    yield ""
+    if "kills" in found:
+        rows = found["kills"].values()
+        killed, early = sum(r["kills"] for r in rows), sum(r["kills_before_a_commit"] for r in rows)
+        yield (
+            f"- **{killed:,} kills** over {len(rows)} plans, {early:,} of them before the first commit: nothing that "
+            "was committed was lost, nothing was wrong."
+        )
+    if "faults" in found:
+        rows = found["faults"].values()
+        yield (
+            f"- **{sum(r['faults'] for r in rows):,} failed operations** over {len(rows)} plans, "
+            f"{sum(r['after_a_commit'] for r in rows):,} of them after the first commit: each was an error that named "
+            "the operation and the file, and each run was resumed to the bits of an uninterrupted one."
+        )
+    if "prefixes" in found:
+        rows = found["prefixes"].values()
+        yield (
+            f"- **{sum(r['operations'] for r in rows):,} operations** of runs of {len(rows)} plans recorded, "
+            f"{sum(r['states'] for r in rows):,} states after all prefixes of them looked at, training resumed from "
+            f"{sum(r['resumed'] for r in rows):,}: {sum(len(r['broken']) for r in rows)} not as promised."
+        )
+    if "planted" in found:
+        rows = found["planted"]
+        yield f"- **{sum(bool(r['broken']) for r in rows.values())} of {len(rows)} planted mistakes found**: "
+        yield f"  {'; '.join(rows)}."
+
+
+if __name__ == "__main__":
+    main()
