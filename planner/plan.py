@@ -86,7 +86,7 @@ class UnitPlan:
     input: InputAction = "keep"
     """What happens to the unit's input between forward and backward."""
     acts: Action | tuple[Action, ...] = "keep"
-    """What happens to the saved tensors: one action for all, or one per slot."""
+    """What happens to the saved tensors: one action for all, or one per tensor."""
     late_update: bool = False
     """With updates in backward: this one is made in the next step, in time for its forward, which it overlaps.
 

@@ -171,8 +171,8 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
 def predicted_step_s(schedule: Schedule) -> float | None:
     """The step time that the file's writer expected: `tierplan plan` and `tierplan simulate` note it."""
     planned: Any = schedule.meta.get("tierplan-plan", {})
-    found: Any = schedule.meta.get("predicted_step_s", planned.get("prediction", {}).get("step_s"))
-    return None if found is None else float(found)
+    step_s: Any = schedule.meta.get("predicted_step_s", planned.get("prediction", {}).get("step_s"))
+    return None if step_s is None else float(step_s)
 
 
 def _config(model: Path) -> dict[str, object]:

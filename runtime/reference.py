@@ -32,12 +32,12 @@ def loss_of(
     output = model(**batch)
     if loss is not None:
         return loss(output, batch)
-    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if found is None or found.numel() != 1:
+    loss_value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if loss_value is None or loss_value.numel() != 1:
         raise ValueError(
             f"the output of {type(model).__name__} has no loss; put labels into the batches, or give a `loss` function"
         )
-    return found
+    return loss_value
 
 
 @contextmanager

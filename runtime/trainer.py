@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability
-from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
@@ -42,7 +42,6 @@ from tierplan.sim.trace import Trace
 
 __all__ = ["RunResult", "Trainer", "TrainingError", "train"]
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Batch = Mapping[str, Any]
 
 
@@ -352,7 +351,7 @@ class Trainer:
             dtype=self._dtype,
             max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: lr),
-            new_lane=self._new_lane,
+            begin_micro_batch=self._begin_micro_batch,
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
             updates_of_step_before=self._step.updates_of_step_before,
@@ -425,7 +424,7 @@ class Trainer:
 
     # ---- during the run ----
 
-    def _new_lane(self, step: int, m: int) -> Lane:
+    def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
         batch = next(self._batches, None)
         if batch is None:
             raise TrainingError(
@@ -438,7 +437,7 @@ class Trainer:
             loss = loss_of(self.model, moved, self.loss)
             return loss / self._num_micro_batches if self.divides_loss and self._num_micro_batches > 1 else loss
 
-        return Lane(
+        return MicroBatchRun(
             hooks=self._hooks,
             units=self._units,
             specs=self._step.units,

@@ -94,7 +94,7 @@ class Builder:
         m: int = 0,
     ) -> str:
         """Adds an op and returns its key. Amounts of nothing, buffers named twice and empty keys are left out."""
-        made = Op(
+        op = Op(
             key=key,
             stream=stream,
             kind=kind,
@@ -105,7 +105,7 @@ class Builder:
             writes=tuple(writes),
             after=tuple(dict.fromkeys(other for other in after if other)),
         )
-        self._ops.append(made)
+        self._ops.append(op)
         return key
 
     def copy(

@@ -122,8 +122,8 @@ class ScheduleColumns:
         after = _gathered(self.after, order)
 
         def labels() -> Labels:
-            made = self.labels()
-            return replace(made, ops=[made.ops[i] for i in order.tolist()])
+            listed = self.labels()
+            return replace(listed, ops=[listed.ops[i] for i in order.tolist()])
 
         return replace(
             self,
@@ -146,19 +146,22 @@ class ScheduleColumns:
             names = self.labels().buffers
             raise no_successor(names[b].name for b in lost)
         fresh = np.flatnonzero(~initial)
-        made = [np.arange(self.num_buffers), *[fresh] * (num_steps - 1)]  # by step: initial buffers come once
+        written = [
+            np.arange(self.num_buffers),
+            *[fresh] * (num_steps - 1),
+        ]  # by step: initial buffers come once
         instances = [np.arange(self.num_buffers, dtype=np.int32)]  # by step: the number of each buffer in the whole
         for step in range(1, num_steps):
             instance = instances[-1][successor]
             instance[fresh] = self.num_buffers + (step - 1) * len(fresh) + np.arange(len(fresh), dtype=np.int32)
             instances.append(instance)
-        origin = np.concatenate(made)
+        origin = np.concatenate(written)
         becomes = np.full(len(origin), -1, np.int32)
         becomes[instances[-1][outlives]] = self.buffer_becomes[outlives]
 
         def labels() -> Labels:
             one = self.labels()
-            steps = [(step_prefix(k), [one.buffers[b] for b in buffers.tolist()]) for k, buffers in enumerate(made)]
+            steps = [(step_prefix(k), [one.buffers[b] for b in buffers.tolist()]) for k, buffers in enumerate(written)]
             return Labels(
                 name=f"{one.name} x{num_steps}",
                 ops=[op._replace(key=prefix + op.key) for prefix, _ in steps for op in one.ops],
@@ -179,7 +182,7 @@ class ScheduleColumns:
             buffer_reuses=np.concatenate(
                 [
                     _numbers_in(instance, self.buffer_reuses[buffers])
-                    for instance, buffers in zip(instances, made, strict=True)
+                    for instance, buffers in zip(instances, written, strict=True)
                 ]
             ),
             buffer_becomes=becomes,

@@ -218,17 +218,17 @@ def _checked(
 ) -> tuple[list[Cost], list[int]]:
     """The cost of each op and its time alone, in list order. Ops of one price share a `Cost`, looked at once."""
     known_ns: dict[int, int] = {}
-    found = []
+    checked = []
     for op in schedule.ops:
         cost = costs.get(op.key)
         if cost is None:
             raise SimulationError(f"op {op.key!r} has no cost; price all ops of the schedule")
-        found.append(cost)
+        checked.append(cost)
         if id(cost) not in known_ns:
             if fault := cost.fault(limits):
                 raise SimulationError(f"op {op.key!r} {fault}")
             known_ns[id(cost)] = alone_ns(cost)
-    return found, [known_ns[id(cost)] for cost in found]
+    return checked, [known_ns[id(cost)] for cost in checked]
 
 
 class _Flows:

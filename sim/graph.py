@@ -130,9 +130,9 @@ def _turned(inputs: list[Sequence[int]]) -> list[Sequence[int]]:
     followers: list[list[int] | None] = [None] * len(inputs)
     for i, waits_for in enumerate(inputs):
         for j in waits_for:
-            found = followers[j]
-            if found is None:
+            listed = followers[j]
+            if listed is None:
                 followers[j] = [i]
             else:
-                found.append(i)
-    return [() if found is None else found for found in followers]
+                listed.append(i)
+    return [() if listed is None else listed for listed in followers]

@@ -111,11 +111,11 @@ class Schedule:
 
     def readers(self) -> dict[str, list[str]]:
         """Keys of the ops that read each buffer, in list order."""
-        found: dict[str, list[str]] = {b.name: [] for b in self.buffers}
+        readers: dict[str, list[str]] = {b.name: [] for b in self.buffers}
         for op in self.ops:
             for name in op.reads:
-                found[name].append(op.key)
-        return found
+                readers[name].append(op.key)
+        return readers
 
     def writers(self) -> dict[str, str]:
         """Key of the op that writes each buffer; initial buffers are absent."""

@@ -66,6 +66,32 @@ def test_names_are_made_and_taken_apart_in_one_place(path: Path) -> None:
     assert offences(path.read_text(encoding="utf-8")) == [], "see hwmodels/names.py and sim/contents.py"
 
 
+MEANINGLESS = {"found", "made", "said", "it"}
+"""Of data, these words say only that there are some."""
+
+
+@pytest.mark.parametrize("path", [m for m in MODULES if relative(m).startswith(("sim/", "runtime/"))], ids=relative)
+def test_data_is_named_for_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assert not MEANINGLESS & (assigned | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)})
+
+
+def test_the_runtime_defines_no_name_twice() -> None:
+    """Of classes, functions and constants, private ones included; `aten` is torch's, in each module that needs it."""
+    defined: dict[str, list[str]] = {}
+    for path in (m for m in MODULES if relative(m).startswith("runtime/")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            named = [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                named = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            for name in named:
+                defined.setdefault(name, []).append(relative(path))
+    twice = {name: places for name, places in defined.items() if len(places) > 1}
+    assert twice.keys() == {"__all__", "aten"}
+
+
 @pytest.mark.parametrize("name", [*HOME, *ALLOWED])
 def test_exceptions_are_needed(name: str) -> None:
     """And the search sees what it looks for."""

@@ -2,7 +2,7 @@
 
 units   a model's units, with their parameters in flat buffers
 hooks   where the model is caught: each block's `forward`
-lanes   one micro-batch on its way through the units, as a coroutine
-saved   what autograd saves in a unit, cut into slots
+micro_batch  one micro-batch on its way through the units, as a coroutine
+saved   what autograd saves in a unit, as storages that may be moved away
 replay  single saved tensors made again
 """

@@ -16,20 +16,20 @@ __all__ = ["ModelHooks", "RunsBlocks"]
 
 
 class RunsBlocks(Protocol):
-    """Decides what a call of a block does: a lane."""
+    """Decides what a call of a block does: a `MicroBatchRun`."""
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for the forward of the unit with this index."""
 
 
 class ModelHooks:
-    """The blocks' replaced `forward`s; they find the lane of the thread that they are called in."""
+    """The blocks' replaced `forward`s; they find the run of the thread that they are called in."""
 
     def __init__(self, units: Sequence[ModelUnit]) -> None:
         self._local = threading.local()
         self._blocks: list[nn.Module] = []
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
-        """How to make a block's dropped slots again, by block and shapes, once it is known."""
+        """How to make what a block has dropped again, by block and shapes, once it is known."""
         self.are_replays_timed = False
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
@@ -41,20 +41,20 @@ class ModelHooks:
         original = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            lane: RunsBlocks | None = getattr(self._local, "lane", None)
-            return original(*args, **kwargs) if lane is None else lane.block(index, original, args, kwargs)
+            run: RunsBlocks | None = getattr(self._local, "run", None)
+            return original(*args, **kwargs) if run is None else run.block(index, original, args, kwargs)
 
         block.forward = forward
         self._blocks.append(block)
 
     @contextmanager
-    def of(self, lane: RunsBlocks) -> Iterator[None]:
-        """Calls of blocks in this thread belong to this lane."""
-        self._local.lane = lane
+    def of(self, run: RunsBlocks) -> Iterator[None]:
+        """Calls of blocks in this thread belong to this run."""
+        self._local.run = run
         try:
             yield
         finally:
-            self._local.lane = None
+            self._local.run = None
 
     def remove(self) -> None:
         """Gives the model its own `forward`s back."""

@@ -1,12 +1,12 @@
 """Makes single saved tensors of a block again by replaying only the operations that they come from.
 
-While a block is run again for the first time, a `Tape` notes every operation on storages (views need no replay: a
-tensor is its storage and how to look at it). `Recipe` then is the shortest run of operations that makes the dropped
-slots from what is there: parameters, the block's inputs, other slots. Later recomputations execute the recipe alone,
-without the block's Python code, without autograd and without any hook.
+While a block is run again for the first time, an `OperationLog` notes its operations on storages (views need no replay:
+a tensor is its storage and how to look at it). `Recipe` then is the shortest run of operations that makes what was
+dropped from what is there: parameters, the block's inputs, other saved tensors. Later recomputations execute the recipe
+alone, without the block's Python code, without autograd and without any hook.
 
 A recipe draws no random numbers, writes over nothing, and reads nothing that was written over after it was read; where
-a slot would need that (dropout), `recipe` is None and the block is run again instead.
+a tensor would need that (dropout), `recipe` is None and the block is run again instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Recipe", "Source", "Tape"]
+__all__ = ["OperationLog", "Recipe", "Source"]
 
 Source = tuple[str, int]
-"""Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)`, `("slot", 7)`;
-the number counts units, inputs, tensor arguments or slots."""
+"""Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
+`("saved", 7)`; the number counts units, inputs, tensor arguments or saved tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Operation:
     """One operation that makes storages or writes into some."""
 
     func: Any
     flat: tuple[object, ...]
     """Arguments, flattened; tensors are `_View`s."""
     spec: Any
-    made: tuple[int | None, ...]
+    results: tuple[int | None, ...]
     """Number of the storage of each output that is new with this call; None for others."""
     written: tuple[int, ...]
     is_random: bool
@@ -62,19 +62,19 @@ class _Call:
         return [x.number for x in self.flat if isinstance(x, _View)]
 
 
-class Tape(TorchDispatchMode):
+class OperationLog(TorchDispatchMode):
     """Notes operations while it is active. Holds no tensor, so it does not lengthen any life."""
 
     def __init__(self, sources: Mapping[int, Source], constants: Iterable[torch.Tensor] = ()) -> None:
         """`sources`: identity of a storage (`_cdata`) to where later runs find it. `constants` stay as they are."""
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_Operation] = []
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sources = dict(sources)
         self._constants = {t.untyped_storage()._cdata: t for t in constants}
         self.source_of: dict[int, Source | torch.Tensor] = {}
-        self.slot_number: dict[int, int] = {}
-        """Storage number by slot index."""
+        self.saved_number: dict[int, int] = {}
+        """Storage number by index of the saved tensor."""
 
     def number(self, t: torch.Tensor) -> tuple[int, bool]:
         """The number of a tensor's storage, and whether it was not known before."""
@@ -86,9 +86,9 @@ class Tape(TorchDispatchMode):
         self._known[storage._cdata] = (StorageWeakRef(storage), number)  # keeps the identity from being reused
         return number, True
 
-    def slot(self, index: int, t: torch.Tensor) -> None:
-        """The tensor's storage is saved as slot `index`."""
-        self.slot_number[index] = self.number(t)[0]
+    def saved(self, index: int, t: torch.Tensor) -> None:
+        """The tensor's storage is that of saved tensor `index`."""
+        self.saved_number[index] = self.number(t)[0]
 
     def _input(self, t: torch.Tensor) -> _View:
         number, is_new = self.number(t)
@@ -105,13 +105,13 @@ class Tape(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         noted = tuple(self._input(x) if isinstance(x, torch.Tensor) else x for x in flat)
         out = func(*args, **kwargs)
-        made: list[int | None] = []
+        fresh: list[int | None] = []
         for t in tree_flatten(out)[0]:
             number, is_new = self.number(t) if isinstance(t, torch.Tensor) else (None, False)
-            made.append(number if is_new else None)
+            fresh.append(number if is_new else None)
         written = tuple(self._written(func, args, kwargs))
-        if written or any(n is not None for n in made):
-            self.calls.append(_Call(func, noted, spec, tuple(made), written, _is_random(func, args, kwargs)))
+        if written or any(n is not None for n in fresh):
+            self.calls.append(_Operation(func, noted, spec, tuple(fresh), written, _is_random(func, args, kwargs)))
         return out
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> Iterable[int]:
@@ -122,15 +122,15 @@ class Tape(TorchDispatchMode):
                         yield self.number(t)[0]
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
-        """How to make the `wanted` slots from the `available` ones; None where that draws a random number or writes."""
-        target = {self.slot_number[k]: k for k in wanted if k in self.slot_number}
+        """How to make `wanted` saved tensors from `available` ones; None where that draws a random number or writes."""
+        target = {self.saved_number[k]: k for k in wanted if k in self.saved_number}
         sources: dict[int, Source | torch.Tensor] = dict(self.source_of)
         for k in available:
-            if k in self.slot_number and self.slot_number[k] not in target:
-                sources[self.slot_number[k]] = ("slot", k)
-        maker = {n: i for i, call in enumerate(self.calls) for n in call.made if n is not None}
+            if k in self.saved_number and self.saved_number[k] not in target:
+                sources[self.saved_number[k]] = ("saved", k)
+        maker = {n: i for i, call in enumerate(self.calls) for n in call.results if n is not None}
         written_at = {n: i for i, call in enumerate(self.calls) for n in call.written}
-        needed, found = list(target), set[int]()
+        needed, chosen = list(target), set[int]()
         while needed:
             number = needed.pop()
             if number in sources and number not in target:
@@ -138,16 +138,16 @@ class Tape(TorchDispatchMode):
             i = maker.get(number)
             if i is None or number in written_at or self.calls[i].is_random:
                 return None
-            if i not in found:
-                found.add(i)
+            if i not in chosen:
+                chosen.add(i)
                 needed += self.calls[i].read
         # What is there now is what it was after its last write: a call that read it earlier read something else.
-        if any(written_at.get(n, -1) >= i for i in found for n in self.calls[i].read):
+        if any(written_at.get(n, -1) >= i for i in chosen for n in self.calls[i].read):
             return None
-        calls = [self.calls[i] for i in sorted(found)]
+        calls = [self.calls[i] for i in sorted(chosen)]
         last: dict[int, int] = {}
         for i, call in enumerate(calls):
-            for number in (*call.read, *(n for n in call.made if n is not None)):
+            for number in (*call.read, *(n for n in call.results if n is not None)):
                 last[number] = i
         return Recipe(tuple(calls), sources, target, last)
 
@@ -168,16 +168,16 @@ def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Operations that make slots from what is there."""
+    """Operations that make saved tensors from what is there."""
 
-    calls: tuple[_Call, ...]
+    calls: tuple[_Operation, ...]
     sources: Mapping[int, Source | torch.Tensor]
     target: Mapping[int, int]
-    """Slot index by storage number."""
+    """Index of the saved tensor by storage number."""
     last: Mapping[int, int]
     """Position of the last call that uses a storage."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
-    """When timed: seconds of the calls that lead to each slot from other slots."""
+    """When timed: seconds of the calls that lead to each saved tensor from others."""
 
     def run(
         self,
@@ -186,7 +186,7 @@ class Recipe:
         *,
         is_timed: bool = False,
     ) -> None:
-        """Executes the calls; `find` gives the storage of a source, `keep` takes each slot's storage as it is made."""
+        """Executes the calls; `find` gives the storage of a source, `keep` takes what is wanted as it is made."""
         storages: dict[int, torch.UntypedStorage] = {}
         spent = [0.0] * len(self.calls)
 
@@ -205,7 +205,7 @@ class Recipe:
                 del flat, args, kwargs
                 if is_timed:
                     spent[i] = time.perf_counter() - began
-                for number, t in zip(call.made, out, strict=True):
+                for number, t in zip(call.results, out, strict=True):
                     if number is None:
                         continue
                     if number in self.target:
@@ -220,19 +220,19 @@ class Recipe:
             self._attribute(spent)
 
     def _attribute(self, spent: Sequence[float]) -> None:
-        """Each call's time belongs to the first slot that is made from its result."""
+        """Each call's time belongs to the first saved tensor that is made from its result."""
         owner: dict[int, int] = {}
         total: dict[int, float] = dict.fromkeys(self.target.values(), 0.0)
         for i in reversed(range(len(self.calls))):
             call = self.calls[i]
-            made = [n for n in call.made if n is not None]
-            slots = sorted(self.target[n] for n in made if n in self.target)
-            slot = slots[0] if slots else next((owner[n] for n in made if n in owner), None)
-            if slot is None:
+            results = [n for n in call.results if n is not None]
+            saved = sorted(self.target[n] for n in results if n in self.target)
+            index = saved[0] if saved else next((owner[n] for n in results if n in owner), None)
+            if index is None:
                 continue
-            total[slot] += spent[i]
+            total[index] += spent[i]
             for number in call.read:
                 if number not in self.target:
-                    owner[number] = slot
-        for slot, seconds in total.items():
-            self.seconds.setdefault(slot, []).append(seconds)
+                    owner[number] = index
+        for index, seconds in total.items():
+            self.seconds.setdefault(index, []).append(seconds)

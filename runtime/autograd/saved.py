@@ -1,8 +1,8 @@
-"""What autograd saves for backward inside one unit, cut into slots that can be kept, moved away, or made again.
+"""What autograd saves for backward inside one unit, as storages that can be kept, moved away, or made again.
 
-A *slot* is a storage that the unit's forward saves; its index is the order of first save. Parameters, views of them,
-the unit's inputs and tensors from outside the unit are no slots: parameters and inputs are saved as references, which
-are looked up when backward needs them, wherever they are by then. A storage that is saved twice is one slot.
+A *saved tensor* is a storage that the unit's forward saves; its index is the order of first save. Parameters, views of
+them, the unit's inputs and tensors from outside the unit do not count: parameters and inputs are saved as references,
+which are looked up when backward needs them, wherever they are by then. A storage that is saved twice counts once.
 
 Autograd's own in-place check does not see through saved-tensor hooks; the runtime writes over a unit's parameters only
 after its backward (rule 2 of the schedule language).
@@ -19,20 +19,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierplan.runtime.autograd.units import ModelUnit
 
-__all__ = ["AbsentError", "AllMade", "Recorder", "Recreator", "Slot", "memory_of"]
+__all__ = ["AbsentError", "AllRecreated", "Recorder", "Recreator", "SavedStorage", "memory_of"]
 
 
 class AbsentError(RuntimeError):
     """Backward needs bytes that the schedule has not brought to the device."""
 
 
-class AllMade(Exception):
-    """The last dropped slot has been made again."""
+class AllRecreated(Exception):
+    """The last saved tensor that was asked for has been made again."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Slot:
-    """A saved storage. Autograd's graph holds the slot; the slot holds the storage while it is on the device."""
+class SavedStorage:
+    """A saved tensor. Autograd's graph holds this, and this holds the storage while it is on the device."""
 
     index: int
     size_bytes: int
@@ -40,8 +40,8 @@ class Slot:
 
 
 @dataclass(eq=False, slots=True)
-class _SlotRef:
-    slot: Slot
+class _SavedRef:
+    saved: SavedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -68,7 +68,7 @@ class _InputRef:
 
 @dataclass(eq=False)
 class _Saver:
-    """Tells references from slots, and numbers the slots."""
+    """Tells references from saved tensors, and numbers the latter."""
 
     params: Sequence[ModelUnit]
     """Units whose parameters this forward uses."""
@@ -76,7 +76,7 @@ class _Saver:
     """The unit's differentiable inputs, as leaves."""
     external: set[int]
     """Addresses of storages from outside the unit, which live anyhow."""
-    num_slots: int = 0
+    num_saved: int = 0
     saves_parameters: bool = False
     _known: dict[int, tuple[StorageWeakRef, object]] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class _Saver:
         self._of_input = {t.untyped_storage().data_ptr(): t for t in self.inputs}
 
     def reference(self, t: torch.Tensor) -> object | None:
-        """How to find the tensor again if it is no slot; None if it is one."""
+        """How to find the tensor again if it is a reference; None if it is a saved tensor."""
         address = t.untyped_storage().data_ptr()
         if address in self._of_unit:
             self.saves_parameters = True
@@ -119,88 +119,88 @@ class Recorder(_Saver):
     """The hooks of a unit's forward."""
 
     recomputed: frozenset[int] = frozenset()
-    """Indices of slots whose storage is not held, because a recompute makes it again."""
+    """Indices of saved tensors whose storage is not held, because a recompute makes it again."""
     moved: frozenset[int] = frozenset()
-    """Indices of slots that are moved away: held here, until the runtime takes them."""
+    """Indices of those that are moved away: held here, until the runtime takes them."""
     sizes: list[int] = field(default_factory=list)
-    missing: dict[int, Slot] = field(default_factory=dict)
-    """The recomputed and the moved slots, for those who bring them back. Autograd's graph alone holds the others."""
-    slots: dict[int, weakref.ref[Slot]] = field(default_factory=dict)
-    """All slots, held by nobody here: what a recomputation may start from."""
+    away: dict[int, SavedStorage] = field(default_factory=dict)
+    """The recomputed and the moved ones, for those who bring them back. Autograd's graph alone holds the others."""
+    saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
+    """All saved tensors, held by nobody here: what a recomputation may start from."""
 
     def pack(self, t: torch.Tensor) -> object:
-        found = self.reference(t)
-        if found is not None:
-            return found
-        slot = self.seen(t)
-        if slot is None:
+        reference = self.reference(t)
+        if reference is not None:
+            return reference
+        saved = self.seen(t)
+        if saved is None:
             storage = t.untyped_storage()
-            index = self.num_slots
-            self.num_slots += 1
+            index = self.num_saved
+            self.num_saved += 1
             self.sizes.append(storage.nbytes())
-            slot = Slot(index, storage.nbytes(), None if index in self.recomputed else storage)
-            self.know(t, slot)
-            self.slots[index] = weakref.ref(slot)
+            saved = SavedStorage(index, storage.nbytes(), None if index in self.recomputed else storage)
+            self.know(t, saved)
+            self.saved[index] = weakref.ref(saved)
             if index in self.moved or index in self.recomputed:
-                self.missing[index] = slot
-        assert isinstance(slot, Slot)
-        return _SlotRef(slot, t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+                self.away[index] = saved
+        assert isinstance(saved, SavedStorage)
+        return _SavedRef(saved, t.dtype, t.shape, t.stride(), int(t.storage_offset()))
 
     @staticmethod
-    def unpack(saved: object) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        if isinstance(saved, _ParamRef):
-            if saved.unit.bound is None:
+    def unpack(packed: object) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if isinstance(packed, _ParamRef):
+            if packed.unit.bound is None:
                 raise AbsentError(
-                    f"backward needs the parameters of {saved.unit.name!r}, but the schedule has not brought them to "
+                    f"backward needs the parameters of {packed.unit.name!r}, but the schedule has not brought them to "
                     "the device for it; the op must read them"
                 )
-            return saved.unit.bound.as_strided(saved.size, saved.stride, saved.offset)
-        assert isinstance(saved, _InputRef | _SlotRef)
-        storage = saved.leaf.untyped_storage() if isinstance(saved, _InputRef) else saved.slot.storage
+            return packed.unit.bound.as_strided(packed.size, packed.stride, packed.offset)
+        assert isinstance(packed, _InputRef | _SavedRef)
+        storage = packed.leaf.untyped_storage() if isinstance(packed, _InputRef) else packed.saved.storage
         if storage is None:
-            assert isinstance(saved, _SlotRef)
+            assert isinstance(packed, _SavedRef)
             raise AbsentError(
-                f"backward needs saved tensor {saved.slot.index}, but it is not on the device; the schedule must "
+                f"backward needs saved tensor {packed.saved.index}, but it is not on the device; the schedule must "
                 "fetch or recompute it first"
             )
-        if isinstance(saved, _InputRef) and storage.nbytes() < saved.leaf.nbytes:
+        if isinstance(packed, _InputRef) and storage.nbytes() < packed.leaf.nbytes:
             raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
-        out = torch.empty(0, dtype=saved.dtype, device=storage.device)
-        if isinstance(saved, _SlotRef):
-            offset = saved.offset
+        out = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        if isinstance(packed, _SavedRef):
+            offset = packed.offset
         else:  # the leaf may lie elsewhere by now
-            offset = (int(saved.leaf.storage_offset()) * saved.leaf.itemsize + saved.offset_bytes) // out.itemsize
-        return out.set_(storage, offset, saved.size, saved.stride)
+            offset = (int(packed.leaf.storage_offset()) * packed.leaf.itemsize + packed.offset_bytes) // out.itemsize
+        return out.set_(storage, offset, packed.size, packed.stride)
 
 
 @dataclass(eq=False)
 class Recreator(_Saver):
-    """The hooks of a rerun: fills the wanted slots, holds nothing else, and ends the rerun with the last of them."""
+    """The hooks of a rerun: fills the wanted storages, holds nothing else, and ends the rerun with the last of them."""
 
-    wanted: dict[int, Slot] = field(default_factory=dict)
-    on_slot: Callable[[int, torch.Tensor], None] = lambda index, t: None
-    """Called with each slot's index and tensor as the rerun saves it."""
+    wanted: dict[int, SavedStorage] = field(default_factory=dict)
+    on_saved: Callable[[int, torch.Tensor], None] = lambda index, t: None
+    """Called with each saved tensor's index and tensor as the rerun saves it."""
     runs_to_end: bool = False
-    """The rerun goes on behind the last wanted slot, for the unit's output."""
+    """The rerun goes on behind the last wanted one, for the unit's output."""
     is_on: bool = True
     """Off before the part that is to be made again."""
 
     def pack(self, t: torch.Tensor) -> object:
         if self.is_on and self.reference(t) is None and self.seen(t) is None:
             self.know(t, True)
-            self.on_slot(self.num_slots, t)
-            slot = self.wanted.pop(self.num_slots, None)
-            self.num_slots += 1
-            if slot is not None:
-                slot.storage = t.untyped_storage()
+            self.on_saved(self.num_saved, t)
+            saved = self.wanted.pop(self.num_saved, None)
+            self.num_saved += 1
+            if saved is not None:
+                saved.storage = t.untyped_storage()
                 if not self.wanted and not self.runs_to_end:
-                    raise AllMade
+                    raise AllRecreated
         return None
 
     @staticmethod
-    def unpack(saved: object) -> torch.Tensor:
+    def unpack(packed: object) -> torch.Tensor:
         raise AssertionError("nobody runs backward through a rerun")
 
 

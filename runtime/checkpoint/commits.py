@@ -136,13 +136,13 @@ class CommitLog:
         self, run_id: str, num_steps: int, contents: Mapping[str, Callable[[], torch.Tensor]]
     ) -> dict[str, Stored]:
         """Writes bytes to the resident file, one content at a time, and returns where they are."""
-        path, found, at = self.resident_path(num_steps), {}, PAGE_BYTES
+        path, stored, at = self.resident_path(num_steps), {}, PAGE_BYTES
         fd = files.create_file(path)
         try:
             files.write_at(fd, path, [memoryview(stamp("resident", run_id, num_steps))], 0)
             for name, memory in contents.items():
                 data = memory().numpy().data
-                found[name] = Stored(
+                stored[name] = Stored(
                     size_bytes=len(data), offset_bytes=at, in_store=False, xxh3=xxh3_64_hexdigest(data)
                 )
                 files.write_at(fd, path, [data], at)
@@ -151,7 +151,7 @@ class CommitLog:
         finally:
             os.close(fd)
         files.sync_folder(self.folder)  # its name must be there before the record that needs it is
-        return found
+        return stored
 
     def read_resident(self, commit: Commit, name: str) -> torch.Tensor:
         """The bytes of one content. Raises `CommitError` if they are not those that were written."""
@@ -199,7 +199,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
-def check_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
+def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
     """Raises `CommitError` unless the run to resume has these settings."""
     _check_equal("", commit.settings, json.loads(json.dumps(settings)))
 

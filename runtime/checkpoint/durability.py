@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from tierplan.hwmodels.names import NVME
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_settings, stamp
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_same_settings, stamp
 from tierplan.runtime.execution.executor import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import cut, join, states_of
-from tierplan.runtime.execution.values import Held, content_of, held_of
+from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.sim.contents import States
@@ -61,7 +61,7 @@ class Durability:
                     f"{self.folder} holds a run that was committed after {last.num_steps} steps; resume it, or give "
                     "another folder"
                 )
-            check_settings(last, self._settings)
+            check_same_settings(last, self._settings)
         return last
 
     def commit(
@@ -87,10 +87,10 @@ class Durability:
         resident: dict[str, Callable[[], torch.Tensor]] = {}
         places: dict[str, Extent] = {}
         for instance in carried.values():
-            held, content, size_bytes = held_of(instance), instance.buffer.content, instance.buffer.size_bytes
-            if isinstance(held.place, Extent):
-                places[content] = held.place
-            elif held.is_absent:
+            value, content, size_bytes = value_of(instance), instance.buffer.content, instance.buffer.size_bytes
+            if isinstance(value.place, Extent):
+                places[content] = value.place
+            elif value.is_absent:
                 contents[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
             else:
                 resident[content] = functools.partial(bodies.read, instance)
@@ -148,20 +148,20 @@ class Durability:
                 store.allocate_at(taken[content], where.xxh3)
         for instance in carried.values():
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
-            found = commit.contents.get(content)
+            committed = commit.contents.get(content)
             states = content_of(instance)
-            if found is None and isinstance(states, States):
+            if committed is None and isinstance(states, States):
                 fill(instance, self._cut_otherwise(states, bodies))
                 continue
-            if found is None or found.size_bytes != size_bytes:
+            if committed is None or committed.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
-            if found.is_absent:
-                instance.value = Held(bodies.allocate(instance), is_absent=True)
-            elif found.in_store and instance.buffer.tier == NVME:
+            if committed.is_absent:
+                instance.value = BufferValue(bodies.allocate(instance), is_absent=True)
+            elif committed.in_store and instance.buffer.tier == NVME:
                 assert store is not None
                 with self._intact(content):
                     store.verify(taken[content])
-                instance.value = Held(taken[content])
+                instance.value = BufferValue(taken[content])
             else:
                 fill(instance, self._committed(content, store))
         bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}

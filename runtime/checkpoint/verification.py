@@ -56,14 +56,14 @@ def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.P
 
 def _in_memory(log: CommitLog, commit: Commit) -> list[str]:
     """What is wrong with contents that were in memory."""
-    found = []
+    problems = []
     for name, where in commit.contents.items():
         if not where.in_store and not where.is_absent:
             try:
                 log.read_resident(commit, name)
             except CommitError as error:
-                found.append(str(error))
-    return found
+                problems.append(str(error))
+    return problems
 
 
 def _in_store(commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -73,7 +73,7 @@ def _in_store(commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> li
     store = Store(nvme_dirs or commit.folders, pattern=commit.stripes, run_id=commit.run_id)
     try:
         store.expect(commit.store_bytes)
-        found = []
+        problems = []
         for name, where in {**commit.contents, "the seal": commit.seal}.items():
             if where.in_store:
                 extent = Extent(where.offset_bytes, where.size_bytes)
@@ -81,7 +81,7 @@ def _in_store(commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> li
                 try:
                     store.verify(extent)
                 except DamageError as error:
-                    found.append(f"{name!r} is damaged: {error}")
-        return found
+                    problems.append(f"{name!r} is damaged: {error}")
+        return problems
     finally:
         store.close()

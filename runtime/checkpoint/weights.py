@@ -128,7 +128,7 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
         )
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
-        found = []
+        tensors = []
         for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
             key = key_of(name)
             with safe_open(files[key], framework="pt") as file:
@@ -138,8 +138,8 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
                     f"{key!r} in {files[key]} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}; is "
                     "the config.json that of this checkpoint?"
                 )
-            found.append(tensor.to(unit.dtype))
-        return found
+            tensors.append(tensor.to(unit.dtype))
+        return tensors
 
     return weights
 
@@ -150,13 +150,13 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return {k: folder / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found.update(dict.fromkeys(file.keys(), path))
-    if not found:
+            file_of.update(dict.fromkeys(file.keys(), path))
+    if not file_of:
         raise WeightsError(f"{folder} holds no *.safetensors; give a checkpoint in that format, or a config.json alone")
-    return found
+    return file_of
 
 
 def has_weights(folder: Path) -> bool:

@@ -1,4 +1,7 @@
-"""What runs here: versions, devices, and models and batches that are the same for the same seed."""
+"""What runs here: versions, devices, and models and batches that are the same for the same seed.
+
+Shapes: `b` sequences, `t` tokens.
+"""
 
 from __future__ import annotations
 
@@ -44,5 +47,5 @@ def random_batches(
     vocabulary = int(str(config["vocab_size"]))
     shape = (training.per_device_train_batch_size, training.sequence_length)
     for _ in range(count):
-        tokens = torch.randint(vocabulary, shape, generator=generator)
-        yield {"input_ids": tokens, "labels": tokens}
+        tokens_bt = torch.randint(vocabulary, shape, generator=generator)
+        yield {"input_ids": tokens_bt, "labels": tokens_bt}

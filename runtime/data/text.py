@@ -96,10 +96,10 @@ def read_tokens(
 
 def fingerprint(tokens: np.ndarray) -> str:
     """The same for the same tokens, wherever they come from."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for k in range(0, len(tokens), PIECE):
-        found.update(np.asarray(tokens[k : k + PIECE], dtype=np.int64).tobytes())
-    return found.hexdigest()
+        digest.update(np.asarray(tokens[k : k + PIECE], dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray:
@@ -131,8 +131,8 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
 
 def _listing(files: list[Path]) -> str:
     """Another one when a file is written, added or taken away."""
-    found = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.blake2b(repr(found).encode(), digest_size=6).hexdigest()
+    listed = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.blake2b(repr(listed).encode(), digest_size=6).hexdigest()
 
 
 def _encoder(tokenizer: Any) -> tuple[Callable[[str], np.ndarray], np.ndarray]:

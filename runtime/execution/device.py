@@ -7,7 +7,7 @@ both kinds of device that its results exist. Transfers use pinned memory and blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,10 @@ from torch import nn
 from tierplan.runtime.memory.arena import Pool, map_host
 from tierplan.runtime.memory.freed_memory import keep_freed_memory
 
-__all__ = ["Device"]
+__all__ = ["TORCH_DTYPES", "Device"]
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By `Training.dtype`."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ Steps run back to back: a step is *opened* (joined to the one before, as `schedu
 the step before it, so a stream that is done with one step goes on with the next. Errors:
 
     ExecutionError(RuntimeError)     the schedule was not executed to its end
-    └── OutOfMemoryError             no op can go on for want of memory in a tier; names op, tier and holders
+    └── TierFullError                no op can go on for want of memory in a tier; names op, tier and holders
 
 An op whose body raises ends the run with the body's own error.
 """
@@ -26,14 +26,14 @@ from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError
 from tierplan.sim.trace import MemoryEvent, Span, Trace
 
-__all__ = ["Call", "ExecutionError", "Executor", "Instance", "OutOfMemoryError"]
+__all__ = ["Call", "ExecutionError", "Executor", "Instance", "TierFullError"]
 
 
 class ExecutionError(RuntimeError):
     """The schedule was not executed to its end."""
 
 
-class OutOfMemoryError(ExecutionError):
+class TierFullError(ExecutionError):
     """No op can go on for want of memory in a tier. Nothing was allocated beyond its capacity."""
 
 
@@ -181,7 +181,7 @@ class Executor:
         return tuple(self._step_ends_ns)
 
     def run(self, num_steps: int) -> None:
-        """Runs so many steps more. Raises what a body raised, or `OutOfMemoryError`; all workers have ended then."""
+        """Runs so many steps more. Raises what a body raised, or `TierFullError`; all workers have ended then."""
         if self._failure is not None:
             raise ExecutionError("this execution has failed and cannot go on; start a new one from the last commit")
         if lost := sorted(
@@ -475,14 +475,14 @@ class Executor:
             return
         for tier, queue in self._grants.items():
             if queue and queue[0].is_eligible:
-                self._fail(self._out_of_memory(tier, queue[0]))
+                self._fail(self._tier_full(tier, queue[0]))
                 return
 
-    def _out_of_memory(self, tier: str, node: _Node) -> OutOfMemoryError:
+    def _tier_full(self, tier: str, node: _Node) -> TierFullError:
         held = [x.buffer for x in self._held if x.buffer.tier == tier]
         largest = sorted(((self._sizes[b.name], b.name) for b in held), reverse=True)[:5]
         free = self._capacity[tier] - self._used[tier]
-        return OutOfMemoryError(
+        return TierFullError(
             f"op {node.op.key!r} of step {node.step} wants {node.needs[tier]:,} bytes in tier {tier!r}, but {free:,} "
             f"of {self._capacity[tier]:,} are free and nothing that still runs will free more; held by "
             f"{', '.join(f'{name} {size:,} B' for size, name in largest) or 'nothing'}. "

@@ -13,68 +13,68 @@ from collections.abc import Callable
 import torch
 
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.execution.values import Held
+from tierplan.runtime.execution.values import BufferValue
 
-__all__ = ["complete", "gather", "given", "parts_of", "sink_of", "take_over"]
+__all__ = ["complete", "gather", "given", "gradients_of", "sink_of", "take_over"]
 
 
-def parts_of(held: Held, unit: ModelUnit) -> list[torch.Tensor | None]:
+def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | None]:
     """By parameter of the unit, its gradient, in its shape; None where there is none yet."""
-    if held.parts is not None:
-        return held.parts
-    views = unit.views(held.block.data.view(unit.dtype))
-    return [view if held.filled is None or k in held.filled else None for k, view in enumerate(views)]
+    if value.gradients is not None:
+        return value.gradients
+    views = unit.views(value.block.data.view(unit.dtype))
+    return [view if value.filled is None or k in value.filled else None for k, view in enumerate(views)]
 
 
-def given(held: Held, unit: ModelUnit) -> list[int]:
+def given(value: BufferValue, unit: ModelUnit) -> list[int]:
     """Positions, in the unit, of the parameters that have a gradient there."""
-    return [k for k, part in enumerate(parts_of(held, unit)) if part is not None]
+    return [k for k, gradient in enumerate(gradients_of(value, unit)) if gradient is not None]
 
 
-def sink_of(held: Held, unit: ModelUnit, k: int) -> Callable[[torch.Tensor], None]:
+def sink_of(value: BufferValue, unit: ModelUnit, k: int) -> Callable[[torch.Tensor], None]:
     """Where the gradient of parameter `k` goes: added to what is there, or put there if nothing is."""
 
     def take(gradient: torch.Tensor) -> None:
-        old = parts_of(held, unit)[k]
+        old = gradients_of(value, unit)[k]
         if old is not None:
             old.add_(gradient)
-        elif held.parts is not None:
-            held.parts[k] = gradient
+        elif value.gradients is not None:
+            value.gradients[k] = gradient
         else:
-            assert held.filled is not None
-            held.filled.add(k)
-            unit.views(held.block.data.view(unit.dtype))[k].copy_(gradient)
+            assert value.filled is not None
+            value.filled.add(k)
+            unit.views(value.block.data.view(unit.dtype))[k].copy_(gradient)
 
     return take
 
 
-def take_over(held: Held, unit: ModelUnit, other: Held) -> None:
+def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
     """Adds the gradients that `other` has, which is given up after this."""
-    for k, part in enumerate(parts_of(other, unit)):
-        if part is not None:
-            sink_of(held, unit, k)(part if other.parts is not None else part.clone())
+    for k, gradient in enumerate(gradients_of(other, unit)):
+        if gradient is not None:
+            sink_of(value, unit, k)(gradient if other.gradients is not None else gradient.clone())
 
 
-def complete(held: Held, unit: ModelUnit) -> None:
+def complete(value: BufferValue, unit: ModelUnit) -> None:
     """Parameters without a gradient get zeros."""
-    if held.parts is not None:
-        for k, part in enumerate(held.parts):
-            if part is None:
+    if value.gradients is not None:
+        for k, gradient in enumerate(value.gradients):
+            if gradient is None:
                 _, p = unit.parameters[k]
-                held.parts[k] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-    elif held.filled is not None:
-        for k, view in enumerate(unit.views(held.block.data.view(unit.dtype))):
-            if k not in held.filled:
+                value.gradients[k] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    elif value.filled is not None:
+        for k, view in enumerate(unit.views(value.block.data.view(unit.dtype))):
+            if k not in value.filled:
                 view.zero_()
-        held.filled = None
+        value.filled = None
 
 
-def gather(held: Held, unit: ModelUnit, flat: Held) -> None:
+def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     """Copies gradients on the device into a flat buffer."""
-    assert held.parts is not None
+    assert value.gradients is not None
     views = unit.views(flat.block.data.view(unit.dtype))
-    for part, view in zip(held.parts, views, strict=True):
-        if part is not None:
-            view.copy_(part, non_blocking=True)
-    have = given(held, unit)
+    for gradient, view in zip(value.gradients, views, strict=True):
+        if gradient is not None:
+            view.copy_(gradient, non_blocking=True)
+    have = given(value, unit)
     flat.filled = None if len(have) == len(views) else set(have)

@@ -11,13 +11,20 @@ from dataclasses import dataclass, field
 import torch
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
-from tierplan.runtime.autograd.lanes import Lane
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.executor import Call, Instance
-from tierplan.runtime.execution.gradients import complete, gather, given, parts_of, sink_of, take_over
+from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
 from tierplan.runtime.execution.threads import threads_here
-from tierplan.runtime.execution.values import GradientThing, Held, InputThing, SavedThing, content_of, held_of
+from tierplan.runtime.execution.values import (
+    BufferValue,
+    InputGradientHandle,
+    InputHandle,
+    SavedTensorHandle,
+    content_of,
+    value_of,
+)
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
@@ -58,7 +65,7 @@ class Bodies:
     max_grad_norm: float | None
     learning_rate: Callable[[int], float]
     """By step, from 0."""
-    new_lane: Callable[[int, int], Lane]
+    begin_micro_batch: Callable[[int, int], MicroBatchRun]
     """Starts micro-batch m of a step."""
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
@@ -78,7 +85,7 @@ class Bodies:
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._runs: dict[tuple[int, int], MicroBatchRun] = {}
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
         self._kinds: Mapping[str, Callable[[Call], None]] = {
@@ -106,10 +113,10 @@ class Bodies:
             self.device.finish()
 
     def close(self) -> None:
-        """Ends lanes that are under way, and takes the hooks off the model."""
-        for lane in self._lanes.values():
-            lane.cancel()
-        self._lanes.clear()
+        """Ends micro-batches that are under way, and takes the hooks off the model."""
+        for batch_run in self._runs.values():
+            batch_run.cancel()
+        self._runs.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -123,34 +130,34 @@ class Bodies:
             return self.store.allocate(b.size_bytes)
         return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
 
-    def place(self, instance: Instance) -> Held:
+    def place(self, instance: Instance) -> BufferValue:
         """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
         over = instance.over
-        if over is not None and held_of(over).place not in self.committed:
-            instance.value = held = held_of(over)
+        if over is not None and value_of(over).place not in self.committed:
+            instance.value = value = value_of(over)
         else:
-            instance.value = held = Held(self.allocate(instance))
-        return held
+            instance.value = value = BufferValue(self.allocate(instance))
+        return value
 
     def release(self, instance: Instance) -> None:
         """Gives a freed buffer's memory back."""
-        held = instance.value
-        if not isinstance(held, Held):
+        value = instance.value
+        if not isinstance(value, BufferValue):
             return
-        if held.thing is not None and instance.buffer.tier == DEVICE:
-            held.thing.leave()
-        held.parts = None
-        if isinstance(held.place, Extent):
+        if value.handle is not None and instance.buffer.tier == DEVICE:
+            value.handle.leave()
+        value.gradients = None
+        if isinstance(value.place, Extent):
             assert self.store is not None
-            if held.place not in self.committed:
-                self.store.free(held.place)
-        elif held.place is not None:
-            self._unbind(held.place)
-            (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(held.place)
+            if value.place not in self.committed:
+                self.store.free(value.place)
+        elif value.place is not None:
+            self._unbind(value.place)
+            (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
 
     def read(self, instance: Instance) -> torch.Tensor:
         """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
-        place, size_bytes = held_of(instance).place, instance.buffer.size_bytes
+        place, size_bytes = value_of(instance).place, instance.buffer.size_bytes
         if isinstance(place, Extent):
             assert self.store is not None
             out = map_host(size_bytes)[:size_bytes]
@@ -176,15 +183,15 @@ class Bodies:
 
     def _copy(self, call: Call) -> None:
         source, target = call.reads[0], call.writes[0]
-        old = held_of(source)
+        old = value_of(source)
         size = source.buffer.size_bytes
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
-        if isinstance(old.thing, SavedThing) and target.buffer.tier == DEVICE:
-            self._bring_back(old.thing, source, target)
+        if isinstance(old.handle, SavedTensorHandle) and target.buffer.tier == DEVICE:
+            self._bring_back(old.handle, source, target)
             return
         new = self.place(target)
-        new.thing, new.filled, new.is_absent = old.thing, old.filled, old.is_absent
-        if old.parts is not None:
+        new.handle, new.filled, new.is_absent = old.handle, old.filled, old.is_absent
+        if old.gradients is not None:
             content = content_of(source)
             assert isinstance(content, Gradients | TiedGradients)
             gather(old, self._unit(content), new)
@@ -197,10 +204,10 @@ class Bodies:
             self.store.read(old.place, new.block.pages)
         else:
             new.block.data.copy_(self._memory(source), non_blocking=True)
-        if new.thing is not None and target.buffer.tier == DEVICE:
-            new.thing.arrive(new.block.data)
+        if new.handle is not None and target.buffer.tier == DEVICE:
+            new.handle.arrive(new.block.data)
 
-    def _bring_back(self, thing: SavedThing, source: Instance, target: Instance) -> None:
+    def _bring_back(self, handle: SavedTensorHandle, source: Instance, target: Instance) -> None:
         """A saved tensor returns in memory of its own: backward frees it when it has used it, as if it had been kept.
 
         What an op may make beside its buffers is declared on that condition.
@@ -208,16 +215,16 @@ class Bodies:
         memory = torch.empty(source.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
         memory.copy_(self._memory(source), non_blocking=True)
         self.device.lend(memory, COMPUTE)
-        thing.arrive(memory)
-        target.value = Held(thing=thing)
+        handle.arrive(memory)
+        target.value = BufferValue(handle=handle)
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""
-        held = held_of(instance)
-        if isinstance(held.place, Block):
-            return held.place.data
-        assert held.thing is not None
-        memory = held.thing.memory()
+        value = value_of(instance)
+        if isinstance(value.place, Block):
+            return value.place.data
+        assert value.handle is not None
+        memory = value.handle.memory()
         expect(instance, memory.numel())
         return memory
 
@@ -228,69 +235,69 @@ class Bodies:
         for instance in call.reads:
             content = content_of(instance)
             if isinstance(content, Params):
-                self.units[self._index[content.unit]].bind(held_of(instance).block.data.view(self.dtype))
+                self.units[self._index[content.unit]].bind(value_of(instance).block.data.view(self.dtype))
 
     def _forward(self, call: Call) -> None:
         index = self._index[call.op.unit]
         self._bind(call)
         key = call.step, call.op.micro_batch
         if index == 0:
-            self._lanes[key] = self.new_lane(*key)
-        lane = self._lanes[key]
-        run = lane.run_forward(index)
+            self._runs[key] = self.begin_micro_batch(*key)
+        batch_run = self._runs[key]
+        run = batch_run.run_forward(index)
         assert run.recorder is not None
-        sizes, spec = run.recorder.sizes, lane.specs[index]
+        sizes, spec = run.recorder.sizes, batch_run.specs[index]
         kept = sum(size for k, size in enumerate(sizes) if k not in (*spec.recomputed, *spec.moved))
         for instance in call.writes:
             match content_of(instance):
                 case Input():
-                    leaves = lane.hand_over(index + 1, instance.buffer.size_bytes)
+                    leaves = batch_run.hand_over(index + 1, instance.buffer.size_bytes)
                     expect(instance, sum(leaf.nbytes for leaf in leaves))
-                    instance.value = Held(thing=InputThing(leaves))
+                    instance.value = BufferValue(handle=InputHandle(leaves))
                 case KeptActs():
                     expect(instance, kept)
                     kept = 0
                 case SavedActs(index=k):
-                    slot = run.recorder.missing.pop(k, None)
-                    expect(instance, slot.size_bytes if slot else 0)
-                    assert slot is not None
-                    instance.value = Held(thing=SavedThing(slot))
+                    saved = run.recorder.away.pop(k, None)
+                    expect(instance, saved.size_bytes if saved else 0)
+                    assert saved is not None
+                    instance.value = BufferValue(handle=SavedTensorHandle(saved))
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
                 f"the unit saves tensors of {sizes} bytes here. {REMEDY}"
             )
-        if lane.runs[-1].recorder is not None and index + 1 == len(self.units):
-            self.on_loss(call.step, call.op.micro_batch, lane.loss)
+        if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
+            self.on_loss(call.step, call.op.micro_batch, batch_run.loss)
 
     def _recompute(self, call: Call) -> None:
-        index, lane = self._index[call.op.unit], self._lanes[call.step, call.op.micro_batch]
+        index, batch_run = self._index[call.op.unit], self._runs[call.step, call.op.micro_batch]
         self._bind(call)
         outputs = [x for x in call.writes if isinstance(content_of(x), Input)]
-        made = lane.run_again(index, makes_output=bool(outputs))
+        made_bytes = batch_run.run_again(index, makes_output=bool(outputs))
         for instance in call.writes:
             if isinstance(content_of(instance), RecomputedActs):
-                expect(instance, made)
+                expect(instance, made_bytes)
         for instance in outputs:
-            leaves = lane.runs[index + 1].leaves
+            leaves = batch_run.runs[index + 1].leaves
             expect(instance, sum(leaf.nbytes for leaf in leaves))
-            instance.value = Held(thing=InputThing(leaves))
+            instance.value = BufferValue(handle=InputHandle(leaves))
 
     def _backward(self, call: Call) -> None:
         index = self._index[call.op.unit]
         self._bind(call)
         key = call.step, call.op.micro_batch
-        lane = self._lanes[key]
+        batch_run = self._runs[key]
         self._prepare_gradients(call)
-        lane.run_backward(index)
+        batch_run.run_backward(index)
         for instance in call.writes:
             if isinstance(content_of(instance), InputGradient):
-                leaves = lane.runs[index].leaves
+                leaves = batch_run.runs[index].leaves
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
-                instance.value = Held(thing=GradientThing(leaves))
+                instance.value = BufferValue(handle=InputGradientHandle(leaves))
         self._finish_gradients(call)
         if index == 0:
-            del self._lanes[key]
+            del self._runs[key]
 
     # ---- gradients ----
 
@@ -306,26 +313,28 @@ class Bodies:
             if not isinstance(content, Gradients | TiedGradients):
                 continue
             unit = self._unit(content)
-            instance.value = held = Held(parts=[None] * len(unit.parameters)) if over is None else held_of(over)
-            self._aim(unit, held, range(len(unit.parameters)))
+            instance.value = value = (
+                BufferValue(gradients=[None] * len(unit.parameters)) if over is None else value_of(over)
+            )
+            self._aim(unit, value, range(len(unit.parameters)))
             tied = self._tied(call, unit)
-            if tied is not None and isinstance(content, Gradients) and tied is not held:
+            if tied is not None and isinstance(content, Gradients) and tied is not value:
                 self._aim(unit, tied, given(tied, unit))
 
     def _unit(self, content: Gradients | TiedGradients) -> ModelUnit:
         return self.units[self._index[content.unit]]
 
-    def _tied(self, call: Call, unit: ModelUnit) -> Held | None:
+    def _tied(self, call: Call, unit: ModelUnit) -> BufferValue | None:
         """The share in the unit's gradients that the op reads."""
         for instance in call.reads:
             content = content_of(instance)
             if isinstance(content, TiedGradients) and content.unit == unit.name:
-                return held_of(instance)
+                return value_of(instance)
         return None
 
-    def _aim(self, unit: ModelUnit, held: Held, which: Iterable[int]) -> None:
+    def _aim(self, unit: ModelUnit, value: BufferValue, which: Iterable[int]) -> None:
         for k in which:
-            self._sinks[id(unit.parameters[k][1])] = sink_of(held, unit, k)
+            self._sinks[id(unit.parameters[k][1])] = sink_of(value, unit, k)
 
     def _take_gradient(self, p: torch.Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
@@ -339,20 +348,20 @@ class Bodies:
         for instance in call.writes:
             content = content_of(instance)
             if isinstance(content, Gradients):
-                unit, held = self._unit(content), held_of(instance)
+                unit, value = self._unit(content), value_of(instance)
                 tied = self._tied(call, unit)
-                if tied is not None and tied is not held:
-                    take_over(held, unit, tied)
-                complete(held, unit)
+                if tied is not None and tied is not value:
+                    take_over(value, unit, tied)
+                complete(value, unit)
         self._sinks.clear()
 
     def _accumulate(self, call: Call) -> None:
         total = self.place(call.writes[0])
-        total.block.data.view(self.dtype).add_(held_of(call.reads[1]).block.data.view(self.dtype))
+        total.block.data.view(self.dtype).add_(value_of(call.reads[1]).block.data.view(self.dtype))
 
     def _cast(self, call: Call) -> None:
         """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
-        old, cast = held_of(call.reads[0]), self.place(call.writes[0])
+        old, cast = value_of(call.reads[0]), self.place(call.writes[0])
         cast.filled, cast.is_absent = old.filled, old.is_absent
         if not old.is_absent:
             cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
@@ -360,42 +369,42 @@ class Bodies:
     def _norm(self, call: Call) -> None:
         """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
         unit = self.units[self._index[call.op.unit]]
-        parts = parts_of(held_of(call.reads[0]), unit)
+        parts = gradients_of(value_of(call.reads[0]), unit)
         with threads_here(self.num_threads):
             norms = [
                 (self._position[id(p)], torch.linalg.vector_norm(part, 2.0).cpu())
                 for (name, p), part in zip(unit.parameters, parts, strict=True)
                 if p.requires_grad and name not in self.optimizer.frozen and part is not None
             ]
-        call.writes[0].value = Held(norms=norms)
+        call.writes[0].value = BufferValue(norms=norms)
 
     def _clip(self, call: Call) -> None:
-        found = sorted((pair for x in call.reads for pair in held_of(x).norms), key=lambda pair: pair[0])
-        total = torch.linalg.vector_norm(torch.stack([norm for _, norm in found]), 2.0)
+        norms = sorted((pair for x in call.reads for pair in value_of(x).norms), key=lambda pair: pair[0])
+        total = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), 2.0)
         if not torch.isfinite(total):
             raise NonFiniteGradientError(
                 f"the global norm of the gradients is {total.item()} in step {call.step}; no update was made and the "
                 "last committed step is intact. Lower the learning rate, or look at the data of this step"
             )
         assert self.max_grad_norm is not None
-        call.writes[0].value = Held(clip=torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0))
+        call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0))
 
     # ---- update ----
 
     def _update(self, call: Call) -> None:
         unit = self.units[self._index[call.op.unit]]
-        grads, params, clip = held_of(call.reads[0]), None, None
+        grads, params, clip = value_of(call.reads[0]), None, None
         for instance in call.reads[1:]:
             if content_of(instance) == Clip():
-                clip = held_of(instance).clip
+                clip = value_of(instance).clip
         states, part = None, range(unit.num_parameters)
         for instance in call.writes:
-            held = self.place(instance)
+            value = self.place(instance)
             content = content_of(instance)
             if isinstance(content, States):
-                states, part = held, content.parameters(unit.num_parameters)
+                states, part = value, content.parameters(unit.num_parameters)
             else:
-                params = held
+                params = value
                 if instance.over is None and not self.has_master:
                     raise ModelError(
                         f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
@@ -413,9 +422,9 @@ class Bodies:
             return
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
-        if grads.parts is not None:
+        if grads.gradients is not None:
             assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"
-            gradient = [t.view(-1) for t in grads.parts if t is not None]
+            gradient = [t.view(-1) for t in grads.gradients if t is not None]
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way

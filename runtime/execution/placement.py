@@ -14,7 +14,7 @@ from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.executor import Executor, Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import join, states_of
-from tierplan.runtime.execution.values import Held, content_of, held_of
+from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import state_regions, update_flat
@@ -61,7 +61,7 @@ class Placement:
                 self.fill(states, start)
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
-                grads.value = Held(self.bodies.allocate(grads), is_absent=True)
+                grads.value = BufferValue(self.bodies.allocate(grads), is_absent=True)
 
     def fill(self, instance: Instance, memory: torch.Tensor) -> None:
         """Gives an initial buffer these bytes, in its tier."""
@@ -71,7 +71,7 @@ class Placement:
                 f"needs {memory.numel():,} there; make the schedule from this model"
             )
         place = self.bodies.allocate(instance)
-        instance.value = Held(place)
+        instance.value = BufferValue(place)
         if isinstance(place, Extent):
             assert self.bodies.store is not None
             self.bodies.store.write(place, memory, will_be_committed=True)
@@ -122,7 +122,7 @@ class Placement:
         params = self._as_it_is(Params(name))
         states = self._states(name) if states_of(name, by_content) else None
         grads = Gradients(name, 0)
-        if not held_of(by_content[grads]).is_absent:
+        if not value_of(by_content[grads]).is_absent:
             done = self.executor.num_steps_done
             update_flat(
                 params.view(bodies.dtype),

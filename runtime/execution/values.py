@@ -1,8 +1,8 @@
 """What a buffer of a schedule holds in reality.
 
-A buffer's value is a `Held`: memory (a block of a pool), a place on a drive (an extent), or nothing but a `Thing` that
-lives on the device by itself, such as a tensor that autograd saved. The thing travels with the content through the
-tiers and is told when its bytes arrive on the device or leave it.
+A `BufferValue` is memory (a block of a pool), a place on a drive (an extent), or nothing but an `AutogradHandle`, which
+stands for what lives on the device by itself, such as a tensor that autograd saved. The handle travels with the content
+through the tiers and is told when its bytes arrive on the device or leave it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from dataclasses import dataclass
 
 import torch
 
-from tierplan.runtime.autograd.saved import Slot, memory_of
+from tierplan.runtime.autograd.saved import SavedStorage, memory_of
 from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.execution.executor import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.sim.contents import Content, parse_content
 
-__all__ = ["GradientThing", "Held", "InputThing", "SavedThing", "Thing", "content_of", "held_of"]
+__all__ = [
+    "AutogradHandle",
+    "BufferValue",
+    "InputGradientHandle",
+    "InputHandle",
+    "SavedTensorHandle",
+    "content_of",
+    "value_of",
+]
 
 
-class Thing(ABC):
+class AutogradHandle(ABC):
     """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
 
     They may come back while the first copy is still in use; then they take its place when that one leaves.
@@ -60,27 +68,27 @@ class Thing(ABC):
         """From now on the bytes are in this memory, or not on the device."""
 
 
-class SavedThing(Thing):
+class SavedTensorHandle(AutogradHandle):
     """A saved tensor that goes its own way."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, saved: SavedStorage) -> None:
         super().__init__()
-        self._slot = weakref.ref(slot)
-        """Autograd's graph holds the slot, and lets it go as soon as backward has used it."""
+        self._saved = weakref.ref(saved)
+        """Autograd's graph holds it, and lets it go as soon as backward has used it."""
 
     def memory(self) -> torch.Tensor:
-        slot = self._slot()
-        assert slot is not None
-        assert slot.storage is not None
-        return memory_of(slot.storage)
+        saved = self._saved()
+        assert saved is not None
+        assert saved.storage is not None
+        return memory_of(saved.storage)
 
     def _use(self, memory: torch.Tensor | None) -> None:
-        slot = self._slot()
-        if slot is not None:
-            slot.storage = None if memory is None else memory.untyped_storage()
+        saved = self._saved()
+        if saved is not None:
+            saved.storage = None if memory is None else memory.untyped_storage()
 
 
-class InputThing(Thing):
+class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -107,7 +115,7 @@ class InputThing(Thing):
                 )
 
 
-class GradientThing(Thing):
+class InputGradientHandle(AutogradHandle):
     """The gradient of a unit's input: that of its leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -134,12 +142,12 @@ class GradientThing(Thing):
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class BufferValue:
     """A buffer's value."""
 
     place: Block | Extent | None = None
-    thing: Thing | None = None
-    parts: list[torch.Tensor | None] | None = None
+    handle: AutogradHandle | None = None
+    gradients: list[torch.Tensor | None] | None = None
     """Of a gradient as autograd makes it on the device: by parameter of the unit (see `gradients.py`)."""
     filled: set[int] | None = None
     """Of a gradient in flat memory: the positions, in the unit, of the parameters that have one; None for all."""
@@ -160,6 +168,6 @@ def content_of(instance: Instance) -> Content:
     return parse_content(instance.buffer.content)
 
 
-def held_of(instance: Instance) -> Held:
-    assert isinstance(instance.value, Held), f"buffer {instance.buffer.name!r} has no value"
+def value_of(instance: Instance) -> BufferValue:
+    assert isinstance(instance.value, BufferValue), f"buffer {instance.buffer.name!r} has no value"
     return instance.value

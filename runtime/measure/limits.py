@@ -144,9 +144,9 @@ def _fit(
     size = len(slots) + len(free_limits) + len(streams)
     best = None
     for start in (0.0, -0.5, 0.5):
-        found = least_squares(residuals, np.full(size, start), diff_step=1e-3, max_nfev=40)
-        if best is None or found.cost < best.cost:
-            best = found
+        solution = least_squares(residuals, np.full(size, start), diff_step=1e-3, max_nfev=40)
+        if best is None or solution.cost < best.cost:
+            best = solution
     assert best is not None
     takes, limits, shares = unpack(best.x)
     middle = exp(statistics.fmean(log(v) for v in shares.values()))

@@ -2,6 +2,8 @@
 
 A `Load` is one kind of op at one size. Loads turn over far more memory than the caches hold, as training does. On a
 machine without a GPU the device tier is memory of the host, and copies to it are copies between two places in RAM.
+
+Shapes: `b` sequences, `t` tokens, `d` hidden size, `f` four times that, `h` heads, `k` size of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings, state_regions, update_flat
@@ -29,8 +31,8 @@ __all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,14 @@ def loads(
     host_pool = device.host_pool(sizes.area_bytes)
     host = host_pool.take(sizes.area_bytes)
     try:
-        found = [*_compute(sizes, device, dtypes), *_copies(sizes, host.data, device), *_adam(sizes, dtypes[0])]
+        all_loads = [
+            *_compute_loads(sizes, device, dtypes),
+            *_copies(sizes, host.data, device),
+            *_adam(sizes, dtypes[0]),
+        ]
         if store is not None:
-            found += _files(store, sizes)
-        yield found, () if store is None else store.notes
+            all_loads += _files(store, sizes)
+        yield all_loads, () if store is None else store.notes
     finally:
         host_pool.give(host)
         host_pool.trim()  # unpins it
@@ -99,15 +105,15 @@ def loads(
 # ---- compute ----
 
 
-def _compute(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
-    found = [_overhead(sizes, device)]
+def _compute_loads(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
+    loads = [_overhead(sizes, device)]
     for dtype in dtypes:
         for hidden in sizes.hidden:
-            found.append(_matmuls(sizes, hidden, dtype, device))
-        found.append(_attention(sizes, dtype, device))
-    found.append(_block(sizes, dtypes[0], device))
-    found.append(_update_on_device(sizes, dtypes[0], device))
-    return found
+            loads.append(_matmuls(sizes, hidden, dtype, device))
+        loads.append(_attention(sizes, dtype, device))
+    loads.append(_block(sizes, dtypes[0], device))
+    loads.append(_update_on_device(sizes, dtypes[0], device))
+    return loads
 
 
 def _done(device: Device, stream: str, work: Callable[[], object]) -> Callable[[], None]:
@@ -131,23 +137,22 @@ class TransformerBlock(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(hidden, 3 * hidden), torch.nn.Linear(hidden, hidden)
         self.up, self.down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, hidden) to the same."""
-        batch, tokens, hidden = x.shape
-        q, k, v = (
-            part.view(batch, tokens, self.num_heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).split(hidden, dim=2)
+    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+        batch, tokens, hidden = x_btd.shape
+        q_bhtk, k_bhtk, v_bhtk = (
+            part_btd.view(batch, tokens, self.num_heads, -1).transpose(1, 2)
+            for part_btd in self.qkv(self.norm_1(x_btd)).split(hidden, dim=2)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, hidden))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        mixed_bhtk = F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, is_causal=True)
+        x_btd = x_btd + self.out(mixed_bhtk.transpose(1, 2).reshape(batch, tokens, hidden))
+        return x_btd + self.down(F.gelu(self.up(self.norm_2(x_btd)), approximate="tanh"))
 
 
 def _overhead(sizes: Sizes, device: Device) -> Load:
     """Forward of a block too small for its work to count: what it costs to launch one. Its amount is one op."""
     block = TransformerBlock(sizes.overhead_hidden, 1).to(device.torch_device)
-    x = torch.zeros(1, 8, sizes.overhead_hidden, device=device.torch_device)
-    return Load(COMPUTE, "ops", 1.0, _done(device, COMPUTE, lambda: block(x)))
+    x_btd = torch.zeros(1, 8, sizes.overhead_hidden, device=device.torch_device)
+    return Load(COMPUTE, "ops", 1.0, _done(device, COMPUTE, lambda: block(x_btd)))
 
 
 def _there_and_back(outputs: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
@@ -160,14 +165,14 @@ def _there_and_back(outputs: Callable[[], torch.Tensor], leaves: Sequence[torch.
 
 def _matmuls(sizes: Sizes, hidden: int, dtype: str, device: Device) -> Load:
     """The four products of a block, forward (24 * tokens * hidden^2 FLOPs) and backward (twice that)."""
-    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
-    x, wide = make(sizes.tokens, hidden), make(sizes.tokens, 4 * hidden)
+    make = partial(torch.randn, device=device.torch_device, dtype=TORCH_DTYPES[dtype], requires_grad=True)
+    x_td, wide_tf = make(sizes.tokens, hidden), make(sizes.tokens, 4 * hidden)
     shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
     weights = [make(*shape) for shape in shapes]
 
     def work() -> None:
         for weight in weights:
-            source = x if weight.shape[1] == hidden else wide
+            source = x_td if weight.shape[1] == hidden else wide_tf
             _there_and_back(partial(F.linear, source, weight), (source, weight))
 
     forward = 24.0 * sizes.tokens * hidden * hidden
@@ -178,22 +183,22 @@ def _attention(sizes: Sizes, dtype: str, device: Device) -> Load:
     """Causal attention of one sequence. FLOPs as workloads count them: of the full square, 2.5 times that backward."""
     hidden, tokens = sizes.block_hidden, sizes.tokens
     heads = max(1, hidden // sizes.head_dim)
-    make = partial(torch.randn, device=device.torch_device, dtype=DTYPES[dtype], requires_grad=True)
-    q, k, v = (make(1, heads, tokens, hidden // heads) for _ in range(3))
-    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    make = partial(torch.randn, device=device.torch_device, dtype=TORCH_DTYPES[dtype], requires_grad=True)
+    q_bhtk, k_bhtk, v_bhtk = (make(1, heads, tokens, hidden // heads) for _ in range(3))
+    attend = partial(F.scaled_dot_product_attention, q_bhtk, k_bhtk, v_bhtk, is_causal=True)
     forward = 4.0 * tokens * tokens * hidden
-    work = _done(device, COMPUTE, lambda: _there_and_back(attend, (q, k, v)))
+    work = _done(device, COMPUTE, lambda: _there_and_back(attend, (q_bhtk, k_bhtk, v_bhtk)))
     return Load(COMPUTE, f"attention_{dtype}_flops", 3.5 * forward, work, op_amount=1.75 * forward)
 
 
 def _block(sizes: Sizes, dtype: str, device: Device) -> Load:
     """Forward and backward of one whole block: with matmuls and attention known, what is left is elementwise."""
     block = TransformerBlock(sizes.block_hidden, max(1, sizes.block_hidden // sizes.head_dim))
-    block.to(device=device.torch_device, dtype=DTYPES[dtype])
-    x = torch.randn(1, sizes.tokens, sizes.block_hidden, device=device.torch_device, dtype=DTYPES[dtype])
-    x.requires_grad_()
-    leaves = (x, *block.parameters())
-    return Load(COMPUTE, BLOCK, 1.0, _done(device, COMPUTE, lambda: _there_and_back(lambda: block(x), leaves)))
+    block.to(device=device.torch_device, dtype=TORCH_DTYPES[dtype])
+    x_btd = torch.randn(1, sizes.tokens, sizes.block_hidden, device=device.torch_device, dtype=TORCH_DTYPES[dtype])
+    x_btd.requires_grad_()
+    leaves = (x_btd, *block.parameters())
+    return Load(COMPUTE, BLOCK, 1.0, _done(device, COMPUTE, lambda: _there_and_back(lambda: block(x_btd), leaves)))
 
 
 def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
@@ -205,7 +210,7 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
     }  # fmt: skip
     training = Training(
         sequence_length=sizes.tokens,
-        dtype=dtype,  # type: ignore[arg-type]  # one of the keys of DTYPES
+        dtype=dtype,  # type: ignore[arg-type]  # one of the keys of TORCH_DTYPES
         backend="cuda" if device.is_cuda else "cpu",
     )
     unit = workload_of("block", config, training).blocks[0]
@@ -234,14 +239,15 @@ def _turns(sizes: Sizes, size_bytes: int) -> int:
 def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
     """The optimizer step of one unit, of many units in turn, by the code that training uses."""
     has_master = dtype != "fp32"
-    per_parameter = 2 * DTYPES[dtype].itemsize + (12 if has_master else 8)
+    torch_dtype = TORCH_DTYPES[dtype]
+    per_parameter = 2 * torch_dtype.itemsize + (12 if has_master else 8)
     settings = OptimizerSettings()
     memory = device.pool(0)
 
     def unit() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         allocate = memory.allocate
         params, grads = (
-            allocate(num_parameters * DTYPES[dtype].itemsize).view(DTYPES[dtype])[:num_parameters] for _ in range(2)
+            allocate(num_parameters * torch_dtype.itemsize).view(torch_dtype)[:num_parameters] for _ in range(2)
         )
         size_bytes = num_parameters * (12 if has_master else 8)
         states = allocate(size_bytes)[:size_bytes]
@@ -266,11 +272,11 @@ def _copies(sizes: Sizes, host: torch.Tensor, device: Device) -> list[Load]:
     there = device.pool(sizes.area_bytes).take(sizes.area_bytes).data
     host.fill_(1)
     there.fill_(1)
-    found = []
+    copies = []
     for size in sizes.copy_bytes:
         for stream, source, target in ((H2D, host, there), (D2H, there, host)):
-            found.append(_copy(stream, size, source, target, device))
-    return found
+            copies.append(_copy(stream, size, source, target, device))
+    return copies
 
 
 def _copy(stream: str, size: int, source: torch.Tensor, target: torch.Tensor, device: Device) -> Load:
@@ -295,16 +301,16 @@ def _files(store: Store, sizes: Sizes) -> list[Load]:
     for extent in extents:
         store.write(extent, memory)
     store.sync()
-    found = []
+    accesses = []
     for size in sizes.file_bytes:
         # Small ops have extents of their own: an extent is read and written as a whole.
         own = extents if size == largest else [store.allocate(size) for _ in range(min(256, max(2, 64 * MIB // size)))]
         for stream in (NVME_READ, NVME_WRITE):
-            found.append(_file(store, stream, size, own))
+            accesses.append(_file(store, stream, size, own))
         if own is not extents:
             for extent in own:
                 store.write(extent, memory[:size])
-    return found
+    return accesses
 
 
 def _file(store: Store, stream: str, size: int, extents: list[Extent]) -> Load:

@@ -29,7 +29,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
-from tierplan.runtime.measure.loads import MIB, Load, Sizes, loads
+from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, existing
 from tierplan.runtime.measure.timing import StreamThreads
 from tierplan.sim.trace import write_atomically
@@ -39,7 +39,6 @@ __all__ = ["MeasurementError", "Progress", "measure", "measure_description"]
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the part that is done, 0 to 1."""
 
-GIB = 1 << 30
 LEAST_BUDGET_S = 5.0
 LEAST_WINDOW_S = 0.03
 FIT_S = 2.5
@@ -119,16 +118,16 @@ def measure_description(
     plan = _plan(budget_s, folders, chosen)
     report = progress or (lambda what, part: None)
     report("preparing memory and files", 0.0)
-    with loads(folders, plan.sizes, device=chosen, dtypes=kinds) as (found, notes):
-        threads = StreamThreads(list(dict.fromkeys(load.stream for load in found)))
+    with loads(folders, plan.sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
+        threads = StreamThreads(list(dict.fromkeys(load.stream for load in all_loads)))
         try:
-            seconds = _warm_up(threads, found)
+            seconds = _warm_up(threads, all_loads)
             left_s = budget_s - (time.monotonic() - began) - FIT_S
-            alone, mixes = _rounds(threads, found, seconds, plan, left_s, report)
+            alone, mixes = _rounds(threads, all_loads, seconds, plan, left_s, report)
         finally:
             threads.close()
     report("fitting shared limits", 0.97)
-    streams = tuple(dict.fromkeys(load.stream for load in found))
+    streams = tuple(dict.fromkeys(load.stream for load in all_loads))
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
@@ -196,33 +195,33 @@ def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
     return _Plan(rounds, replace(sizes, file_area_bytes=area))
 
 
-def _warm_up(threads: StreamThreads, found: Sequence[Load]) -> dict[str, float]:
+def _warm_up(threads: StreamThreads, all_loads: Sequence[Load]) -> dict[str, float]:
     """Every load twice: threads start, kernels are chosen, pages are touched. Seconds of one op, by load."""
-    return {load.name: load.amount / threads.rates([load], 0.0)[0] for load in found}
+    return {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
 
 
 def _rounds(
     threads: StreamThreads,
-    found: Sequence[Load],
+    all_loads: Sequence[Load],
     seconds: dict[str, float],
     plan: _Plan,
     budget_s: float,
     report: Progress,
 ) -> tuple[Alone, list[Mix]]:
     """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
-    typical = _typical(found, seconds)
+    typical = _typical(all_loads, seconds)
     pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
     if plan.rounds > LEAST_ROUNDS + 1:
         pairs += [mix for mix in CHECKS if set(mix) <= set(typical)]
-    window_s = _window_s(found, typical, len(pairs), seconds, budget_s / plan.rounds)
-    alone: Alone = {load: [] for load in found}
+    window_s = _window_s(all_loads, typical, len(pairs), seconds, budget_s / plan.rounds)
+    alone: Alone = {load: [] for load in all_loads}
     speeds: dict[tuple[str, ...], list[tuple[float, ...]]] = {pair: [] for pair in pairs}
-    total, done = plan.rounds * (len(found) + len(pairs)), 0
+    total, done = plan.rounds * (len(all_loads) + len(pairs)), 0
     began = time.monotonic()
     for turn in range(plan.rounds):
         if turn >= LEAST_ROUNDS and time.monotonic() - began > budget_s:
             break  # others use the machine, so that everything takes longer than it should
-        for load in found:
+        for load in all_loads:
             report(f"{load.stream} alone", 0.05 + 0.9 * done / total)
             alone[load].append(threads.rates([load], window_s)[0])
             done += 1
@@ -237,21 +236,21 @@ def _rounds(
 
 
 def _window_s(
-    found: Sequence[Load], typical: dict[str, Load], num_pairs: int, seconds: dict[str, float], round_s: float
+    all_loads: Sequence[Load], typical: dict[str, Load], num_pairs: int, seconds: dict[str, float], round_s: float
 ) -> float:
     """How long each thing is timed: a round has each load once, and each pair with both of its streams alone.
 
     Every timing also runs an op to warm up, and ends with a whole op, so it takes about two ops more than its window.
     """
-    ops_s = sum(2 * seconds[load.name] for load in found)
+    ops_s = sum(2 * seconds[load.name] for load in all_loads)
     ops_s += sum(6 * seconds[load.name] for load in typical.values()) * (len(typical) - 1)
-    return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(found) + 4 * num_pairs))
+    return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(all_loads) + 4 * num_pairs))
 
 
-def _typical(found: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load]:
+def _typical(all_loads: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load]:
     """The load of each stream that stands for it in mix: the largest that a window holds several of."""
     typical: dict[str, Load] = {}
-    for load in found:
+    for load in all_loads:
         if load.stream == COMPUTE and not load.kind.startswith("matmul"):
             continue
         known = typical.get(load.stream)

@@ -16,7 +16,7 @@ from tierplan.hwmodels.description import Description, Limit, Quantity
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
-from tierplan.runtime.measure.loads import BLOCK, MIB, Load, Sizes, block_work
+from tierplan.runtime.measure.loads import BLOCK, GIB, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
 
 __all__ = ["Alone", "describe", "existing"]
@@ -24,7 +24,6 @@ __all__ = ["Alone", "describe", "existing"]
 Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
 
-GIB = 1 << 30
 THOROUGH_BYTES = 16 * GIB
 KEYS = {
     H2D: "link.h2d",
@@ -49,7 +48,7 @@ def describe(
     remarks: tuple[str, ...],
 ) -> Description:
     """The machine that these rates and this fit describe. `dtype` is that of the block that was run as a whole."""
-    values = _capacities(folders, device, source) | _compute(alone, sizes, device, dtype, source)
+    values = _capacities(folders, device, source) | _compute_values(alone, sizes, device, dtype, source)
     for stream, key in KEYS.items():
         rows = {load.amount: rates for load, rates in alone.items() if load.stream == stream}
         if rows:
@@ -108,7 +107,7 @@ def _drive_note(sizes: Sizes) -> str:
     )
 
 
-def _compute(alone: Alone, sizes: Sizes, device: Device, dtype: str, source: str) -> dict[str, Quantity]:
+def _compute_values(alone: Alone, sizes: Sizes, device: Device, dtype: str, source: str) -> dict[str, Quantity]:
     values: dict[str, Quantity] = {}
     compute = {load: rates for load, rates in alone.items() if load.stream == COMPUTE}
     for kind in dict.fromkeys(load.kind for load in compute):
@@ -136,9 +135,9 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
     start_s = [1 / r for load, rates in compute.items() if load.kind == "ops" for r in rates]
     parts = {}
     for kind in work:
-        found = [(load, rates) for load, rates in compute.items() if load.kind == kind]
-        if found:
-            parts[kind] = min(found, key=lambda pair: abs(pair[0].amount - work[kind]))[1]
+        alike = [(load, rates) for load, rates in compute.items() if load.kind == kind]
+        if alike:
+            parts[kind] = min(alike, key=lambda pair: abs(pair[0].amount - work[kind]))[1]
     rates = []
     for turn, per_s in enumerate(block):
         block_s = 1 / per_s

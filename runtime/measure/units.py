@@ -144,11 +144,11 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     for i, unit in reversed(list(enumerate(units))):
         reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
         if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
-            made = builder.buffer(RecomputedActs(unit.name, 0), DEVICE, dropped, "acts")
+            recomputed = builder.buffer(RecomputedActs(unit.name, 0), DEVICE, dropped, "acts")
             starts_from = [*reads, *acts[i], *([shared] if shared else [])]
             key = recompute_key(unit.name, 0)
-            builder.op(key, COMPUTE, "recompute", work={}, reads=starts_from, writes=[made], unit=unit.name)
-            acts[i] = [*acts[i], made]
+            builder.op(key, COMPUTE, "recompute", work={}, reads=starts_from, writes=[recomputed], unit=unit.name)
+            acts[i] = [*acts[i], recomputed]
         reads += acts[i]
         writes = []
         if dx:
@@ -196,10 +196,10 @@ def with_times(
     """
     alike: dict[object, list[str]] = {}
     for unit in workload.units:
-        alike.setdefault(_likeness(unit), []).append(unit.name)
+        alike.setdefault(_unit_likeness(unit), []).append(unit.name)
     units = []
     for unit in workload.units:
-        names = alike[_likeness(unit)]
+        names = alike[_unit_likeness(unit)]
         forward = _seconds(kept, forward_key, names, num_kept)
         backward = _seconds(kept, backward_key, names, num_kept)
         spread = max(_relative_spread(forward), _relative_spread(backward))
@@ -232,10 +232,12 @@ def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float
         made_by: dict[object, list[SavedTensor]] = {}
         for t in unit.saved if all(times.values()) else [t for t in unit.saved if t.replayable]:
             made_by.setdefault((t.name, tuple(t.recompute.items()), t.needs), []).append(t)
-        for made in made_by.values():
-            seconds = sum(median(times[t.index]) for t in made)
-            size_bytes = sum(t.size_bytes for t in made)
-            weights |= {t.index: seconds * (t.size_bytes / size_bytes if size_bytes else 1 / len(made)) for t in made}
+        for together in made_by.values():
+            seconds = sum(median(times[t.index]) for t in together)
+            size_bytes = sum(t.size_bytes for t in together)
+            weights |= {
+                t.index: seconds * (t.size_bytes / size_bytes if size_bytes else 1 / len(together)) for t in together
+            }
     else:
         weights = {t.index: _share(t.recompute, unit.forward) for t in unit.saved}
     random = [t for t in unit.saved if t.index not in weights]
@@ -246,7 +248,7 @@ def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float
     return tuple(replace(t, recompute={"s": weights[t.index] * scale}) for t in unit.saved)
 
 
-def _likeness(unit: Unit) -> object:
+def _unit_likeness(unit: Unit) -> object:
     sizes = tuple(t.size_bytes for t in unit.saved)
     return unit.kind, unit.num_parameters, tuple(unit.forward.items()), tuple(unit.backward.items()), sizes
 

@@ -90,12 +90,12 @@ def open_file(path: Path, flags: int) -> int:
     """A descriptor of a plain file that only its owner may read. A link there is an error, and so is a second name."""
     with naming("create" if flags & os.O_CREAT else "open", path):
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, PRIVATE)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
-        what = "has a second name" if stat.S_ISREG(found.st_mode) else "is not a plain file"
+        what = "has a second name" if stat.S_ISREG(status.st_mode) else "is not a plain file"
         raise StoreError(errno.EMLINK, f"{path} {what}; remove it, or give another folder")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # file systems without permissions
             os.fchmod(fd, PRIVATE)
     return fd
@@ -127,13 +127,13 @@ def lock_file(path: Path, in_use: str) -> int:
 
 def check_in_place(fd: int, path: Path, least_bytes: int = 0) -> None:
     """Raises `StoreError` unless the open file still stands at its path, under this name only, not cut short."""
-    found = os.fstat(fd)
+    status = os.fstat(fd)
     if not is_at(fd, path):
         what = "was removed or replaced"
-    elif found.st_nlink > 1:
+    elif status.st_nlink > 1:
         what = "got a second name"
-    elif found.st_size < least_bytes:
-        what = f"was cut from {least_bytes:,} bytes to {found.st_size:,}"
+    elif status.st_size < least_bytes:
+        what = f"was cut from {least_bytes:,} bytes to {status.st_size:,}"
     else:
         return
     raise StoreError(

@@ -216,8 +216,8 @@ class Store:
         Raises `DamageError` when the sample is not that of what was written.
         """
         self._move("read", extent, into)
-        found = _sample(into[: extent.size_bytes]).hexdigest()
-        if found != self._samples.get(extent, found):
+        sample = _sample(into[: extent.size_bytes]).hexdigest()
+        if sample != self._samples.get(extent, sample):
             raise self._damage(extent)
 
     def write(self, extent: Extent, data: torch.Tensor, *, will_be_committed: bool = False) -> None:
@@ -252,12 +252,12 @@ class Store:
             content = pages[: extent.size_bytes - at]
             digest.update(content.numpy().data)
             _sample(content, sample)
-        found = digest.hexdigest()
+        checksum = digest.hexdigest()
         if sample.hexdigest() != self._samples.setdefault(extent, sample.hexdigest()):
             raise self._damage(extent)
-        if found != self._checksums.setdefault(extent, found):
+        if checksum != self._checksums.setdefault(extent, checksum):
             raise self._damage(extent)
-        return found
+        return checksum
 
     def _damage(self, extent: Extent) -> DamageError:
         return DamageError(

@@ -96,7 +96,7 @@ def stripe_pattern(weights: Sequence[float]) -> tuple[int, ...]:
         pattern = _deal(weights, length)
         slowest = max(pattern.count(k) / w for k, w in enumerate(weights))  # the drive that a round waits for
         efficiency = length / (slowest * sum(weights))
-        best = max(best, (efficiency, pattern), key=lambda found: found[0])
+        best = max(best, (efficiency, pattern), key=lambda candidate: candidate[0])
         if best[0] >= GOOD_ENOUGH:
             break
     return best[1]

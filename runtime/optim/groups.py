@@ -45,7 +45,7 @@ def _is_norm(module: nn.Module) -> bool:
 def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the model's parameters that match shell patterns, of which each must match one."""
     names = [name for name, _ in model.named_parameters()]
-    found: set[str] = set()
+    chosen: set[str] = set()
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
@@ -53,8 +53,8 @@ def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
                 f"no parameter of {type(model).__name__} matches {pattern!r}; its names are such as {names[0]!r} and "
                 f"{names[-1]!r}, a tied parameter has the one where it comes first, and * stands for any characters"
             )
-        found.update(matched)
-    return tuple(name for name in names if name in found)
+        chosen.update(matched)
+    return tuple(name for name in names if name in chosen)
 
 
 def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
@@ -79,16 +79,16 @@ def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
 
 def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...]:
     """The unit's flat buffer in runs of parameters that are updated alike, in order."""
-    found: list[Segment] = []
+    joined: list[Segment] = []
     for (name, p), length in zip(unit.parameters, unit.lengths, strict=True):
         segment = _treatment(name, p, length, settings)
         is_odd = length % VECTOR_ELEMENTS != 0
-        before = found[-1] if found else None
+        before = joined[-1] if joined else None
         if before and not is_odd and replace(before, length=length) == segment and before.length % VECTOR_ELEMENTS == 0:
-            found[-1] = replace(before, length=before.length + length)
+            joined[-1] = replace(before, length=before.length + length)
         else:
-            found.append(segment)
-    return tuple(found)
+            joined.append(segment)
+    return tuple(joined)
 
 
 def _treatment(name: str, p: torch.Tensor, length: int, settings: OptimizerSettings) -> Segment:

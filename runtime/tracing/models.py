@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
-__all__ = ["TORCH_DTYPES", "build_config", "build_model", "example_batch", "model_class"]
+__all__ = ["build_config", "build_model", "example_batch", "model_class"]
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -60,9 +60,9 @@ def model_class(config: Any) -> type[nn.Module]:
     from transformers.models.auto import modeling_auto
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None and ("LM" in name or "ConditionalGeneration" in name):
-            return found  # type: ignore[no-any-return]
+        candidate = getattr(transformers, name, None)
+        if candidate is not None and ("LM" in name or "ConditionalGeneration" in name):
+            return candidate  # type: ignore[no-any-return]
     order = MAPPINGS if not config.is_encoder_decoder else MAPPINGS[1:]
     for mapping in order:
         table = getattr(modeling_auto, mapping)

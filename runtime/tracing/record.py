@@ -121,12 +121,12 @@ class UnitRecorder(TorchDispatchMode):
     def number(self, t: torch.Tensor) -> int:
         """The storage's number. Those from outside the unit are held until it is done, so that numbers stay true."""
         storage = t.untyped_storage()
-        found = self._numbers.get(storage._cdata)
-        if found is None:
+        storage_number = self._numbers.get(storage._cdata)
+        if storage_number is None:
             self._made += 1
-            found = self._numbers[storage._cdata] = self._made
+            storage_number = self._numbers[storage._cdata] = self._made
             self._pins.append(storage)
-        return found
+        return storage_number
 
     def adopt(self, t: torch.Tensor) -> None:
         """Counts a new storage of the unit's own, until it is released."""

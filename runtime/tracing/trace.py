@@ -23,9 +23,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
+from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
-from tierplan.runtime.tracing.models import TORCH_DTYPES, build_model
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import saved_tensors, total
 from tierplan.sim.workloads.models import read_config
@@ -229,7 +230,7 @@ class _Tracer:
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
         mine = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
-        key = (_likeness(block), structure_key(mine))
+        key = (_block_likeness(block), structure_key(mine))
         part = self.known.get(key)
         if part is None:
             new_args, new_kwargs = tree_unflatten(mine, structure)
@@ -239,22 +240,22 @@ class _Tracer:
             out = forward(*new_args, **new_kwargs)
             out_leaves, out_structure = tree_flatten(out)
             position = {id(x): j for j, x in enumerate(mine) if isinstance(x, torch.Tensor)}
-            outputs = [_look(x, position) for x in out_leaves]
+            looks = [_look(x, position) for x in out_leaves]
             results = [x for x in out_leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
             del out, out_leaves
             unit = self._finish(f"L{i}", "block", results)
-            part = self.known[key] = _Part(unit, outputs, out_structure)
+            part = self.known[key] = _Part(unit, looks, out_structure)
         else:
             self.units.append(replace(part.unit, name=f"L{i}"))
         for name, _ in block.named_parameters():
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
-        made = [look.fresh(leaves) for look in part.outputs]
-        for extra in made[1:]:  # position biases and the like: what later blocks read of them is shared
+        outputs = [look.fresh(leaves) for look in part.outputs]
+        for extra in outputs[1:]:  # position biases and the like: what later blocks read of them is shared
             if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
                 self._offer(extra)
-        result = tree_unflatten(made, part.structure)
-        self._start(input_tensors=[t for t in made if isinstance(t, torch.Tensor)][:1])
+        result = tree_unflatten(outputs, part.structure)
+        self._start(input_tensors=[t for t in outputs if isinstance(t, torch.Tensor)][:1])
         return result
 
     # ---- one part ----
@@ -344,16 +345,16 @@ class _Tracer:
     def _share(self, recorder: UnitRecorder, given: Sequence[torch.Tensor], *more: Sequence[torch.Tensor]) -> int:
         """Bytes that this part made for several units: masks, rotary tables, encoder states. They outlive it."""
         seen = {t.untyped_storage()._cdata for t in given}
-        found = 0
+        shared_bytes = 0
         for t in itertools.chain(*more):
             storage = t.untyped_storage()
             address, number = storage._cdata, recorder.number(t)
             if address in seen or number in recorder.saves or not recorder.is_own(number):
                 continue
             seen.add(address)
-            found += storage.nbytes()
+            shared_bytes += storage.nbytes()
             self._offer(t)
-        return found
+        return shared_bytes
 
     def _offer(self, t: torch.Tensor) -> None:
         """Notes what counts as shared if later parts read it: its bytes, and those of its gradient."""
@@ -400,18 +401,18 @@ def _look(x: object, position: Mapping[int, int]) -> _Look:
     return _Look(shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad)
 
 
-def _likeness(block: nn.Module) -> object:
+def _block_likeness(block: nn.Module) -> object:
     """Equal for blocks that compute the same: same classes, shapes and settings, whatever their index."""
-    found: list[object] = []
+    features: list[object] = []
     for name, module in block.named_modules():
         plain = sorted(
             (k, v)
             for k, v in vars(module).items()
             if isinstance(v, (bool, int, float, str)) and not k.startswith("_") and k not in ("layer_idx", "layer_id")
         )
-        found.append((name, type(module), tuple(plain)))
-    found.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
-    return tuple(found)
+        features.append((name, type(module), tuple(plain)))
+    features.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+    return tuple(features)
 
 
 def structure_key(leaves: list[object]) -> object:

@@ -202,10 +202,10 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
         before = [(source, edge) for source, _, edge in causes.in_edges(key, data=True) if source not in seen]
         # Of several that ended at the same moment: the one that took time, and rather the own stream's.
         before.sort(
-            key=lambda found: (
-                abs(found[1]["slack_ns"]),
-                causes.nodes[found[0]]["span"].duration_ns == 0,
-                ("stream", "input", "memory").index(found[1]["reason"]),
+            key=lambda cause: (
+                abs(cause[1]["slack_ns"]),
+                causes.nodes[cause[0]]["span"].duration_ns == 0,
+                ("stream", "input", "memory").index(cause[1]["reason"]),
             )
         )
         reason: Reason = before[0][1]["reason"] if before and span.start_ns > 0 else "begin"
@@ -268,9 +268,9 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) 
         cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
     columns = columns_of(schedule)
     now_s = steady_step(columns, machine).period_s
-    found = []
+    gains = []
     for kind, name, changed in cases:
         step_s = steady_step(columns, with_faster(machine, changed, factor)).period_s
         gain_frac = 1.0 - step_s / now_s if now_s else 0.0
-        found.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
-    return tuple(sorted(found, key=lambda s: -s.gain_frac))
+        gains.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
+    return tuple(sorted(gains, key=lambda s: -s.gain_frac))

@@ -105,10 +105,10 @@ def steady_state(
         trace = simulate(unrolled, machine)
         spans = trace.by_key()
         times = np.array([(spans[op.key].start_ns, spans[op.key].end_ns) for op in unrolled.ops], np.int64)
-        found = _repetition(times[:, 0], times[:, 1], steps, machine)
-        if found.is_periodic:
+        repetition = _repetition(times[:, 0], times[:, 1], steps, machine)
+        if repetition.is_periodic:
             break
-    return SteadyState(**_fields(found), trace=trace, schedule=unrolled)
+    return SteadyState(**_fields(repetition), trace=trace, schedule=unrolled)
 
 
 def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 4) -> SteadyStep:
@@ -117,11 +117,11 @@ def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
     for steps in _tries(num_steps):
         execution = simulate_columns(columns.unrolled(steps), machine)
-        found = _repetition(execution.start_ns, execution.end_ns, steps, machine)
-        if found.is_periodic:
+        repetition = _repetition(execution.start_ns, execution.end_ns, steps, machine)
+        if repetition.is_periodic:
             break
     peaks = zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True)
-    return SteadyStep(**_fields(found), peak_bytes=dict(peaks))
+    return SteadyStep(**_fields(repetition), peak_bytes=dict(peaks))
 
 
 def _tries(num_steps: int) -> Iterator[int]:
@@ -133,8 +133,8 @@ def _tries(num_steps: int) -> Iterator[int]:
         yield num_steps
 
 
-def _fields(found: Repetition) -> dict[str, Any]:
-    return {f.name: getattr(found, f.name) for f in fields(found)}
+def _fields(repetition: Repetition) -> dict[str, Any]:
+    return {f.name: getattr(repetition, f.name) for f in fields(repetition)}
 
 
 def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> Repetition:

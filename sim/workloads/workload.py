@@ -93,7 +93,7 @@ class SavedTensor:
     """
 
     index: int
-    """Order of first save inside the unit: the runtime's slot number."""
+    """Order of first save inside the unit: `SavedActs.index`."""
     name: str
     """Producer, for people: `mlp.act/aten.mul`. Nothing matches on it."""
     size_bytes: int
@@ -101,7 +101,7 @@ class SavedTensor:
     recompute: Mapping[str, float] = field(default_factory=dict)
     """Work to make it again from `needs`, by work kind (`matmul_bf16_flops`, `elementwise_bytes`, ...)."""
     needs: tuple[int, ...] = ()
-    """Slots of this unit that the recomputation starts from, beside the unit's input and parameters."""
+    """Saved tensors of this unit that the recomputation starts from, beside the unit's input and parameters."""
     replayable: bool = True
     """False where making it again would draw random numbers: then only a rerun of the whole unit does."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
@@ -121,7 +121,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     hooks = ModelHooks(units)
-    lane = Lane(
+    batch_run = MicroBatchRun(
         hooks=hooks,
         units=units,
         specs=[UnitSpec(name=unit.name, num_parameters=unit.num_parameters) for unit in units],
@@ -133,7 +133,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     for unit in units:
         if unit.num_parameters:
             unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
-    runs = [lane.run_forward(i) for i in range(len(units))]
+    runs = [batch_run.run_forward(i) for i in range(len(units))]
     handed, shared_bytes = [], 0
     for i, run in enumerate(runs):
         later = {id(leaf) for other in runs[i + 1 :] for leaf in other.read}
@@ -165,7 +165,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
             )
         )
     for i in reversed(range(len(units))):
-        lane.run_backward(i)
+        batch_run.run_backward(i)
     model.zero_grad()
     hooks.remove()
     changed.close()

@@ -17,7 +17,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.runtime.execution.executor import OutOfMemoryError
+from tierplan.runtime.execution.executor import TierFullError
 from tierplan.runtime.execution.ops import SizeError
 from tierplan.runtime.memory.store import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
@@ -250,7 +250,7 @@ def test_over_budget_is_an_error_before_the_allocation(tmp_path: Path) -> None:
     workload = observed_workload(model, make_batches(1)[0], CPU)
     small = machine(device_bytes=workload.num_parameters * 4 + 50_000)
     schedule = lower(uniform_plan(workload, UnitPlan(grads="host", states="host")), workload, small, refine=False)
-    with pytest.raises(OutOfMemoryError, match="Raise the capacity of 'gpu0'"):
+    with pytest.raises(TierFullError, match="Raise the capacity of 'gpu0'"):
         train(schedule, model, make_batches(2), steps=2, nvme_dir=tmp_path)
 
 

@@ -99,10 +99,10 @@ def rotary_tables(tape: Tape, positions: Value, head_dim: int) -> tuple[Value, .
 
 
 def scaled_function(tape: Tape, x: Value, name: str) -> Value:
-    made, out = tape.empty(x.shape, x.dtype), None
-    tape.record(name, [x], [made], tape.moved(x, made))
+    result, out = tape.empty(x.shape, x.dtype), None
+    tape.record(name, [x], [result], tape.moved(x, result))
     out = tape.empty(x.shape, x.dtype)
-    tape.record("mul", [made], [out], tape.moved(made, out))
+    tape.record("mul", [result], [out], tape.moved(result, out))
     return out
 
 

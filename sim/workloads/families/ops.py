@@ -1,7 +1,7 @@
 """The operations that transformers consist of, as autograd sees them: work, saved tensors, memory in backward.
 
 Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves
-them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers the slots.
+them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers them.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def scale(tape: Tape, x: Value, name: str = "mul") -> Value:
     def backward(grad: Storage) -> Sequence[Storage | None]:
         if name == "add":
             return [grad]
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -95,10 +95,10 @@ def mul(tape: Tape, a: Value, b: Value) -> Value:
     def backward(grad: Storage) -> Sequence[Storage | None]:
         grads: list[Storage | None] = []
         for other, size_bytes in ((saved_b, b_bytes), (saved_a, a_bytes)):
-            made = tape.grad(numel, dtype) if other else None
-            if made:
-                tape.backward_work.append({"elementwise_bytes": 2 * made.size_bytes + size_bytes})
-            grads.append(made)
+            operand_grad = tape.grad(numel, dtype) if other else None
+            if operand_grad:
+                tape.backward_work.append({"elementwise_bytes": 2 * operand_grad.size_bytes + size_bytes})
+            grads.append(operand_grad)
         return grads
 
     return tape.connect(out, [a, b], backward)
@@ -114,9 +114,9 @@ def unary(tape: Tape, x: Value, name: str, *, saves: str) -> Value:
     numel, dtype = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, *saved, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -130,9 +130,9 @@ def power(tape: Tape, x: Value) -> Value:
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         lower, scaled = tape.grad(numel, dtype), tape.grad(numel, dtype)
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(*saved, lower, lower, scaled, grad, scaled, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(*saved, lower, lower, scaled, grad, scaled, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -160,10 +160,10 @@ def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
     gathered: dict[int, Storage] = {}
 
     def join() -> Storage:
-        made = tape.grad(whole, dtype)
-        tape.backward_work.append(meter(*gathered.values(), made))
+        input_grad = tape.grad(whole, dtype)
+        tape.backward_work.append(meter(*gathered.values(), input_grad))
         gathered.clear()
-        return made
+        return input_grad
 
     # Each part is a node that hands its gradient over; the first part, last in reverse order, joins them.
     for i, value in enumerate(node_values):
@@ -193,9 +193,9 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
     saved = tape.save(mask)
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, *saved, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -209,9 +209,9 @@ def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:
     numel, old = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, old)
-        tape.backward_work.append(tape.moved(grad, made))
-        return [made]
+        input_grad = tape.grad(numel, old)
+        tape.backward_work.append(tape.moved(grad, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -223,9 +223,9 @@ def row_mean(tape: Tape, x: Value) -> Value:
     numel, dtype = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -237,9 +237,9 @@ def rsqrt(tape: Tape, x: Value) -> Value:
     numel, dtype = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        cubed, scaled, made = (tape.grad(numel, dtype) for _ in range(3))
-        tape.backward_work.append(tape.moved(*saved, cubed, cubed, scaled, scaled, grad, made))
-        return [made]
+        cubed, scaled, input_grad = (tape.grad(numel, dtype) for _ in range(3))
+        tape.backward_work.append(tape.moved(*saved, cubed, cubed, scaled, scaled, grad, input_grad))
+        return [input_grad]
 
     return tape.connect(out, [x], backward)
 
@@ -273,9 +273,9 @@ def reshaped(tape: Tape, x: Value) -> Value:
     numel, dtype = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, made))
-        return [made]
+        input_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, input_grad))
+        return [input_grad]
 
     return tape.connect(Value(x.shape, dtype, x.storage), [x], backward)
 
@@ -291,18 +291,18 @@ def rotate_half(tape: Tape, x: Value) -> Value:
     shape = (*x.shape[:-1], x.shape[-1] // 2)
 
     def sliced(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(2 * half, dtype)
-        tape.backward_work.append({"elementwise_bytes": made.size_bytes * 3 // 2})
-        return [made]
+        input_grad = tape.grad(2 * half, dtype)
+        tape.backward_work.append({"elementwise_bytes": input_grad.size_bytes * 3 // 2})
+        return [input_grad]
 
     first, second = (tape.connect(Value(shape, dtype, x.storage), [x], sliced) for _ in range(2))
     negative = tape.empty(shape, dtype)
     tape.record("neg", [second], [negative], {"elementwise_bytes": 2 * negative.size_bytes})
 
     def negated(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(half, dtype)
-        tape.backward_work.append({"elementwise_bytes": 2 * made.size_bytes})
-        return [made]
+        input_grad = tape.grad(half, dtype)
+        tape.backward_work.append({"elementwise_bytes": 2 * input_grad.size_bytes})
+        return [input_grad]
 
     tape.connect(negative, [second], negated)
     out = tape.empty(x.shape, dtype)

@@ -50,7 +50,7 @@ def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tup
     for i, operation in enumerate(operations):
         for storage in operation.writes:
             writers.setdefault(storage, []).append(i)
-    slot_of = {save.storage: k for k, save in enumerate(saves)}
+    index_of = {save.storage: k for k, save in enumerate(saves)}
     result = []
     for k, save in enumerate(saves):
         wanted, needs, seen, work_list = set[int](), set[int](), {save.storage}, [save.storage]
@@ -63,8 +63,8 @@ def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tup
                 for source in operations[i].reads:
                     if source in seen:
                         continue
-                    if source in slot_of:
-                        needs.add(slot_of[source])
+                    if source in index_of:
+                        needs.add(index_of[source])
                     else:
                         seen.add(source)
                         work_list.append(source)

@@ -219,12 +219,12 @@ class Tape:
             grad = pending.pop(id(node), None)
             if grad is None or node.backward is None:
                 continue
-            made: list[Storage | None] = list(node.backward(grad))
+            grads: list[Storage | None] = list(node.backward(grad))
             del grad
             node.backward = None  # releases what it saved
-            self._reduce(node, made)
+            self._reduce(node, grads)
             for i, target in enumerate(node.edges):
-                new, made[i] = made[i], None
+                new, grads[i] = grads[i], None
                 if new is None or target is None:
                     continue
                 old = pending.pop(id(target), None)
@@ -242,15 +242,15 @@ class Tape:
                         self.meter.complete_bytes += pending[id(target)].size_bytes
         self._final_grads = list(pending.values())
 
-    def _reduce(self, node: Node, made: list[Storage | None]) -> None:
+    def _reduce(self, node: Node, grads: list[Storage | None]) -> None:
         """Gradients of what was broadcast are summed, once all of the operation's gradients are there."""
         for i, target in enumerate(node.edges):
-            new = made[i]
+            new = grads[i]
             if new is None or target is None:
                 continue
             size_bytes = target.numel * ITEM_BYTES[target.dtype]
             if new.size_bytes > size_bytes and not node.is_view:
-                made[i] = self.grad(target.numel, target.dtype)
+                grads[i] = self.grad(target.numel, target.dtype)
                 self.backward_work.append({"elementwise_bytes": new.size_bytes + size_bytes})
 
     # ---- answers ----

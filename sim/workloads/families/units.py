@@ -99,9 +99,9 @@ def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved
-        made = tape.grad(size, dtype)
-        tape.backward_work.append({"elementwise_bytes": id_bytes + grad.size_bytes + made.size_bytes})
-        return [made]
+        table_grad = tape.grad(size, dtype)
+        tape.backward_work.append({"elementwise_bytes": id_bytes + grad.size_bytes + table_grad.size_bytes})
+        return [table_grad]
 
     return tape.connect(out, [table], backward)
 
@@ -128,9 +128,9 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
     saved = tape.save(log_probabilities)
 
     def softmax_backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, made))
-        return [made]
+        logits_grad = tape.grad(numel, dtype)
+        tape.backward_work.append(tape.moved(grad, *saved, logits_grad))
+        return [logits_grad]
 
     tape.connect(log_probabilities, [logits], softmax_backward)
     saved_labels = tape.save(labels)
@@ -142,10 +142,10 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
     read_bytes = log_probabilities.size_bytes + labels.size_bytes + weight.size_bytes
 
     def loss_backward(grad: Storage) -> Sequence[Storage | None]:
-        made = tape.grad(numel, dtype)
-        tape.backward_work.append({"elementwise_bytes": read_bytes + grad.size_bytes + made.size_bytes})
+        logits_grad = tape.grad(numel, dtype)
+        tape.backward_work.append({"elementwise_bytes": read_bytes + grad.size_bytes + logits_grad.size_bytes})
         assert held
-        return [made]
+        return [logits_grad]
 
     return tape.connect(loss, [log_probabilities], loss_backward)
 

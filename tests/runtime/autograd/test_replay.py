@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.models import VOCABULARY, make_model, observed_workload
-from tierplan.runtime.autograd.lanes import Lane, ModelHooks, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.execution.device import Device
@@ -45,7 +45,7 @@ def gradients(
     specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []
     for _ in range(repeats):
-        lane = Lane(
+        batch_run = MicroBatchRun(
             hooks=hooks,
             units=units,
             specs=specs,
@@ -55,11 +55,11 @@ def gradients(
             seed=11,
         )
         for i in range(len(units)):
-            lane.run_forward(i)
+            batch_run.run_forward(i)
         for i in reversed(range(len(units))):
             if i == 2:
-                lane.run_again(i)
-            lane.run_backward(i)
+                batch_run.run_again(i)
+            batch_run.run_backward(i)
         out.append([p.grad.clone() for _, p in units[2].parameters if p.grad is not None])
         model.zero_grad()
     return out, next(iter(hooks.recipes.values()), None)

@@ -18,7 +18,7 @@ from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, OutOfMemoryError
+from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, TierFullError
 from tierplan.sim.engine import OutOfMemory, simulate
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
 from tierplan.sim.trace import MemoryEvent, Trace, peaks
@@ -156,7 +156,7 @@ def test_it_grants_and_completes_what_the_simulator_does(schedule: Schedule, num
     try:
         simulate(unrolled, {op.key: Cost(0.0, 1.0) for op in unrolled.ops})
     except OutOfMemory:
-        with pytest.raises(OutOfMemoryError, match="nothing that still runs will free more"):
+        with pytest.raises(TierFullError, match="nothing that still runs will free more"):
             executor.run(num_steps)
         return
     executor.run(num_steps)
@@ -170,7 +170,7 @@ def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int
     whole, cut = Executor(schedule, lambda call: None), Executor(schedule, lambda call: None)
     try:
         whole.run(first + second)
-    except OutOfMemoryError:
+    except TierFullError:
         return
     cut.run(first)
     cut.run(second)
@@ -240,7 +240,7 @@ def test_freed_instances_are_released_before_their_bytes_are_granted_again() -> 
 
 def test_too_small_a_tier_names_op_and_holders() -> None:
     executor = Executor(chain(6), lambda call: None)
-    with pytest.raises(OutOfMemoryError, match=r"'make' of step 0 wants 6 bytes in tier 't', but 5 of 6 .* count 1 B"):
+    with pytest.raises(TierFullError, match=r"'make' of step 0 wants 6 bytes in tier 't', but 5 of 6 .* count 1 B"):
         executor.run(3)
     with pytest.raises(ExecutionError, match="cannot go on"):
         executor.run(1)

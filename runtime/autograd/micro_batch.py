@@ -1,8 +1,8 @@
 """Runs an unmodified model unit by unit: forward, recompute and backward of one micro-batch.
 
-The model's own `forward` runs in a thread, a *lane* for each micro-batch. Each block's `forward` is replaced on the
-instance; at every boundary (embed | L0 | L1 | ... | head with loss) the lane stops and hands the baton back to the
-thread that executes the schedule's compute stream. Only the holder of the baton runs, so the order of the compute
+The model's own `forward` runs as a coroutine: in a thread for each micro-batch. Each block's `forward` is replaced on
+the instance; at every boundary (embed | L0 | L1 | ... | head with loss) it stops and hands the baton back to the thread
+that executes the schedule's compute stream. Only the holder of the baton runs, so the order of the compute
 stream's ops is the order of execution, horizontal or vertical.
 
 Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.replay import Recipe, Source, Tape
-from tierplan.runtime.autograd.saved import AbsentError, AllMade, Recorder, Recreator, Slot
+from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
+from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
 from tierplan.sim.step import UnitSpec
 
-__all__ = ["Lane", "ModelHooks", "UnitRun"]
+__all__ = ["MicroBatchRun", "ModelHooks", "UnitRun"]
 
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
@@ -65,7 +65,7 @@ class _Cancelled(BaseException):
 
 
 @dataclass(eq=False)
-class Lane:
+class MicroBatchRun:
     """One micro-batch on its way through the units."""
 
     hooks: ModelHooks
@@ -96,7 +96,7 @@ class Lane:
         ]
         self._holds_results = any(outside)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._main, name="tierplan lane", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
 
     # ---- called by the thread that executes the compute stream ----
 
@@ -153,15 +153,15 @@ class Lane:
         return run.leaves
 
     def run_again(self, index: int, *, makes_output: bool = False) -> int:
-        """Makes the dropped slots of a unit again, for the graph to hold; their bytes.
+        """Makes the dropped saved tensors of a unit again, for the graph to hold; their bytes.
 
         With `makes_output` also what it hands over, which is the next unit's input.
         """
         run = self.runs[index]
         assert run.recorder is not None
         recomputed = self.specs[index].recomputed
-        wanted = {k: run.recorder.missing.pop(k) for k in recomputed if k in run.recorder.missing}
-        made_bytes = sum(slot.size_bytes for slot in wanted.values())
+        wanted = {k: run.recorder.away.pop(k) for k in recomputed if k in run.recorder.away}
+        made_bytes = sum(saved.size_bytes for saved in wanted.values())
         if not wanted and not makes_output:
             return 0
         if run.call is None:
@@ -186,28 +186,28 @@ class Lane:
         self,
         index: int,
         recipe: Recipe,
-        wanted: Mapping[int, Slot],
+        wanted: Mapping[int, SavedStorage],
         inputs: Sequence[torch.Tensor],
         flat: Sequence[torch.Tensor],
     ) -> None:
-        """Makes the wanted slots by the operations that lead to them."""
+        """Makes the wanted saved tensors by the operations that lead to them."""
         recorder, params = self.runs[index].recorder, self._params_of(index)
         assert recorder is not None
 
         def find(source: Source) -> torch.UntypedStorage:
             kind, k = source
-            if kind == "slot":
-                slot = recorder.slots[k]()
-                if slot is None or slot.storage is None:
+            if kind == "saved":
+                saved = recorder.saved[k]()
+                if saved is None or saved.storage is None:
                     raise AbsentError(
                         f"a recomputation in {self.units[index].name!r} starts from saved tensor {k}, but it is not on "
                         "the device; the op must read it"
                     )
-                return slot.storage
-            found = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
-            if found is None:
+                return saved.storage
+            tensor = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
+            if tensor is None:
                 raise AbsentError(f"a recomputation needs the parameters of {params[k].name!r}; the op must read them")
-            return found.untyped_storage()
+            return tensor.untyped_storage()
 
         def keep(k: int, storage: torch.UntypedStorage) -> None:
             wanted[k].storage = storage
@@ -217,52 +217,54 @@ class Lane:
     def _rerun(
         self,
         index: int,
-        wanted: dict[int, Slot],
+        wanted: dict[int, SavedStorage],
         inputs: Sequence[torch.Tensor],
         flat: Sequence[torch.Tensor],
         *,
         is_noted: bool = False,
         makes_output: bool = False,
     ) -> Recipe | None:
-        """Runs the block again as far as the last wanted slot, or to its end for its output; the recipe for next time,
-        if it is to be noted."""
+        """Runs the block again as far as the last wanted saved tensor, or to its end for its output.
+
+        The recipe for next time, if it is to be noted.
+        """
         run, params = self.runs[index], self._params_of(index)
         assert run.call is not None
         assert run.recorder is not None
         call, args, kwargs = run.call
-        tape = None
+        log = None
         if is_noted:
             sources: dict[int, Source] = {}
             for kind, tensors in (("arg", flat), ("input", inputs), ("param", [u.bound for u in params])):
                 sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
             block = self.units[index].block
-            tape = Tape(sources, block.buffers() if block is not None else ())
+            log = OperationLog(sources, block.buffers() if block is not None else ())
         targets = set(wanted)
         recreator = Recreator(
             params,
             inputs,
             self.external | _addresses((args, kwargs)),
             wanted=wanted,
-            on_slot=tape.slot if tape else lambda k, t: None,
+            on_saved=log.saved if log else lambda k, t: None,
             runs_to_end=makes_output,
         )
         now = self.device.rng_state()
         self.device.set_rng_state(run.rng or now)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), tape or nullcontext():
+            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
                 self._refill(index, tree_flatten(out)[0])
-        except AllMade:
+        except AllRecreated:
             pass
         finally:
             self.device.set_rng_state(now)
             recreator.close()
         self._check_made(index, recreator)
-        available = [k for k in run.recorder.slots if k not in targets]
-        return tape.recipe(targets, available) if tape else None
+        available = [k for k in run.recorder.saved if k not in targets]
+        return log.recipe(targets, available) if log else None
 
-    def _rerun_outside(self, index: int, wanted: dict[int, Slot], makes_output: bool) -> None:
+    def _rerun_outside(self, index: int, wanted: dict[int, SavedStorage], makes_output: bool) -> None:
         """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
         run = self.runs[index]
         inputs = [*run.leaves, *run.shared]
@@ -278,7 +280,7 @@ class Lane:
                 self.hooks.of(_Echo(self, index, recreator)),
             ):
                 self.forward()
-        except AllMade:
+        except AllRecreated:
             pass
         finally:
             self.device.set_rng_state(now)
@@ -288,26 +290,26 @@ class Lane:
     def _check_made(self, index: int, recreator: Recreator) -> None:
         if recreator.wanted:
             raise ModelError(
-                f"a rerun of {self.units[index].name!r} saved {recreator.num_slots} tensors and not number "
+                f"a rerun of {self.units[index].name!r} saved {recreator.num_saved} tensors and not number "
                 f"{min(recreator.wanted)}, unlike its forward; it must do the same each time"
             )
 
     def _refill(self, index: int, flat: Sequence[object]) -> None:
         """Gives the unit's outputs, which it has made again, to the next unit."""
-        made = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        outputs = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.grad_fn is not None}
         handed = {id(leaf) for leaf in self.runs[index + 1].leaves}
-        for t, (_, leaf) in zip(made.values(), self.runs[index].roots, strict=True):
+        for t, (_, leaf) in zip(outputs.values(), self.runs[index].roots, strict=True):
             if id(leaf) in handed:
                 leaf.data = t.detach()
 
     def cancel(self) -> None:
-        """Ends the lane's thread, wherever it is."""
+        """Ends the thread, wherever it is."""
         self._is_cancelled = True
         self._go.release()
         if self._thread.ident is not None:
             self._thread.join()
 
-    # ---- called in the lane's own thread ----
+    # ---- called in the model's own thread ----
 
     def _main(self) -> None:
         self._go.acquire()
@@ -458,21 +460,23 @@ class Lane:
 
 @dataclass(eq=False)
 class _Echo:
-    """Stands for the lane while a unit outside of blocks is run again: blocks before it only give what they gave."""
+    """Stands for the run while a unit outside of blocks is run again: blocks before it only give what they gave."""
 
-    lane: Lane
+    batch_run: MicroBatchRun
     index: int
     recreator: Recreator
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if index > self.index:
             if self.recreator.runs_to_end:
-                self.lane._refill(self.index, tree_flatten((args, kwargs))[0])
-            raise AllMade
-        run = self.lane.runs[index]
+                self.batch_run._refill(self.index, tree_flatten((args, kwargs))[0])
+            raise AllRecreated
+        run = self.batch_run.runs[index]
         assert run.result is not None
         if index + 1 == self.index:
-            self.lane.device.set_rng_state(self.lane.runs[self.index].rng or self.lane.device.rng_state())
+            self.batch_run.device.set_rng_state(
+                self.batch_run.runs[self.index].rng or self.batch_run.device.rng_state()
+            )
             self.recreator.is_on = True
         return tree_unflatten(*run.result)
 
