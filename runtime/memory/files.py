@@ -44,6 +44,7 @@ REMEDIES = {
     errno.ENOSPC: "; free space there, or give another folder",
     errno.EDQUOT: "; free space there, or give another folder",
     errno.EIO: "; the drive fails. What was committed is as it was: save it, and resume from there",
+    errno.ENOENT: "; give a folder that you may write to",
     errno.EEXIST: "; give a folder that you may write to",
     errno.EROFS: "; make it writable, or give another folder",
     errno.EACCES: "; give a folder that you may write to",
