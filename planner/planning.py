@@ -197,8 +197,9 @@ class _Loop:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
         if self.num_devices > 1:
             return bound_by_compute(problems[0], plan, self.num_devices)
-        if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1:
-            self.notes.append("the best plan works in packs, pages or operators' tiles: its bound is compute alone")
+        if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
+            what = "packs, pages, segments or operators' tiles"
+            self.notes.append(f"the best plan works in {what}: its bound is compute alone")
             return bound_by_compute(problems[0], plan, 1)
         own = self._problem(plan.semantics, plan.order, plan.sub_batches)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):

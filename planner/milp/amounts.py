@@ -14,7 +14,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan import Order, Place, Semantics
-from tierplan.sim.workloads.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
 __all__ = [
     "GB",
@@ -82,6 +82,7 @@ class UnitAmounts:
     """One unit in GB and s, for one micro-batch."""
 
     name: str
+    is_block: bool
     params_gb: float
     grads_gb: float
     states_gb: float
@@ -103,8 +104,13 @@ class UnitAmounts:
     fwd_fixed_gb: float
     """On the device while forward runs, whatever is decided: work, output, an input that is no slot."""
     bwd_fixed_gb: float
+    adding_gb: float
+    """More than that where its gradients are added to earlier ones on the device."""
+    input_gb: float
+    """Of its input, and so of the gradient of that; of the first unit nothing."""
+    output_gb: float
     tied_gb: float
-    """A gradient of tied parameters, on the device from this unit's backward to its owner's."""
+    """A gradient of parameters that it shares, on the device from its backward to their owner's."""
     fwd_reads_params: bool
     bwd_reads_params: bool
 
@@ -300,6 +306,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
     transient_input = 0 if is_first else unit.input_bytes
     return UnitAmounts(
         name=unit.name,
+        is_block=unit.kind == "block",
         params_gb=n * t.param_bytes / GB,
         grads_gb=n * t.grad_bytes / GB,
         states_gb=n * t.state_bytes / GB,
@@ -318,6 +325,9 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         saved_gb=unit.saved_bytes / GB,
         fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if unit.saves_input else transient_input)) / GB,
         bwd_fixed_gb=(unit.backward_work_bytes + unit.output_bytes + transient_input) / GB,
+        adding_gb=max(0, unit.accumulating_work_bytes - unit.backward_work_bytes) / GB,
+        input_gb=transient_input / GB,
+        output_gb=unit.output_bytes / GB,
         tied_gb=workload.units[names[unit.shares]].num_parameters * t.grad_bytes / GB if unit.shares else 0.0,
         fwd_reads_params=owner >= 0,
         bwd_reads_params=owner >= 0 and unit.saves_parameters,
@@ -329,27 +339,26 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
     found = []
     if unit.saves_input and unit.input_bytes and not is_first:
         found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, False, True))
-    small: dict[bool, list[int]] = {}
+    is_block = unit.kind == "block"  # the runtime runs blocks again, nothing else
+    members: dict[tuple[int | None, bool], list[SavedTensor]] = {}
     for t in unit.saved:
-        if t.size_bytes >= SMALL_FRAC * unit.saved_bytes:
-            seconds = _seconds(machine, COMPUTE, t.recompute)
-            again = t.replayable and unit.kind == "block"  # the runtime runs blocks again, nothing else
-            load = _load(machine, COMPUTE, t.recompute) if again else {}
-            found.append(SlotGroup((t.index,), t.size_bytes / GB, seconds, load, again, True))
-        else:
-            small.setdefault(t.replayable and unit.kind == "block", []).append(t.index)
-    by_index = {t.index: t for t in unit.saved}
-    for replayable, indices in sorted(small.items()):
-        work = total_work(by_index[i].recompute for i in indices)
-        size = sum(by_index[i].size_bytes for i in indices)
+        is_large = t.size_bytes >= SMALL_FRAC * unit.saved_bytes
+        members.setdefault((t.index if is_large else None, t.replayable and is_block), []).append(t)
+    works = {key: total_work(t.recompute for t in tensors) for key, tensors in members.items()}
+    apart_s = sum(_seconds(machine, COMPUTE, work) for work in works.values())
+    together_s = _seconds(machine, COMPUTE, unit.recompute or unit.forward)
+    frac = min(1.0, together_s / apart_s) if apart_s else 1.0  # of the whole unit, run again at once, it may be less
+    for (index, again), tensors in sorted(
+        members.items(), key=lambda item: (item[0][0] is None, item[0][0] or 0, item[0][1])
+    ):
         found.append(
             SlotGroup(
-                tuple(indices),
-                size / GB,
-                _seconds(machine, COMPUTE, work),
-                _load(machine, COMPUTE, work),
-                replayable,
-                False,
+                slots=tuple(t.index for t in tensors),
+                gb=sum(t.size_bytes for t in tensors) / GB,
+                recompute_s=frac * _seconds(machine, COMPUTE, works[index, again]),
+                recompute_load={k: frac * v for k, v in _load(machine, COMPUTE, works[index, again]).items()},
+                recomputable=again,
+                movable=index is not None,
             )
         )
     return tuple(found)

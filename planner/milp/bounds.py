@@ -53,13 +53,12 @@ class Shortage:
         return self.needed_bytes - self.capacity_bytes
 
 
-def lower_bound(problem: Problem, *, transients: bool = True, solver: Solver | None = None) -> Bound:
+def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
-    Without `transients`, memory that ops hold only while they run is not counted: such a bound also holds for schedules
-    that cut micro-batches into sub-batches. `solver` starts from where it ended before.
+    `solver` starts from where it ended before.
     """
-    model = build(problem, margins=Margins(relaxed=True), transients=transients)
+    model = build(problem, margins=Margins(relaxed=True))
     solution = (solver or Solver()).solve(model.program)
     if solution.status == "infeasible":
         return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution, model=model)

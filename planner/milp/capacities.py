@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
-from tierplan.planner.milp.queues import Activations, Updates
+from tierplan.planner.milp.queues import Activations, Updates, parameters_needed
 from tierplan.planner.plan import PLACES
 
 __all__ = ["ENDURANCE", "deadline_rows", "endurance_row", "memory_rows", "stream_rows"]
@@ -66,6 +66,26 @@ def _chain_s(problem: Problem, u: int, mode: int) -> float:
     return chain["nvme" if m.params == "nvme" else "host"][u]
 
 
+def _update_rows(cols: Columns, on_host: Terms, over: Terms) -> None:
+    """While a unit is updated, host memory holds its gradients, a shard of its states, and parameters that will leave.
+
+    All of them whole, beside what is at home there: however smoothly everything else flows.
+    """
+    p = cols.p
+    num_shards = max(STATE_SHARDS)
+    for u in {id(choice): u for u, choice in enumerate(cols.choices)}.values():  # alike units: on average
+        unit = cols.units[u]
+        held = cols.away(u, "states", 0.0 if p.semantics == "delayed-1" else unit.grads_gb)
+        held += cols.placed(u, "states", "nvme", unit.states_gb / num_shards)
+        held += [
+            (unit.params_gb, c)
+            for k, c in cols.choices[u].place.items()
+            if MODES[k].states != "device" and MODES[k].params != "host"
+        ]
+        if unit.gparams and p.host_gb and p.rates.adam:
+            cols.lp.row([*on_host, *held, *over], high=p.host_gb, family="host memory")
+
+
 def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates: Updates) -> None:
     """What every tier holds when a window's op starts, at most its capacity less the margin."""
     p, lp, units = cols.p, cols.lp, cols.units
@@ -89,6 +109,7 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
         host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
         accumulated = cols.over_units(lambda u: cols.placed(u, "grads", "device", units[u].grads_gb))
     over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in PLACES)
+    _update_rows(cols, on_host, over_host)
     needed = _DeviceNeeds(cols)
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
@@ -96,11 +117,15 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
         held = [*resident, *acts.kept[s], *acts.leaving[s], *updates.leaving[s], *drained, *acts.back[s], *fetched[s]]
         if several and not block.first:
             held += accumulated
-        fixed, more = needed.of(s)
+        fixed, more = needed.of_first(s)
         lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if window.phase == "fwd" and window.last != len(units) - 1:
             end = [*resident, *acts.kept_after[s], *acts.leaving_after[s]]
-            lp.row([*end, *over_device], high=p.device_gb - p.shared_gb, family="device memory")
+            lp.row([*end, *over_device], high=p.device_gb - needed.shared_gb(s, window.last), family="device memory")
+        if window.phase == "bwd" and (p.turn > 1 or len(window.units) > 1):
+            fixed, more = needed.of_last(s)
+            end = [*resident, *acts.kept_after[s], *(accumulated if several and not block.first else [])]
+            lp.row([*end, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if not p.host_gb:
             continue
         in_host = [*on_host, *acts.on_host[s], *updates.staged[s], *updates.waiting[s], *all_grads]
@@ -114,38 +139,70 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
 
 
 class _DeviceNeeds:
-    """What a window's op itself needs on the device, window after window: gradients that wait for the norm add up."""
+    """What ops need on the device, window after window: some gradients wait there, and add up."""
 
     def __init__(self, cols: Columns) -> None:
         self.cols = cols
-        self.tied_gb = 0.0
+        self.tied: dict[int, float] = {}
+        """Owner of shared parameters -> GB of their gradients that wait for its backward, one for each micro-batch."""
         self.clipping: Terms = []
+        kinds = [unit.kind for unit in cols.p.workload.units]
+        self.shared = range(kinds.index("embed"), len(kinds)) if {"embed", "block"} <= {*kinds} else range(0)
+        """Units at whose forward there is what `embed` makes and all blocks read."""
+        self.first_block = kinds.index("block") if "block" in kinds else 0
 
-    def of(self, s: int) -> tuple[float, Terms]:
-        """GB that are needed whatever is decided, and those that depend on it."""
+    def shared_gb(self, s: int, u: int) -> float:
+        """What is made once and read by all blocks, at unit u's op in window s: until the first block's backward."""
+        window, p = self.cols.windows[s], self.cols.p
+        if u not in self.shared or (window.phase == "bwd" and u < self.first_block):
+            return 0.0
+        return p.shared_gb if u == self.shared[0] else p.shared_gb * p.turn
+
+    def of_first(self, s: int) -> tuple[float, Terms]:
+        """When the window's first op starts: GB that are needed whatever is decided, and those that depend on it."""
         cols, p = self.cols, self.cols.p
         window = cols.windows[s]
         u, unit, block = window.first, cols.units[window.first], p.blocks[window.block]
-        several, transients = len(p.blocks) > 1, cols.transients
+        fixed = self.shared_gb(s, u)
         if window.phase == "fwd":
-            return p.shared_gb + (unit.fwd_fixed_gb if transients else 0.0) + unit.saved_gb, []
-        more: Terms = []
-        fixed = p.shared_gb + (unit.bwd_fixed_gb if transients else 0.0)
-        if u == 0:
-            self.tied_gb = 0.0  # it becomes this unit's own gradient
-        fixed += self.tied_gb + unit.tied_gb
-        self.tied_gb += sum(cols.units[v].tied_gb for v in window.units)
-        if not several or block.first or p.turn > 1:
-            fixed += unit.grads_gb
+            return fixed + unit.fwd_fixed_gb + unit.saved_gb, []
+        more: Terms = cols.recomputed(u, [group.gb for group in unit.groups])
+        # of all micro-batches of the turn there are the gradients that came from behind
+        fixed += unit.bwd_fixed_gb + (p.turn - 1) * unit.output_gb + unit.tied_gb + sum(self.tied.values())
+        new_gb = unit.grads_gb - self.tied.get(u, 0.0) / p.turn  # which takes over the first of those
+        if block.first:  # not added to those of an earlier turn
+            fixed += new_gb
         else:
-            more += cols.placed(u, "grads", "host", unit.grads_gb)
-        if p.semantics == "exact-clip" and block.last and not several:
+            more += cols.placed(u, "grads", "host", new_gb)
+            more += cols.placed(u, "grads", "device", unit.adding_gb)
+        if p.semantics == "exact-clip" and block.last and len(p.blocks) == 1:
             more += self.clipping
             for v in window.units:
                 self.clipping = [*self.clipping, *cols.placed(v, "states", "device", cols.units[v].grads_gb)]
             if len(self.clipping) > SPARSE:
                 self.clipping = cols.column_for(self.clipping)
-        more += cols.recomputed(u, [group.gb for group in unit.groups])
+        for v in window.units:
+            self.tied.pop(v, None)
+            if cols.units[v].tied_gb:
+                self.tied[cols.units[v].fetched_from] = p.turn * cols.units[v].tied_gb
+        return fixed, more
+
+    def of_last(self, s: int) -> tuple[float, Terms]:
+        """The same when the last op of a backward window starts, beside what is kept after it (and `of_first`).
+
+        All that it saves is there, whatever became of it, and the gradients of the inputs of its whole turn.
+        """
+        cols, p = self.cols, self.cols.p
+        u, is_first = cols.windows[s].last, p.blocks[cols.windows[s].block].first
+        unit = cols.units[u]
+        fixed = self.shared_gb(s, u) + unit.bwd_fixed_gb + (p.turn - 1) * unit.input_gb
+        fixed += sum(group.gb for group in unit.groups) + sum(self.tied.values())
+        more: Terms = [*parameters_needed(cols, "bwd", u)[0]]
+        if is_first:
+            fixed += unit.grads_gb + (unit.adding_gb if p.turn > 1 else 0.0)
+        else:
+            more += cols.placed(u, "grads", "host", unit.grads_gb)
+            more += cols.placed(u, "grads", "device", unit.adding_gb)
         return fixed, more
 
 
@@ -173,9 +230,11 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
             for terms in (up, down):
                 lp.row([(1.0, tau), *minus(extra), *minus(terms)], low=fixed, family="idle time")
         _limit_rows(cols, s, streams)
-    if p.host_gb and rates.adam and any(u.norm_s for u in cols.units):
-        busy = [(c / rates.adam, column) for s in range(len(cols.windows)) for c, column in cols.updates(s)]
-        lp.row([*cols.step(), *minus(busy)], low=0.0, family=HOST_ADAM)
+    if p.host_gb and rates.adam and p.clips:
+        # norms are taken on the cores that update: over the step, there is time for both
+        busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
+        norms = [t for u, unit in enumerate(cols.units) for t in cols.away(u, "states", unit.norm_s)]
+        lp.row([*busy, *norms, *minus(cols.step())], high=0.0, family=HOST_ADAM)
 
 
 def endurance_row(cols: Columns) -> None:

@@ -37,16 +37,16 @@ class UnitColumns:
 class Columns:
     """A program with the columns of one problem, and the expressions that its rows are made of."""
 
-    def __init__(self, problem: Problem, *, transients: bool, elastic: str, integral: bool) -> None:
+    def __init__(self, problem: Problem, *, elastic: str, integral: bool) -> None:
         self.p = problem
-        self.transients, self.elastic = transients, elastic
+        self.elastic = elastic
         self.lp = Draft()
         self.units = problem.units
         self.windows = problem.windows
         self.choices: list[UnitColumns] = []
         """Per unit. Alike units inside a window's run, which stand in sums only, have theirs in common."""
         self.only_bounds: list[int] = []
-        """Columns that only a bound may use: inputs made again."""
+        """Columns that only a bound may use."""
         self.unmoved: dict[int, float] = {}
         """Row that keeps small tensors from moving -> what it allows in a bound, where they may."""
         self.tau: list[tuple[int, int]] = []
@@ -77,10 +77,9 @@ class Columns:
         lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
         found = UnitColumns(place)
         for g, group in enumerate(unit.groups):
-            if group.recomputable or not group.slots:
+            if group.recomputable or (group.slots and unit.is_block):
                 found.recompute[g] = lp.column(high=1.0)
-                if not group.recomputable:
-                    # an input made again, several units from one: no plan of ours, but a schedule could
+                if not group.recomputable:  # as long as the whole block is run again: in no plan of ours
                     self.only_bounds.append(found.recompute[g])
         for inputs, columns in ((True, found.inputs), (False, found.saved)):
             groups = {g: group for g, group in enumerate(unit.groups) if (not group.slots) == inputs}
@@ -217,16 +216,10 @@ class Columns:
         terms: Terms = []
         for u in window.units:
             unit = self.units[u]
-            again_s = [group.recompute_s if group.slots else self._output_s(u - 1) for group in unit.groups]
-            terms += self.recomputed(u, [turn * seconds for seconds in again_s])
+            terms += self.recomputed(u, [turn * group.recompute_s for group in unit.groups])
             if self.p.blocks[window.block].last:
                 terms += self.placed(u, "states", "device", unit.update_s)
         return sum(self.units[u].bwd_s for u in window.units) * turn, terms
-
-    def _output_s(self, u: int) -> float:
-        """At least what making unit u's output again takes beyond making its saved tensors again."""
-        unit = self.units[u]
-        return max(0.0, unit.fwd_s - sum(g.recompute_s for g in unit.groups))
 
     def over_units(self, of: Callable[[int], Terms]) -> Terms:
         """The sum of an expression over all units, as one column."""

@@ -81,7 +81,6 @@ def build(
     *,
     margins: Margins | None = None,
     integral: bool = False,
-    transients: bool = True,
     elastic: str = "",
 ) -> Model:
     """The program of one problem.
@@ -92,12 +91,10 @@ def build(
         None leaves nothing unused.
     integral
         Adds whole counts of activation choices per run of identical units.
-    transients
-        Count what is on the device only while an op runs; without, the bound also holds for tiled micro-batches.
     elastic
         This tier's capacity may be exceeded, and the excess is minimised instead of the time: what does it lack?
     """
-    cols = Columns(problem, transients=transients, elastic=elastic, integral=integral)
+    cols = Columns(problem, elastic=elastic, integral=integral)
     acts = activation_queues(cols)
     fetched = parameter_queues(cols)
     updates = update_queues(cols)

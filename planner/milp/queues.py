@@ -11,7 +11,7 @@ from tierplan.planner.milp.amounts import MODES, Window
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus
 from tierplan.planner.milp.program import Terms
 
-__all__ = ["Activations", "Updates", "activation_queues", "parameter_queues", "update_queues"]
+__all__ = ["Activations", "Updates", "activation_queues", "parameter_queues", "parameters_needed", "update_queues"]
 
 
 @dataclass
@@ -136,7 +136,7 @@ def parameter_queues(cols: Columns) -> list[Terms]:
         ahead, staged = link.start(b)[0], link.start(b)[1] if p.has_nvme else []
         for s in cols.block_windows(b):
             window = cols.windows[s]
-            each = [_parameters_needed(cols, window.phase, u) for u in window.units]
+            each = [parameters_needed(cols, window.phase, u) for u in window.units]
             need, need_read = ([t for unit in each for t in unit[k]] for k in range(2))
             need_first = each[0][0]
             early: Terms = [(1.0, cols.early[s]["uW"])]
@@ -155,7 +155,7 @@ def parameter_queues(cols: Columns) -> list[Terms]:
     return fetched
 
 
-def _parameters_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms]:
+def parameters_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms]:
     """What a unit's turn needs of parameters that are not at home on the device, and of those at home on NVMe."""
     unit = cols.units[u]
     owner = unit.fetched_from

@@ -1,0 +1,120 @@
+"""Every row of the program holds for every plan that runs: with its own decisions, in no more memory than it needs.
+
+The bound alone would not show a wrong row, since the optimum mostly takes other decisions than a random plan. Here the
+program has no choice left, and the machine nothing to spare: a row that asks for more than a schedule does makes it
+infeasible, or longer than the simulated step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.instances import MB, random_chain, random_plan, small_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
+from tierplan.planner.milp.model import Margins, Model, build, with_actions
+from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.rounding import actions_of
+from tierplan.planner.plan import Order, PlanError, Semantics, UnitwisePlan
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.sim.analysis.completion import smallest_capacity_bytes
+from tierplan.sim.workloads.workload import Unit, Workload
+
+ROOMY_MB = 100_000
+
+
+def varied(rng: random.Random, accumulation: int) -> Workload:
+    """A chain with all that takes memory or time on the way: work spaces, tables, tied gradients, masks, dropout."""
+    chain = random_chain(rng, rng.choice((2, 3, 5)), accumulation=accumulation)
+    units = [_varied_unit(rng, unit) for unit in chain.units]
+    if rng.random() < 0.6:
+        units[0] = replace(units[0], kind="embed", saved=(), saves_input=False, saves_parameters=rng.random() < 0.5)
+        units[-1] = replace(units[-1], kind="head")
+        if rng.random() < 0.7:
+            units[-1] = replace(units[-1], shares=units[0].name, num_parameters=rng.choice((1000, MB)))
+    training = replace(chain.training, per_device_train_batch_size=4)
+    return replace(chain, units=tuple(units), training=training, shared_bytes=rng.choice((0, 0, 3 * MB)))
+
+
+def _varied_unit(rng: random.Random, unit: Unit) -> Unit:
+    work_bytes = rng.choice((0, 2 * MB, 10 * MB))
+    saved = tuple(replace(t, replayable=rng.random() < 0.8) for t in unit.saved)
+    return replace(
+        unit,
+        saved=saved,
+        forward_work_bytes=rng.choice((0, 5 * MB)),
+        backward_work_bytes=work_bytes,
+        accumulating_work_bytes=work_bytes + rng.choice((0, 4 * MB)),
+        recompute=rng.choice((None, {"s": 0.4 * unit.forward["s"]})),
+        saves_input=rng.random() < 0.8,
+    )
+
+
+def snug(plan: UnitwisePlan, workload: Workload, machine: Machine) -> Machine | None:
+    """The machine with what the plan needs of device and host memory; None where even a roomy one does not run it."""
+    capacity_bytes = {}
+    for tier in machine.tiers[:2]:
+        try:
+            least = smallest_capacity_bytes(lower(plan, workload, machine), tier.name)
+        except PlanError:
+            return None
+        if least is None:
+            return None
+        capacity_bytes[tier.name] = least
+    tiers = (replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
+    return replace(machine, tiers=tuple(tiers))
+
+
+def decided(p: Problem, plan: UnitwisePlan) -> Model:
+    """The bound's program with the plan's placements and actions."""
+    model = with_actions(build(p, margins=Margins(relaxed=True)), actions_of(p, plan))
+    low, high = model.program.low.copy(), model.program.high.copy()
+    for unit, choice, columns in zip(p.units, plan.units, model.choices, strict=True):
+        for k, column in columns.place.items():
+            mode = Mode(choice.params, choice.states, choice.grads)
+            low[column] = high[column] = float(not unit.gparams or MODES[k] == mode)
+    return replace(model, program=replace(model.program, low=low, high=high))
+
+
+@pytest.mark.parametrize("runs", [None, (1, 2, 1)])
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
+def test_rows_hold_for_random_plans(semantics: Semantics, runs: Sequence[int] | None) -> None:
+    num_ran = 0
+    for seed in range(120):
+        rng = random.Random(1000 * len(semantics) + seed)
+        order: Order = rng.choice(("horizontal", "vertical"))
+        workload = varied(rng, rng.choice((1, 1, 2, 4)))
+        if semantics == "exact-clip":
+            workload = replace(workload, training=replace(workload.training, max_grad_norm=1.0))
+        roomy = small_machine(
+            device_mb=ROOMY_MB,
+            host_mb=ROOMY_MB,
+            link_mb_per_s=rng.choice((50, 400, 4000)),
+            adam_m_per_s=rng.choice((5, 100)),
+            read_mb_per_s=rng.choice((20, 100)),
+            ssd_bonus=rng.choice((None, 0.0)),
+        )
+        sub_batches = rng.choice((1, 1, 2, 4)) if order == "vertical" else 1
+        p = problem(workload, roomy, semantics=semantics, order=order, sub_batches=sub_batches)
+        plan = replace(random_plan(rng, p), sub_batches=sub_batches)
+        machine = snug(plan, workload, roomy)
+        if machine is None:
+            continue
+        step_s = PlanSimulator(workload, machine, Budget(1e9))(plan).step_s
+        if step_s is None:
+            continue  # device and host are short at once
+        num_ran += 1
+        p = problem(workload, machine, semantics=semantics, order=order, sub_batches=sub_batches)
+        if runs is not None and len(p.units) == 5:
+            p = replace(p, runs=(range(1), range(1, 4), range(4, 5)))
+        model = decided(p, plan)
+        found = solve(model.program)
+        assert found.status == "optimal", (seed, plan)
+        assert model.step_bound_s(found.objective) <= step_s * (1 + 1e-6), (seed, plan)
+    assert num_ran > 50
