@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check lint types pytest clean help install
+.PHONY: demo test nightly check lint types pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
 	@echo "make test    install into $(VENV) when needed, then lint, type check and run all tests"
+	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make clean   remove $(VENV) and the demo's output"
 
 install: $(STAMP)
@@ -31,6 +32,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+nightly: $(STAMP) lint types
+	$(BIN)/python -m pytest -m "matrix or nightly or not matrix"
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest

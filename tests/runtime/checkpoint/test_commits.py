@@ -186,7 +186,7 @@ def test_killed_at_random_moments(choice: str, tmp_path: Path) -> None:
     kill_and_resume(choice, 5, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:
     kill_and_resume(choice, 30, tmp_path)
