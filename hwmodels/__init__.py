@@ -1,15 +1,15 @@
 """Machines: what hardware can do, from a catalog, from other tools' output, or measured here. In reading order:
 
-names        of tiers and streams: made and parsed in one place
-machine      tiers, streams with rates, and shared limits: all that simulator and planner see
+names        names of tiers and streams: made and parsed in one place
+machine      tiers, streams with rates, and shared limits: all that simulator and planner need
 costs        what one op costs alone, and what it takes of shared limits
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
-keys         what a machine file may say, as one table
+keys         the keys of a machine file, as one table
 description  the parts of a machine, every number with its source; read and written as TOML
-build        from a description to the machine
-    scaling      machines like a given one, with more memory or other rates
-catalog      where descriptions are found
-importers    other tools' results as values of a description
+build        turns a description into a machine
+scaling      machines like a given one, with more memory or other rates
+catalog      finds descriptions: in the catalog, in a file, or as measured here
+importers    turn other tools' output into values of a description
 """
 
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_machine

@@ -1,4 +1,4 @@
-"""From a description to the machine that the simulator and the planner see."""
+"""Turns a description into the machine that the simulator and the planner use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 @dataclass
 class _Draft:
-    """Limits as they are found, and what each stream takes of them per unit of work."""
+    """Shared limits collected so far, and what each stream takes of them per unit of work."""
 
     machine: str
     """Its name, for errors."""
@@ -129,7 +129,7 @@ def _need(description: Description, name: str) -> float:
 
 
 def _rate(description: Description, name: str, scale: float = 1.0) -> Rate:
-    """The rate of a key; with `scale` drives side by side, each does its part of an op."""
+    """The rate of a key. With `scale` drives side by side, each does its fraction of an op."""
     quantity = description.quantity(name)
     if quantity is None:
         raise MachineError(f"machine {description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
@@ -206,7 +206,7 @@ def _peer_links(
     latency_s: dict[str, float],
     draft: _Draft,
 ) -> None:
-    """Copies between GPUs; over PCIe they share each GPU's link, by direction, with the copies to and from the host."""
+    """Copies between GPUs. Over PCIe they share each GPU's link with copies to and from the host, by direction."""
     if description.quantity("link.p2p") is None:
         return
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
@@ -308,7 +308,7 @@ def _listed_limits(description: Description, rates: Mapping[str, Mapping[str, Ra
 
 
 def _record(description: Description) -> dict[str, object]:
-    """The description as plain data, for reports: entries by key, and under `limits` the listed ones by name."""
+    """The description as plain data, for reports: entries by key, and the listed limits by name under `limits`."""
 
     def plain(given: Quantity | Limit, value: object) -> dict[str, object]:
         record = {"value": value, "basis": given.basis, "source": given.source}

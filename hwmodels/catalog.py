@@ -1,4 +1,4 @@
-"""Where descriptions are found: the catalog that comes with tierplan, files, and this machine as it was measured."""
+"""Finds descriptions: in the catalog that comes with tierplan, in a file, or as this machine was measured."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _part_values(description: Description) -> dict[str, Quantity]:
 
 
 def load_part(section: str, name: str) -> Description:
-    """What the catalog says of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists the parts."""
+    """The catalog's description of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists all parts."""
     folder = PARTS[section]
     if name not in (names := catalog_names(folder)):
         raise MachineError(f"no part {name!r} among the catalog's {folder}; it has {', '.join(names)}")
@@ -85,6 +85,6 @@ def _catalog(folder: str) -> Traversable:
 
 
 def here_path() -> Path:
-    """Where the measured description of this machine is kept: in the user's configuration folder."""
+    """The file with the measured description of this machine, in the user's configuration folder."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "tierplan" / "machines" / f"{HERE}.toml"

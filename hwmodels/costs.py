@@ -1,4 +1,4 @@
-"""What an op costs alone, and what it takes of the shared limits while it runs."""
+"""What one op costs alone, and what it takes of shared limits while it runs."""
 
 from __future__ import annotations
 

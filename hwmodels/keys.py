@@ -1,6 +1,6 @@
-"""What a machine file may say: one table that drives reading, checking, `--set` and the documentation.
+"""The keys of a machine file: one table for reading, checking, `--set` and the documentation.
 
-A key without a default is left out of the machine when nobody gives it, unless `required`.
+A key without a default is absent from the machine unless somebody gives it. A `required` key must be given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A machine as the simulator and the planner see it: tiers, streams with rates, and shared limits.
+"""A machine as the simulator and the planner use it: tiers, streams with rates, and shared limits.
 
-People describe a machine by its parts (GPU, host, drives, links) in a TOML file; `tierplan.hwmodels.description` turns
-that into a `Machine`. Errors:
+People describe a machine by its parts (GPU, host, drives, links) in a TOML file, which `tierplan.hwmodels.description`
+reads and `tierplan.hwmodels.build` turns into a `Machine`. Errors:
 
     MachineError(ValueError)   a description or request that no machine can answer; says what is missing and what exists
 """

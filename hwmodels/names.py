@@ -1,4 +1,4 @@
-"""Names of tiers and streams: made here, taken apart here, and nowhere else.
+"""Names of tiers and streams. They are made and parsed here, and nowhere else.
 
 Tiers are `gpu0`, `gpu1`, ... (devices), `host` and `nvme`. A stream is named after the tier whose hardware works, and
 what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `nvme.read`, `nvme.write`, `host.adam`.
@@ -45,7 +45,7 @@ def device(index: int) -> str:
 
 
 def device_index(tier: str) -> int | None:
-    """The number of a device, from the name of its tier; None for tiers that are no device's."""
+    """The number of a device, from the name of its tier; None for the tiers of host and NVMe."""
     index = tier.removeprefix(DEVICE_PREFIX)
     return int(index) if tier.startswith(DEVICE_PREFIX) and index.isdecimal() else None
 
@@ -92,7 +92,7 @@ DRAM_LIMIT, NVME_LIMIT, CORES_LIMIT = "dram", "nvme", "cores"
 
 @dataclass(frozen=True, slots=True)
 class StreamName:
-    """What the name of a stream says."""
+    """The parts of a stream's name."""
 
     tier: str
     """Whose hardware works: `gpu0`, `nvme`, `host`."""

@@ -36,7 +36,7 @@ def private_limits(machine: Machine, streams: Collection[str]) -> set[str]:
 
 
 def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:
-    """The stream with some kinds of work so many times as fast, and the same fractions taken of shared limits."""
+    """The stream with its rates multiplied, by kind of work; at full speed it takes as much of limits as before."""
     rates = {kind: _times(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}
     takes = {
         limit: {kind: weight / factors.get(kind, 1.0) for kind, weight in weights.items()}

@@ -27,25 +27,25 @@ class Builder:
         self._ops: list[Op] = []
 
     def buffer(self, content: Content, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
-        """A buffer of its own, or one that takes over the bytes of another."""
+        """A new buffer; with `reuses` it takes over the bytes of that one."""
         return self._add(content, tier, size_bytes, kind, reuses=reuses)
 
     def initial(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
-        """A buffer that is there before the step. Say with `outlives` what takes its part in the next."""
+        """A buffer that exists before the step. Declare with `outlives` which buffer it is in the next step."""
         return self._add(content, tier, size_bytes, kind, initial=True)
 
     def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
-        """An initial buffer that is there for good: its latest version outlives the step."""
+        """An initial buffer that exists in every step: its latest version outlives the step."""
         name = self.initial(content, tier, size_bytes, kind)
         self.outlives(name, name)
         return name
 
     def outlives(self, name: str, initial: str) -> None:
-        """`name`, or the version of it that comes last, plays the part of the buffer `initial` in the next step."""
+        """Declares that `name`, or its last version, is the buffer `initial` in the next step."""
         self._becomes[name] = initial
 
     def over(self, old: str, content: Content | None = None) -> str:
-        """A buffer that takes over the bytes of `old`, and its place in the next step: an in-place update."""
+        """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""
         b = self.buffers[old]
         new = self._add(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
         if old in self._becomes:
@@ -58,7 +58,7 @@ class Builder:
         return self._add(b.content, tier, b.size_bytes, b.kind)
 
     def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
-        """The transient of an op: written by it and read by nobody, so it is freed when the op ends."""
+        """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
         return [self._add(Transient(key), tier, size_bytes, "work")] if size_bytes else []
 
     def _add(
@@ -120,7 +120,7 @@ class Builder:
         unit: str = "",
         m: int = 0,
     ) -> str:
-        """Moves the content of `source` into `tier`, over the buffer `over` if one is given; the new buffer's name."""
+        """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the name of the new buffer."""
         target = self.over(over) if over else self.like(source, tier)
         reads = (source, over) if over else (source,)
         work = {"bytes": self.buffers[source].size_bytes}

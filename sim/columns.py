@@ -1,8 +1,8 @@
-"""A schedule as columns: one array per field, for whoever makes or executes thousands of schedules.
+"""A schedule as columns: one array per field, for making or executing thousands of schedules.
 
-Ops and buffers are numbered by their place in the list. All that decides how a schedule runs is in arrays; what only
-people and the runtime read (keys, names, contents, kinds) is behind `labels`, and is not made until it is asked for.
-`columns_of` and `ScheduleColumns.schedule` go from objects to columns and back, and lose nothing.
+Ops and buffers are numbered by their place in the list. Arrays hold all that decides how a schedule runs. Keys, names,
+contents and kinds, which only people and the runtime read, are behind `labels` and are made when they are first used.
+`columns_of` and `ScheduleColumns.schedule` convert between objects and columns without loss.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ScheduleColumns:
         )
 
     def unrolled(self, num_steps: int) -> ScheduleColumns:
-        """`num_steps` steps as one schedule, as `schedule.unroll`, without a name being made."""
+        """`num_steps` steps as one schedule, like `schedule.unroll`, but without making names."""
         num_ops, initial = self.num_ops, self.buffer_initial
         if num_steps < 1:
             raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
@@ -300,7 +300,7 @@ def lists_of(rows: Sequence[Sequence[int]]) -> Lists:
 
 
 def _gathered(lists: Lists, order: Int32) -> Lists:
-    """The lists of the ops `order`, one behind the other."""
+    """The lists of the ops `order`, concatenated."""
     lengths = np.diff(lists.begins)[order]
     begins = np.zeros(len(order) + 1, np.int32)
     np.cumsum(lengths, out=begins[1:])
@@ -309,7 +309,7 @@ def _gathered(lists: Lists, order: Int32) -> Lists:
 
 
 def _joined(lists: Lists, items: Sequence[npt.NDArray[np.integer]]) -> Lists:
-    """Lists of the same lengths, so many times over, with these items."""
+    """The same lists repeated for each step, with these items."""
     lengths = np.tile(np.diff(lists.begins), len(items))
     return Lists(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), np.concatenate(items).astype(np.int32))
 

@@ -1,9 +1,10 @@
-"""What buffers hold and how ops are called: contents, names and keys, made and taken apart here and nowhere else.
+"""Contents of buffers, names of buffers, and keys of ops. They are made and parsed here, and nowhere else.
 
 A *content* says what the bytes of a buffer are, the same in every tier that they visit: `params/L3`, `x/L3/mb0`. Each
-kind is a record, whose text is `str(content)`; `parse_content` gives the record back. A *buffer's name* is its content,
-its tier and a version: `params/L3@host#0`. An *op's key* says what is done to what, and when in the step:
-`fetch_params/L3/bwd/mb0`. In several steps joined to one schedule, keys and names begin with the step: `s2/fwd/L3/mb0`.
+kind of content is a record, whose text is `str(content)`; `parse_content` gives the record back. A *buffer's name* is
+its content, its tier and a version: `params/L3@host#0`. An *op's key* says what is done to what, and when in the step:
+`fetch_params/L3/bwd/mb0`. Where several steps are joined to one schedule, keys and names begin with the number of the
+step: `s2/fwd/L3/mb0`.
 
     ContentError(ValueError)   a text that is no content of a training step
 """
@@ -76,9 +77,9 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Optimizer states of a unit in one flat buffer, or one part of them, where they travel piece by piece.
+    """Optimizer states of a unit in one flat buffer, or one shard of them.
 
-    A part has the states of consecutive parameters, region by region as the whole has them (`master | first | second`).
+    A shard has the states of consecutive parameters, region by region as in the whole (`master | first | second`).
     """
 
     unit: str
@@ -161,7 +162,7 @@ class InputGradient:
 
 @dataclass(frozen=True, slots=True)
 class SavedActs:
-    """One saved tensor, which goes its own way to the host or NVMe."""
+    """One saved tensor that is moved to the host or NVMe."""
 
     unit: str
     micro_batch: int
@@ -185,7 +186,7 @@ class KeptActs:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedActs:
-    """All saved tensors of a unit that were dropped and made again, together."""
+    """All saved tensors of a unit that were dropped and recomputed, together."""
 
     unit: str
     micro_batch: int
@@ -268,7 +269,7 @@ _PART = re.compile(r"(\d+)of(\d+)")
 
 @lru_cache(maxsize=4096)
 def parse_content(text: str) -> Content:
-    """The content whose text this is. Raises `ContentError` for a text that is none's."""
+    """The content with this text. Raises `ContentError` for any other text."""
     kind, _, rest = text.partition("/")
     if kind == "work" and rest:
         return Transient(rest)
@@ -356,7 +357,7 @@ def device_name(name: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpKey:
-    """What the key of an op says."""
+    """The parts of an op's key."""
 
     verb: str
     """`fwd`, `recompute`, `bwd`, `update`, ...; of a copy `fetch`, `offload`, `read` or `write`."""
@@ -440,7 +441,7 @@ _STEP = re.compile(r"s(\d+)/(.+)", re.DOTALL)
 
 
 def step_prefix(step: int) -> str:
-    """What the keys and names of a step begin with: `s2/`."""
+    """The prefix of the keys and names of a step: `s2/`."""
     return f"s{step}/"
 
 

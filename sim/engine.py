@@ -1,9 +1,9 @@
 """The simulator: SimPy executes a schedule by the four rules and returns the trace.
 
-Streams walk their ops in list order (rule 1). An op is *eligible* when its stream has reached it and all that it waits
+Streams run their ops in list order (rule 1). An op is *eligible* when its stream has reached it and all that it waits
 for has ended (rule 2). Each tier grants memory to eligible ops strictly in list order (rule 3), and takes bytes back
-when a buffer's last reader ends (rule 4). An op is one SimPy timeout. Ops that use a shared limit run as flows instead,
-whose speeds are divided anew whenever a flow begins or ends (`tierplan.sim.sharing`).
+when the last reader of a buffer ends (rule 4). An op is one SimPy timeout. An op that uses a shared limit is a flow
+instead; the speeds of all flows change whenever a flow begins or ends (`tierplan.sim.sharing`).
 
 This module knows nothing of transformers, optimizers or systems. Times are integer nanoseconds.
 """
@@ -46,7 +46,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
 
 
 def alone_ns(cost: Cost) -> int:
-    """Nanoseconds that an op takes with nothing beside it."""
+    """Nanoseconds that an op takes when nothing else runs."""
     return round(cost.latency_s * 1e9) + round(cost.work_s * 1e9)
 
 
@@ -216,7 +216,7 @@ class _Run:
 def _checked(
     schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]
 ) -> tuple[list[Cost], list[int]]:
-    """The cost of each op and its time alone, in list order. Ops of one price share a `Cost`, looked at once."""
+    """The cost of each op and its time alone, in list order. Ops that share a `Cost` are checked once."""
     known_ns: dict[int, int] = {}
     checked = []
     for op in schedule.ops:
@@ -232,7 +232,7 @@ def _checked(
 
 
 class _Flows:
-    """The ops that share limits, each with what is left of its work; one pending timer, for the earliest end."""
+    """The ops that share limits, each with its remaining work. One timer is pending, for the earliest end."""
 
     def __init__(self, env: simpy.Environment, limits: Mapping[str, float], end: Callable[[int, int], None]) -> None:
         self._env = env
@@ -249,7 +249,7 @@ class _Flows:
         self._known: dict[tuple[int, ...], list[float]] = {}  # speeds by the costs that run together
 
     def begin(self, i: int, cost: Cost) -> None:
-        """Op i begins its work; however it is shared until then, `end` is called with i and the time at its end."""
+        """Op i begins its work. At its end, whenever that is, `end` is called with i and the time."""
         self._advance()
         self._ops.append(i)
         self._costs.append(cost)

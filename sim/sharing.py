@@ -1,4 +1,4 @@
-"""Who gets how much of what is shared: weighted max-min fairness under linear limits."""
+"""How flows divide shared limits: weighted max-min fairness under linear limits."""
 
 from __future__ import annotations
 

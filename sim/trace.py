@@ -1,4 +1,4 @@
-"""What happened: spans by op, bytes by tier over time. The same record from the simulator and from the runtime."""
+"""What happened: a span per op, and bytes by tier over time. Simulator and runtime make the same record."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     ds_io --folder /mnt/nvme --io_size 4G --read | tee read.txt          reads; without --read, writes
     ds_nvme_tune --nvme_dir /mnt/nvme | tee tune.txt                     both, for the best of many settings
 
-The end-to-end speed counts where both are printed. Lines of several runs may follow each other; the best counts.
+Where both are printed, the end-to-end speed counts. A file may hold the lines of several runs; the best counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""fio: sequential reads, writes, and both at once, as `nvme.read`, `nvme.write` and `nvme.mixed`.
+"""fio: sequential reads, writes, and both at the same time, as `nvme.read`, `nvme.write` and `nvme.mixed`.
 
     fio --output-format=json --output=fio.json job.fio
 
-Jobs of one group (until the next `stonewall`) ran together, so their rates add up. Of several groups of the same kind
-the one with the largest block counts. A group that reads and writes at once gives the room for mixed traffic,
-`r/read + w/write`; it needs a group of only reads and one of only writes beside it.
+Jobs of one group (until the next `stonewall`) run at the same time, so their rates are added. Of several groups of the
+same kind, the one with the largest block counts. A group that reads and writes gives `nvme.mixed`, the limit of
+`r/read + w/write`. It needs a group that only reads and one that only writes beside it.
 """
 
 from __future__ import annotations

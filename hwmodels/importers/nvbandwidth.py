@@ -2,8 +2,8 @@
 
     nvbandwidth --format json > nvbandwidth.json          (-j in some versions)
 
-A machine has alike GPUs, so the median over GPUs counts; nvbandwidth's GB is 1e9 bytes. The bidirectional tests report
-one direction while both run: twice that is what both together carry.
+The GPUs of a machine are assumed to be alike, so the median over GPUs counts. nvbandwidth's GB is 1e9 bytes. Its
+bidirectional tests report the rate of one direction while both run; both together carry twice that.
 """
 
 from __future__ import annotations

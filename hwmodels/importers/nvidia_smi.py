@@ -2,8 +2,8 @@
 
     nvidia-smi --query-gpu=name,memory.total,power.limit,pcie.link.gen.max,pcie.link.width.max --format=csv
 
-`name` is needed; the rest is used where it is there. GPUs of the catalog bring its numbers along; for others give
-`gpu.memory_bandwidth` and a peak with --set. Speeds of links are those of the standard, less a fifth: measure them.
+Only `name` is required. For GPUs of the catalog, the catalog's numbers are used as well. For others, give
+`gpu.memory_bandwidth` and a peak with --set. Link speeds are the standard's less a fifth; measure them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the importers share: JSON that may be damaged, and numbers that must be there."""
+"""What the importers share: reading JSON that may be damaged, and numbers that must be present."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ImportedFileError", "json_number", "json_object"]
 
 
 class ImportedFileError(MachineError):
-    """A file that is not what the tool writes, or not all of it."""
+    """A file that is not the tool's output, or only a part of it."""
 
 
 def json_object(text: str, *, where: str, tool: str, how: str) -> Mapping[str, object]:

@@ -1,8 +1,8 @@
-"""Questions to a schedule, each answered with the four rules:
+"""Questions about a schedule, each answered with the four rules:
 
-completion  whether it completes, without time, and what is short if not
+completion  does it complete, and what is short if not? without durations
 ordering    a better list order, from a first simulation
-steady      the step time of steps in a row
+steady      the step time in steady state
 explain     what each stream waited for, the critical path, and what would help
-variation   how far the step time may be off, given how far measured rates scatter
+variation   how far the step time may be off, given the spread of measured rates
 """

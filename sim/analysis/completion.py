@@ -1,7 +1,7 @@
-"""Whether a schedule completes, without time: and where it sticks if it does not.
+"""Whether a schedule completes, and where it gets stuck if it does not. No durations are needed.
 
-By the four rules the set of ops that end does not depend on durations (docs/design.md says why). So executing the ops
-in any order that the rules allow answers the question for the simulator and for the hardware alike.
+By the four rules, the set of ops that end does not depend on durations (docs/design.md has the proof). So executing the
+ops in any order that the rules allow answers the question, for the simulator and for the hardware.
 
     SimulationError(RuntimeError)   the schedule could not be executed to its end
     └── OutOfMemory                 an op waits for memory that nothing will free; names op, tier, bytes and holders
@@ -113,7 +113,7 @@ def check_memory(columns: ScheduleColumns) -> None:
 
 
 def out_of_memory(schedule: Schedule) -> OutOfMemory:
-    """What is wrong with a schedule that does not complete."""
+    """The error for a schedule that does not complete."""
     columns = columns_of(schedule)
     where = _stuck(graph_columns(columns))
     assert where is not None, "one engine found too little memory, the other did not"

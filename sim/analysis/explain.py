@@ -1,7 +1,8 @@
 """Why a step takes as long as it does: what each stream waited for, the critical path, and what would help.
 
-All figures come from a trace and the schedule that it executed. The critical path is exact for simulated traces, whose
-moments are whole nanoseconds; in a measured trace causes are matched to the nearest end, so it is a good guess there.
+All figures come from a trace and the schedule that it executed. The critical path of a simulated trace is exact, since
+its times are whole nanoseconds. In a measured trace, an op's cause is the op whose end is nearest to its start: a good
+guess.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
 def _add_memory(
     graph: Graph, waited: list[int], spans: list[Span], add: Callable[[int, int, Reason, int], None]
 ) -> None:
-    """Edges from the ends that let the ops have their memory.
+    """Adds edges from the ops whose ends freed the memory that others waited for.
 
     Those are the ends at that moment that gave bytes back in a tier where the op has a request. Where none did, the op
     stood behind another one in the order of grants (rule 3), which had waited for some end at that moment.
@@ -173,7 +174,7 @@ def _add_memory(
 
 
 def _tiers_given_back(graph: Graph, spans: list[Span]) -> list[set[int]]:
-    """Per op: the tiers in which its end gave bytes back."""
+    """Per op: the tiers in which its end freed bytes."""
     given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
     last_reader: dict[int, int] = {}
     for i, buffers in enumerate(graph.counts_down):

@@ -1,12 +1,12 @@
 """A better list order from a first simulation: ops in the order in which they could start.
 
-By rule 3 an op that is listed too early holds back the grants behind it. Here every stream keeps its own order, but a
-tier serves whoever is ready, and the order of starts is then frozen as the list order. Executed by the four rules with
-the same durations, no op starts later than it did here (by induction over the list), so nothing is lost by freezing.
+By rule 3, an op that is listed too early holds back the grants behind it. In this simulation every stream keeps its own
+order, but a tier grants memory to any op that is ready. The order of starts then becomes the list order. Executed by
+the four rules with the same durations, no op starts later than here (by induction over the list): nothing is lost.
 
-Serving whoever is ready could run a tier full of things that are wanted late. So an op may overtake others in a tier
-only if those still fit afterwards when executed one by one in the given list order; that order then always remains as
-a way to the end. This is the banker's rule with the list order as the safe sequence.
+Granting memory to any ready op could fill a tier with data that is needed late. So an op may overtake others in a tier
+only if those still fit afterwards when they are executed one by one in the given list order. Then that order always
+remains possible. This is the banker's algorithm with the list order as the safe sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The step time in steady state: several steps in a row, overlapping as they will, until they repeat.
+"""The step time in steady state: several steps in a row, overlapping as the rules allow, until they repeat.
 
-The first steps of a run differ from the later ones: nothing of a step before is still on its way. So the schedule is
-unrolled, simulated, and the step that repeats is looked for: one in which every op starts and ends at the same moments
-relative to the step's end as in the step before (or two or three before: a delayed update may alternate).
+The first steps of a run differ from later ones, since no op of an earlier step is still running. So the schedule is
+unrolled and simulated until a step repeats: every op starts and ends at the same moments, relative to the end of the
+step, as in the step before (or two or three steps before: a delayed update may alternate).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How far a step time may be off, given how far measured rates scatter: many simulations with drawn rates.
+"""How far a step time may be off, given the spread of measured rates: many simulations with drawn rates.
 
-Two things scatter, and they do not average out alike. A machine as a whole may be faster or slower than it was measured
-to be (`rates`: one factor per stream or limit, the same for all of its ops). And each op takes a little longer or
-shorter than the one before it (`ops`: one factor per op), which the length of a step evens out, except where streams
-wait for each other: there it always costs.
+Two things vary. A machine as a whole may be faster or slower than it was measured to be (`rates`: one factor per stream
+or limit, the same for all of its ops); this does not average out. And each op may take a little longer or shorter
+(`ops`: one factor per op); this averages out over a step, except where streams wait for each other.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ def _factor(draw: np.random.Generator, spread: float) -> float:
 def _slower(cost: Cost, factor: float) -> Cost:
     """The cost when the same work takes `factor` times as long.
 
-    It takes as much of the limits per second as before: a stream that is quicker than it was measured is so because the
-    machine is, and would not be if its limits held it back.
+    Demand per second stays the same: a faster draw stands for faster hardware, so shared limits do not cap it.
     """
     if factor == 1.0:
         return cost

@@ -1,10 +1,10 @@
-"""Traces as one file for Perfetto (ui.perfetto.dev), chrome://tracing, and Holistic Trace Analysis.
+"""Writes traces to one file for Perfetto (ui.perfetto.dev), chrome://tracing, and Holistic Trace Analysis.
 
-The format is Chrome's trace-event JSON, which also PyTorch's profiler writes: each trace is a process, each stream a
+The format is Chrome's trace-event JSON, which PyTorch's profiler writes too. Each trace is a process, each stream a
 thread of it, each op a complete event, each tier a counter of bytes by kind. Arrows follow the critical path.
 
-Readers of the format take times as floating-point microseconds and cut them to nanoseconds, so an op that begins where
-another ends could seem to begin inside it, and be dropped. Every op is written 1 ns short, which keeps them apart.
+Readers of the format take times as floating-point microseconds and truncate them to nanoseconds. So an op that begins
+where another ends could seem to begin inside it, and would be dropped. Therefore every op is written 1 ns short.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _draw_ops(
 def _name_lanes(
     ax: Axes, name: str, excerpt: Excerpt, centres: Mapping[str, float], height: float, per_s: float
 ) -> None:
-    """Says at the right which trace the lanes are of, and how busy the stream was; marks the end of the excerpt."""
+    """Writes at the right which trace a lane belongs to and how busy it was; marks the end of the excerpt."""
     times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
     for stream, centre in centres.items():
         busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
@@ -171,7 +171,7 @@ def _name_lanes(
 
 
 def _merged(boxes: list[tuple[float, float]], narrow: float) -> list[tuple[float, float]]:
-    """Boxes (start, width) in order; neighbours that nobody could tell apart are drawn as one."""
+    """Boxes (start, width) in order; neighbours too narrow to be told apart become one."""
     merged: list[tuple[float, float]] = []
     for start, width in sorted(boxes):
         if width <= 0:

@@ -1,10 +1,10 @@
-"""Workloads from a model's config by closed forms: no torch, milliseconds even for the largest models.
+"""Workloads from a model's config by closed forms: without torch, in milliseconds even for the largest models.
 
     load_workload(model, training)     the amounts of one training step
     read_config(model)                 the config behind a path or a name
     named_models()                     the names that the package knows
 
-`tierplan.runtime.tracing` gives the same by running the model's class on fake tensors, for any family.
+`tierplan.runtime.tracing` makes the same by running the model's class on fake tensors, for any family.
 """
 
 from __future__ import annotations

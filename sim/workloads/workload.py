@@ -1,4 +1,4 @@
-"""One training step of a model, as amounts: what each part computes, keeps for backward, and owns.
+"""One training step of a model, as amounts: what each part computes, saves for backward, and owns.
 
 A `Workload` describes one micro-batch through an ordered chain of units: `embed`, blocks `L0` ... `Ln`, `head` (final
 norm, output projection and loss). The planner decides what happens to each amount; nothing here says where it lives.

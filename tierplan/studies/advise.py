@@ -1,9 +1,9 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
-Every answer is a simulation: the policies at several batch sizes on the machine as it is, the planner at the best of
-them, then the policies with one thing changed at a time. What cannot differ is not simulated: a policy that does not
-fit with a few sequences does not with more, nor with a larger model, nor does another drive give it memory. Prices that
-neither the machine's description nor the user gives are assumptions, and are said to be.
+Every answer is a simulation. First come the policies at several batch sizes on the machine as it is, then the planner
+at the best of these, then the policies with one change of the machine at a time. Scenarios whose outcome is known are
+not simulated: a policy that does not fit with few sequences does not fit with more, or with a larger model, and another
+drive gives it no memory. Prices that neither the machine's description nor the user gives are listed as assumptions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One scenario of a study, answered by the simulator, as a row of figures.
+"""One scenario of a study, simulated, as a row of figures.
 
-A row has the names of `tierplan simulate --json`; what is a table there (`peak_bytes`, `bytes`, `utilization`) becomes
+Columns have the names of `tierplan simulate --json`. A nested table (`peak_bytes`, `bytes`, `utilization`) becomes
 columns such as `peak_bytes.gpu0`.
 """
 

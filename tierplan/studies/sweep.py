@@ -1,7 +1,7 @@
-"""Runs a study: many simulations on any `concurrent.futures.Executor`, each result kept as soon as it is there.
+"""Runs a study: many simulations on any `concurrent.futures.Executor`. Each result is kept as soon as it is there.
 
-Results are lines of JSON in `results.jsonl`, appended and flushed one by one, so that a run that is interrupted at any
-moment continues where it stopped. `table.csv` holds the same as a tidy table, in the order of the grid.
+Results are lines of JSON in `results.jsonl`, appended and flushed one by one. So an interrupted run continues
+where it stopped. `table.csv` holds the same results as a table, in the order of the grid.
 """
 
 from __future__ import annotations

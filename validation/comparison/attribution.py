@@ -1,9 +1,9 @@
-"""Which ops the difference comes from: the simulator asked again, with measured durations instead of predicted ones.
+"""Which ops the difference comes from: simulations with measured durations instead of predicted ones.
 
-The durations of one group of ops (a stream and a kind) after the other are replaced by the measured ones, the groups
-that differ most first, and the schedule is simulated anew each time. What the step gains is that group's
-contribution: an op that was slower than predicted but is not on the critical path contributes nothing. What is left
-between the last simulation and the measured step is named `dispatch latency and variation`.
+Ops are grouped by stream and kind. One group after the other, those that differ most first, gets its measured
+durations, and the schedule is simulated again each time. The change of the step time is the group's contribution. An
+op that was slower than predicted but is not on the critical path contributes nothing. What remains between the last
+simulation and the measured step is named `dispatch latency and variation`.
 """
 
 from __future__ import annotations

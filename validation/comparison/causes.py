@@ -1,4 +1,4 @@
-"""Why the ops of one kind took longer than predicted: rate, overhead, contention; and how streams spent a step."""
+"""Why ops of one kind took longer than predicted (rate, overhead, contention), and how streams spent a step."""
 
 from __future__ import annotations
 

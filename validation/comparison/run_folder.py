@@ -1,6 +1,6 @@
-"""What `tierplan plan` and `tierplan run` leave behind, as the comparison takes it.
+"""Reads what `tierplan plan` and `tierplan run` leave behind, for the comparison.
 
-RunFolderError(ValueError)   a folder that is no run; says what is missing
+RunFolderError(ValueError)   a folder that is not that of a run; says what is missing
 """
 
 from __future__ import annotations

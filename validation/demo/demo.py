@@ -1,9 +1,9 @@
 """The main job from end to end on this machine: measure, plan, simulate, train, compare.
 
-A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The device and
-host budgets are set so that plain in-memory training does not fit the device and optimizer states must go to NVMe. The
-planner makes a plan, the simulator predicts its steps, the runtime executes it, and the same training in memory says
-which numbers it should give.
+A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The budgets of
+device and host memory are so small that plain training does not fit, and most optimizer states must go to NVMe. The
+planner makes a plan, the simulator predicts its steps, and the runtime executes it. The same training in memory shows
+which losses and weights are right.
 """
 
 from __future__ import annotations

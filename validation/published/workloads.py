@@ -1,6 +1,6 @@
 """Workloads made from what publications say of a model: measured layer times, or sizes by a formula.
 
-They are what their authors simulated or measured, so that the same inputs can be put to our simulator.
+Our simulator is then given the same inputs as the authors' own simulation or measurement.
 """
 
 from __future__ import annotations

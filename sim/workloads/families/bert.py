@@ -1,4 +1,4 @@
-"""BERT with its masked-language-modelling head: LayerNorm behind each half, attention in both directions."""
+"""BERT with its masked-language-modelling head: LayerNorm after each half, attention in both directions."""
 
 from __future__ import annotations
 

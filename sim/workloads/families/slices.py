@@ -1,6 +1,6 @@
-"""What it takes to make a dropped tensor again: the slice of a unit's operations that lead to it.
+"""What recomputing a dropped tensor takes: the slice of a unit's operations that lead to it.
 
-The exact path records real operations, the closed forms record the same operations without tensors; both come here.
+Traced workloads record real operations, closed forms record the same operations without tensors. Both use this module.
 """
 
 from __future__ import annotations

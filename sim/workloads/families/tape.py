@@ -1,8 +1,8 @@
 """Autograd's bookkeeping without tensors: what an operation computes, saves and allocates, from shapes alone.
 
-A family writes its forward in terms of these operations, in the order and with the local variables of its module in
-`transformers`. A storage is released when Python drops the last reference to it, as in PyTorch, so peaks come out of
-the same mechanism. Each operation states what autograd saves and how its backward allocates. `backward` then walks the
+A family writes its forward with these operations, in the order and with the local variables of its module in
+`transformers`. A storage is released when Python drops the last reference to it, as in PyTorch, so the same mechanism
+gives the peaks. Each operation states what autograd saves and how its backward allocates. `backward` then walks the
 operations in reverse, as the autograd engine does.
 """
 

@@ -1,4 +1,4 @@
-"""What a family consists of, and how its parts become units of a workload."""
+"""The parts of a family's model, and how they become the units of a workload."""
 
 from __future__ import annotations
 
