@@ -16,6 +16,7 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
+from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.executor import TierFullError
 from tierplan.runtime.execution.ops import SizeError
@@ -312,7 +313,8 @@ def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
 def test_tiles_give_the_numbers_of_the_micro_batches_that_the_schedule_declares(tmp_path: Path) -> None:
     """Gradients are summed tile by tile: plain training does so with as many smaller micro-batches, to the bit."""
     model = make_model("gpt2", dropout=0.1)
-    workload = observed_workload(model, make_batches(1)[0], CPU)
+    of_one = observed_workload(model, make_batches(1, batch=1)[0], replace(CPU, per_device_train_batch_size=1))
+    workload = with_batch(of_one, 2)  # cut into two, it has the sizes that were observed
     schedule = lower(
         uniform_plan(workload, UnitPlan(acts="host"), order="vertical", sub_batches=2), workload, machine()
     )

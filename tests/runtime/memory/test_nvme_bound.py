@@ -11,7 +11,9 @@ import pytest
 from benchmarks import nvme_bound, runtime_page
 from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
 from benchmarks.runtime import machine
+from tierplan.planner.lowering import lower
 from tierplan.sim.analysis.explain import stream_times
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.trace import Span, Trace
 
 S = 10**9
@@ -73,10 +75,9 @@ def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
 def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configuration) -> None:
     """On the described machine of two cores; kinds of data on the drive are those that the name says."""
     place = configuration.on(machine(1, 1))
-    chosen = nvme_bound.quickest(configuration, configuration.workload(), place)
-    assert chosen.steady is not None
-    assert chosen.schedule is not None
-    steady = chosen.steady
+    workload = configuration.workload()
+    schedule = lower(nvme_bound.quickest(configuration, workload, place), workload, place)
+    steady = steady_state(schedule, place)
     begin_s, end_s = steady.window_s
     predicted = ratios_between(steady.trace.spans, [begin_s * S, end_s * S])
     assert nvme_bound.drive_margin(stream_times(steady.trace, steady.window_s)) >= nvme_bound.MARGIN
@@ -84,7 +85,7 @@ def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configur
     assert predicted.over_busiest[0] <= 1.10
     if configuration.places is None:
         return
-    writes = [op.key for op in chosen.schedule.ops if op.stream == "nvme.write"]
+    writes = [op.key for op in schedule.ops if op.stream == "nvme.write"]
     written = {key.removeprefix("write_").partition("/")[0] for key in writes}
     short = {
         "params": "parameters",
