@@ -9,8 +9,6 @@ where they are given, must be those that the plan was made for. Errors:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,6 +17,7 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import KINDS, Packs, Plan, PlanError, UnitPlan
 from tierplan.planner.results import PlanResult
+from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 from tierplan.sim.workloads.workload import Workload
@@ -47,15 +46,6 @@ class PlanFile:
     """`name`, `status`, `gap`, `lower_bound_s`, `seed`."""
     prediction: Mapping[str, object]
     """`step_s`, and `interval_s`: low and high, or null where no spread of times is known."""
-
-
-def digest(thing: Workload | Machine | Schedule) -> str:
-    """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
-    record = asdict(thing)
-    for name in ("meta", "description", "nameplate"):
-        record.pop(name, None)
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: str | os.PathLike[str]) -> None:

@@ -6,10 +6,11 @@ JobError(ValueError)   a run that cannot begin; says what is wrong with which ar
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,13 @@ import torch
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.execution.plausible import check_tokens
+from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import matching, without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.workloads.workload import Training
@@ -99,9 +103,10 @@ class Done:
 
 
 def run_job(job: Job, *, show_progress: bool = False) -> Done:
-    """Runs or resumes a job. Ctrl-C lets the step under way end, commits it, and returns with `was_stopped`."""
+    """Runs or resumes a job. Ctrl-C or SIGTERM lets the step under way end, commits it, and returns with
+    `was_stopped`."""
     schedule = load_schedule(job.plan)
-    training = executable_step(schedule).training
+    training = _training(schedule, job.plan)
     if job.num_steps < 1:
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
     raw = _config(job.model)
@@ -109,7 +114,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     folder = job.model if job.model.is_dir() else job.model.parent
     loaded = has_weights(folder) and job.model.is_dir()
     weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
-    job.out_dir.mkdir(parents=True, exist_ok=True)
+    files.make_folder(job.out_dir)
     config: Any = model.config
     tokens = read_tokens(
         job.data,
@@ -170,9 +175,25 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
 
 def predicted_step_s(schedule: Schedule) -> float | None:
     """The step time that the file's writer expected: `tierplan plan` and `tierplan simulate` note it."""
-    planned: Any = schedule.meta.get("tierplan-plan", {})
-    step_s: Any = schedule.meta.get("predicted_step_s", planned.get("prediction", {}).get("step_s"))
-    return None if step_s is None else float(step_s)
+    found: Any = schedule.meta.get("predicted_step_s")
+    planned: Any = schedule.meta.get("tierplan-plan")
+    if found is None and isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
+        found = planned["prediction"].get("step_s")
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _training(schedule: Schedule, path: Path) -> Training:
+    """What the file's schedule trains, when it is the one that was written and one that can be run."""
+    plan = schedule.meta.get("tierplan-plan", {})
+    if not isinstance(plan, Mapping) or plan.get("schedule_sha256", digest(schedule)) != digest(schedule):
+        raise JobError(f"{path}: the schedule is not the one that the planner wrote; plan again")
+    try:
+        step = executable_step(schedule)
+    except ValueError as error:
+        raise JobError(f"{path}: {error}") from error
+    if (wrong := check_tokens(schedule, step)) is not None:
+        raise JobError(f"{path}: {wrong}. Plan again")
+    return step.training
 
 
 def _config(model: Path) -> dict[str, object]:
@@ -207,7 +228,7 @@ def _copy_tokenizer(folder: Path | None, target: Path) -> None:
 
 @contextmanager
 def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks the trainer to stop after the step under way; the second one ends it as usual."""
+    """The first Ctrl-C or SIGTERM asks the trainer to stop after the step under way; the second one ends it at once."""
     stopped = [False]
 
     def handle(number: int, frame: object) -> None:
@@ -217,14 +238,15 @@ def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
         trainer.request_stop()
 
     try:
-        before = signal.signal(signal.SIGINT, handle)
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not in the main thread
         yield lambda: False
         return
     try:
         yield lambda: stopped[0]
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Metrics:
@@ -240,11 +262,12 @@ class _Metrics:
     def begin(self, num_steps_done: int) -> None:
         """Drops the lines of steps that were not committed, which are run again."""
         kept = []
-        if num_steps_done and self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+        if num_steps_done:
+            lines = (files.read_content(self._path) or b"").decode(errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) < num_steps_done]
-        self._path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        files.replace_content(self._path, "".join(f"{line}\n" for line in kept).encode())
+        fd = files.open_file(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(fd, "a", encoding="utf-8", buffering=1)
         self._last_s = time.perf_counter()
         if self._show:
             from tqdm import tqdm
@@ -268,7 +291,8 @@ class _Metrics:
             "predicted_step_s": self._predicted_s,
             "tokens_per_s": self._tokens / step_s,
         }
-        self._file.write(json.dumps(record) + "\n")
+        with files.naming("write a line to", self._path):
+            self._file.write(json.dumps(record) + "\n")
         if self._show:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens / step_s:,.0f} tokens/s", refresh=False)
             self._bar.update()

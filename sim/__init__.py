@@ -10,6 +10,7 @@ Around it:
 
     schedule_file  the schedule as JSON
     step           what a schedule trains, for the runtime
+    digest         one text for all that a schedule says
     builder        how lowerings write a schedule: names, versions, list order
     columns        a schedule as arrays, for whoever makes or executes thousands of them
     contents       what buffers hold and how ops are called, as records and as text

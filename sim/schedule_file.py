@@ -68,12 +68,12 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
     try:
         record = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         return _schedule(record)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ScheduleFileError(f"{path} is not JSON ({error}); write schedules with save_schedule") from None
     except ScheduleFileError as error:
         raise ScheduleFileError(f"{path}: {error}") from None
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # what the parser says
+        raise ScheduleFileError(f"{path} is not JSON ({error}); write schedules with save_schedule") from None
 
 
 def json_schema() -> dict[str, object]:

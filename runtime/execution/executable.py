@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.plausible import check_plausible
 from tierplan.sim.contents import OpKey, is_tile, parse_key
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
@@ -37,6 +38,9 @@ def executable_step(schedule: Schedule) -> StepSpec:
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
+    wrong = check_plausible(schedule, schedule.step)
+    if wrong is not None:
+        raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step
 
 

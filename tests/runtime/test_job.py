@@ -165,7 +165,8 @@ def test_a_trained_model_is_a_start(files: Path) -> None:
     assert metrics(files, "second")[0]["loss"] < metrics(files, "first")[0]["loss"]
 
 
-def test_ctrl_c_commits_and_resume_goes_on(files: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_commits_and_resume_goes_on(number: signal.Signals, files: Path) -> None:
     command = [sys.executable, "-c", START, *arguments(files, 100_000, "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -173,7 +174,7 @@ def test_ctrl_c_commits_and_resume_goes_on(files: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < 3):
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "resume with --resume" in out

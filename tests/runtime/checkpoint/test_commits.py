@@ -234,6 +234,26 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
         train_on(tmp_path, schedule)
 
 
+def test_a_stop_before_the_first_step_or_during_a_commit_is_heeded(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    with new_trainer(tmp_path, schedule) as trainer:
+        trainer.request_stop()
+        trainer.run(make_batches(STEPS), STEPS)
+        assert trainer.num_steps_done == 1
+    with new_trainer(tmp_path, schedule, resume=True) as trainer:
+        assert trainer._durability is not None
+        real = trainer._durability.commit
+
+        def commit(*args: Any, **settings: Any) -> None:
+            real(*args, **settings)
+            trainer.request_stop()
+
+        with mock.patch.object(trainer._durability, "commit", commit):
+            trainer.run(make_batches(STEPS), STEPS - 1)
+        assert trainer.num_steps_done == 2
+    assert same(train_on(tmp_path, schedule), plain_weights())
+
+
 def test_settings_that_change_the_numbers_are_refused(tmp_path: Path) -> None:
     schedule = schedule_for("memory")
     train_on(tmp_path, schedule, 2)

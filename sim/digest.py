@@ -1,0 +1,25 @@
+"""One text for all that a workload, a machine or a schedule says: what was made for it can tell whether it changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Workload
+
+__all__ = ["digest"]
+
+
+def digest(thing: Workload | Machine | Schedule) -> str:
+    """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
+    record = asdict(thing)
+    for name in ("meta", "description", "nameplate"):
+        record.pop(name, None)
+    if isinstance(thing, Schedule):
+        for op in record["ops"]:
+            op["work"] = {kind: float(amount) for kind, amount in op["work"].items()}  # as a file gives it back
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
