@@ -199,20 +199,29 @@ def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
     """Kills so many runs, each of which goes on where the one before was killed."""
     one, rng, done, attempt = case(name), random.Random(seed), 0, 0
     found = {"kills": 0, "runs": 0, "kills_before_a_commit": 0}
-    began_s = time.monotonic()
-    train(one, folder / "first")
-    longest_s = 1.5 * (time.monotonic() - began_s)
+    times_s = [time.monotonic()]
+    train(one, folder / "first", on_step=lambda step, loss: times_s.append(time.monotonic()))
+    begin_s, stepping_s = times_s[1] - times_s[0], time.monotonic() - times_s[1]
     while found["kills"] < count:
         path = folder / str(attempt)
+        has_stepped, steps = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                compare(one, train(one, path), STEPS, STEPS, f"{name}, run {attempt}")
+                os.close(has_stepped)
+                now = train(one, path, on_step=lambda step, loss, pipe=steps: os.write(pipe, b"."))
+                compare(one, now, STEPS, STEPS, f"{name}, run {attempt}")
                 os._exit(0)
             except BaseException as error:
                 print(f"{name}, run {attempt}: {error!r}", file=sys.stderr, flush=True)
                 os._exit(1)
-        time.sleep(rng.uniform(0.0, longest_s))
+        os.close(steps)
+        if rng.random() < 0.2:
+            time.sleep(rng.uniform(0.0, begin_s))
+        else:
+            os.read(has_stepped, 1)
+            time.sleep(rng.uniform(0.0, stepping_s))
+        os.close(has_stepped)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status):
