@@ -30,12 +30,14 @@ from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
+from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
 
 __all__ = ["Done", "Job", "JobError", "run_job"]
 
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
+TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens")
 TRACED_STEPS = 20
 """The trace file covers the first so many steps of a run."""
 
@@ -112,6 +114,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     raw = _config(job.model)
     model = hollow_model(raw, training)
     folder = job.model if job.model.is_dir() else job.model.parent
+    tokenizer_files = _tokenizer_files(folder) if job.model.is_dir() else []
     loaded = has_weights(folder) and job.model.is_dir()
     weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
     files.make_folder(job.out_dir)
@@ -162,7 +165,8 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
                 result.trace.save(job.out_dir / "trace.json")
             if job.export and not was_stopped():
                 export(trainer, job.out_dir / "model")
-                _copy_tokenizer(folder if job.model.is_dir() else None, job.out_dir / "model")
+                for path in tokenizer_files:
+                    write_atomically(job.out_dir / "model" / path.name, path.read_bytes())
             return Done(
                 result=result,
                 num_steps=trainer.num_steps_done,
@@ -202,7 +206,7 @@ def _config(model: Path) -> dict[str, object]:
         raise JobError(f"{path} does not exist; --model takes a folder that holds a config.json, or such a file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise JobError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise JobError(f"{path} holds {type(raw).__name__}, not an object with a model's settings")
@@ -218,12 +222,15 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _copy_tokenizer(folder: Path | None, target: Path) -> None:
-    if folder is None:
-        return
-    for path in folder.iterdir():
-        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens")) and path.is_file():
-            (target / path.name).write_bytes(path.read_bytes())
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """The files of the model's folder that its tokenizer needs. In a download cache they are links to its `blobs`; one
+    to anywhere else would put what lies there into the exported model."""
+    found = [p for p in sorted(folder.iterdir()) if p.name.startswith(TOKENIZER_PREFIXES) and p.is_file()]
+    homes = (folder.resolve(), (folder.parent.parent / "blobs").resolve())
+    for path in found:
+        if path.resolve().parent not in homes:
+            raise JobError(f"{path} is a link to {path.resolve()}; put a copy of the file there")
+    return found
 
 
 @contextmanager

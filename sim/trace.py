@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -142,13 +143,22 @@ def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]
     return peak
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces the file's content in one step: a reader sees the old text or the new, never a part."""
+def write_atomically(path: str | os.PathLike[str], *parts: str | bytes | memoryview) -> None:
+    """Replaces the file's content in one step: a reader sees the old content or the new, never a part.
+
+    Raises `OSError` with the path when the system refuses.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    finally:
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # follows no link
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
+        temporary.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror or error}", str(target)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
+from tierplan.runtime.memory.files import naming
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.contents import Params
+from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
 
 if TYPE_CHECKING:
@@ -31,7 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["WeightsError", "checkpoint_weights", "export", "hollow_model", "random_weights"]
 
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
+INDEX_NAME = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class WeightsError(ValueError):
@@ -112,8 +120,6 @@ def _initialise(model: nn.Module, module: nn.Module) -> None:
 
 def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weights:
     """Parameters from the safetensors files of a folder, read tensor by tensor."""
-    from safetensors import safe_open
-
     files = _files_by_key(Path(folder))
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
@@ -131,7 +137,7 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
         tensors = []
         for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
             key = key_of(name)
-            with safe_open(files[key], framework="pt") as file:
+            with _tensors_in(files[key]) as file:
                 tensor = file.get_tensor(key)
             if tensor.shape != shape:
                 raise WeightsError(
@@ -144,19 +150,41 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
     return weights
 
 
-def _files_by_key(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
+@contextmanager
+def _tensors_in(path: Path) -> Iterator[Any]:
+    """The safetensors file. Raises `WeightsError` where it is broken."""
+    from safetensors import SafetensorError, safe_open
 
-    index = folder / "model.safetensors.index.json"
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is no whole safetensors file ({error}); get the checkpoint again") from error
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX_NAME
     if index.exists():
-        return {k: folder / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        return {key: folder / name for key, name in _weight_map(index).items()}
     file_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _tensors_in(path) as file:
             file_of.update(dict.fromkeys(file.keys(), path))
     if not file_of:
         raise WeightsError(f"{folder} holds no *.safetensors; give a checkpoint in that format, or a config.json alone")
     return file_of
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """By tensor, the name of the file in the index's own folder."""
+    try:
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WeightsError(f"{index} is no index of a checkpoint: {error}; get the checkpoint again") from error
+    for key, name in names.items():
+        if name in ("", "..") or name != Path(name).name:
+            raise WeightsError(f"{index} looks for {key!r} in {name!r}; the files of a checkpoint lie beside its index")
+    return names
 
 
 def has_weights(folder: Path) -> bool:
@@ -170,7 +198,6 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     owners = [unit for unit in trainer.units if unit.num_parameters]
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -181,11 +208,12 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
         total_bytes += memory.numel()
         weight_map.update(dict.fromkeys((key for key, _ in unit.parameters), name))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    write_atomically(target / INDEX_NAME, json.dumps(index, indent=2))
     model: Any = trainer.model
     for part in ("config", "generation_config"):
         if getattr(model, part, None) is not None:
-            getattr(model, part).save_pretrained(target)
+            with naming("write", target / f"{part}.json"):
+                getattr(model, part).save_pretrained(target)
 
 
 def write_flat(path: Path, unit: ModelUnit, memory: torch.Tensor) -> None:
@@ -202,9 +230,4 @@ def write_flat(path: Path, unit: ModelUnit, memory: torch.Tensor) -> None:
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        file.write(memory.numpy().data)
-    temporary.replace(path)
+    write_atomically(path, struct.pack("<Q", len(text)), text, memory.numpy().data)

@@ -6,6 +6,7 @@ DataError(ValueError)   data that cannot be used: missing, too short, tokens tha
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from tierplan.sim.trace import write_atomically
 
 __all__ = ["DataError", "TokenBatches", "fingerprint", "read_tokens"]
 
@@ -80,17 +83,28 @@ def read_tokens(
     if not path.exists():
         raise DataError(f"{path} does not exist; give a text file, a folder of them, or tokens in .npy or .bin")
     if path.suffix in ARRAY_SUFFIXES:
-        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype=np.uint16, mode="r")
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are whole numbers in one row")
+        tokens = _array(path)
     else:
         tokens = _from_text(path, tokenizer, cache_dir)
-    largest = max((int(tokens[k : k + PIECE].max()) for k in range(0, len(tokens), PIECE)), default=0)
-    if largest >= vocab_size:
-        raise DataError(
-            f"{path} has token {largest}, but the model knows 0 to {vocab_size - 1}; use the tokenizer that belongs "
-            "to it"
-        )
+    for k in range(0, len(tokens), PIECE):
+        for token in (int(tokens[k : k + PIECE].min()), int(tokens[k : k + PIECE].max())):
+            if not 0 <= token < vocab_size:
+                raise DataError(
+                    f"{path} has token {token}, but the model knows 0 to {vocab_size - 1}; use the tokenizer that "
+                    "belongs to it"
+                )
+    return tokens
+
+
+def _array(path: Path) -> np.ndarray:
+    """The tokens of an array file, mapped into memory."""
+    try:
+        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype=np.uint16, mode="r")
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} holds no tokens: {error}; write whole numbers in one row") from error
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        what = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"
+        raise DataError(f"{path} holds {what}; tokens are whole numbers in one row")
     return tokens
 
 
@@ -108,7 +122,7 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
         files = [f for f in files if not f.resolve().is_relative_to(cache_dir.resolve())]
     cache = None if cache_dir is None else cache_dir / f"tokens-{_listing(files)}.npy"
     if cache is not None and cache.exists():
-        return np.load(cache, mmap_mode="r")  # type: ignore[no-any-return]
+        return _array(cache)
     encode, end = _encoder(tokenizer)
     parts: list[np.ndarray] = []
     for file in files:
@@ -122,10 +136,9 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
         raise DataError(f"{path} holds no text in UTF-8")
     tokens = np.concatenate(parts)
     if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_name(f".{cache.name}.{os.getpid()}.npy")
-        np.save(temporary, tokens)
-        temporary.replace(cache)
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
+        write_atomically(cache, header.getvalue(), tokens.data.cast("B"))
     return tokens
 
 

@@ -37,11 +37,8 @@ def write_perfetto(
     lines = ",\n".join(json.dumps(event, separators=(",", ":"), allow_nan=False) for event in events)
     # Holistic Trace Analysis searches the text for `"rank": 0`, with the space.
     text = f'{{"displayTimeUnit": "ms", "distributedInfo": {{"rank": 0}}, "traceEvents": [\n{lines}\n]}}\n'
-    if Path(path).suffix == ".gz":
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
-    else:
-        write_atomically(path, text)
+    is_packed = Path(path).suffix == ".gz"
+    write_atomically(path, gzip.compress(text.encode("utf-8"), mtime=0) if is_packed else text)
 
 
 def trace_events(

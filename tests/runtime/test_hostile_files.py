@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.runtime.checkpoint.test_weights import raw_config
@@ -17,9 +22,11 @@ from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.data.text import read_tokens
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.plausible import STREAMS_BY_KIND
+from tierplan.runtime.job import _tokenizer_files
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
@@ -185,6 +192,110 @@ def test_a_plan_that_was_changed_is_not_run(
     record["buffers"][0]["kind"] = schedule.buffers[0].kind
     (files / "plan.json").write_text(json.dumps(record))
     assert executable_step(load_schedule(files / "plan.json")) == schedule.step
+
+
+@pytest.fixture
+def checkpoint(files: Path) -> Path:
+    """A folder with a whole model."""
+    folder = files / "hub" / "snapshots" / "1"
+    make_model("gpt2", num_blocks=2).save_pretrained(folder)  # type: ignore[operator]
+    (files / "config.json").rename(folder / "config.json")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../../elsewhere.safetensors", "sub/x.safetensors", "", ".."])
+def test_an_index_does_not_lead_out_of_its_folder(
+    name: str, checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"transformer.wte.weight": name}}))
+    said = refused(files, capsys, model="hub/snapshots/1")
+    assert f"{index} looks for 'transformer.wte.weight' in {name!r}" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b"\xff"])
+def test_an_index_that_is_none(
+    content: bytes, checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_bytes(content)
+    assert f"{index} is no index of a checkpoint" in refused(files, capsys, model="hub/snapshots/1")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 1000])
+def test_weights_that_were_cut(
+    num_bytes: int, checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+    assert f"{weights} is no whole safetensors file" in refused(files, capsys, model="hub/snapshots/1")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_a_config_that_is_none(content: bytes, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "config.json").write_bytes(content)
+    assert str(files / "config.json") in refused(files, capsys)
+
+
+def test_a_tokenizer_that_is_a_link(checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Links of a download cache are followed; others would put somebody's file into the exported model."""
+    blobs = files / "hub" / "blobs"
+    blobs.mkdir()
+    for folder in (blobs, files):
+        (folder / "123").write_text("{}")
+    (checkpoint / "vocab.txt").symlink_to("../../blobs/123")
+    assert [path.name for path in _tokenizer_files(checkpoint)] == ["vocab.txt"]
+    (checkpoint / "vocab.json").symlink_to(files / "123")
+    assert f"{checkpoint / 'vocab.json'} is a link to {files / '123'}" in refused(
+        files, capsys, model="hub/snapshots/1"
+    )
+
+
+def test_links_where_tokens_and_weights_are_written(tmp_path: Path) -> None:
+    """A link that waits under the name of a temporary file is replaced, and not written through."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    (tmp_path / "a.txt").write_text("some text")
+    tokens = read_tokens(tmp_path / "a.txt", vocab_size=256, cache_dir=out)
+    (kept,) = out.iterdir()
+    kept.unlink()
+    (out / f".{kept.name}.{os.getpid()}.tmp").symlink_to(victim)
+    assert read_tokens(tmp_path / "a.txt", vocab_size=256, cache_dir=out).tolist() == tokens.tolist()
+    assert np.load(kept).tolist() == tokens.tolist()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\x93NUMPY\x01\x00", pickle.dumps([1, 2])])
+@pytest.mark.parametrize("name", ["text.npy", "text.bin"])
+def test_tokens_that_are_none(content: bytes, name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / name).write_bytes(content)
+    if name == "text.npy" or len(content) < 2:
+        assert f"{files / name} holds no tokens" in refused(files, capsys, data=name)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["trace.json", "model/model-00002-of-00004.safetensors", "model/config.json"])
+def test_a_full_or_failing_drive_at_the_end(
+    name: str, code: int, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named; all steps are committed, and the run is exported when it is resumed."""
+    command = ["run", str(files / "plan.json"), "--model", str(files / "config.json"), "--steps", "1", "--threads", "1"]
+    command += ["--data", str(files / "text.txt"), "--out", str(files / "out")]
+    original, path = io.open, files / "out" / name
+
+    def fail(file: Any, *args: Any, **settings: Any) -> Any:
+        if path.name in str(file) and Path(file).parent == path.parent:
+            raise OSError(code, os.strerror(code))
+        return original(file, *args, **settings)
+
+    with mock.patch("io.open", fail), mock.patch("builtins.open", fail):
+        assert main(command) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert str(path) in said
+    assert "write" in said or "written" in said
+    assert os.strerror(code).lower() in said.lower()
+    assert main([*command, "--resume"]) == 0
+    assert path.exists() or name == "trace.json"
 
 
 def test_all_kinds_of_the_runtime_are_known() -> None:

@@ -82,7 +82,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"t\.json") as caught:
         write_atomically(path, "other")
+    assert caught.value.strerror == "cannot be written: No space left on device"
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["t.json"]
