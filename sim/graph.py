@@ -1,6 +1,6 @@
-"""A schedule in numbers: what each op waits for, needs and frees. All that the four rules fix before time starts.
+"""A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-The SimPy engine and the explanation begin here, so that the rules are read from a schedule in one place.
+The SimPy engine and the explanation start from this graph, so that they read the rules from a schedule in one place.
 `tierplan.sim.compiled.graph_columns` derives the same in arrays; a test compares the two engines.
 """
 
@@ -21,7 +21,7 @@ Request = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Ops, tiers and buffers are numbered by their place in the schedule; a list holds one entry per op unless said."""
+    """Ops, tiers and buffers are numbered by their place in the schedule. Lists have one entry per op, unless noted."""
 
     schedule: Schedule
     streams: list[list[int]]

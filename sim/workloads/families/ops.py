@@ -1,20 +1,17 @@
 """The operations that transformers consist of, as autograd sees them: work, saved tensors, memory in backward.
 
-Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves
-them (alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers them.
+Shape letters: D model width, O output width. Saved tensors are listed in the order in which PyTorch saves them
+(alphabetical by their name in its derivative formulas, inputs before outputs), since that order numbers them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
 __all__ = ["activation", "add", "dropout", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
-
-
-def matmul_work(tape: Tape, flops: float, dtype: str) -> dict[str, float]:
-    return {f"matmul_{dtype}_flops": flops}
 
 
 def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Value:
@@ -24,13 +21,13 @@ def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Va
     flops = 2 * rows * weight.numel
     saved = tape.save(*((x,) if weight.needs_grad else ()), *((weight,) if x.needs_grad else ()))
     out = tape.empty((*x.shape[:-1], width), x.dtype)
-    tape.record("addmm" if bias else "mm", [x, weight], [out], matmul_work(tape, flops, x.dtype))
+    tape.record("addmm" if bias else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
     inputs = [x, weight, *([bias] if bias else [])]
     num_x, num_weight, dtype, wants_x = x.numel, weight.numel, x.dtype, x.needs_grad
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved is not None
-        tape.backward_work.append(matmul_work(tape, flops * (2 if wants_x else 1), dtype))
+        tape.backward_work.append({f"matmul_{dtype}_flops": flops * (2 if wants_x else 1)})
         grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype)]
         if bias is not None:
             grad_bias = tape.grad(width, dtype)
@@ -43,15 +40,13 @@ def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Va
 
 def layer_norm(tape: Tape, x: Value, weight: Value, bias: Value) -> Value:
     """Statistics are in the parameters' dtype on a CPU, in fp32 on a GPU."""
-    rows, dtype = x.numel // x.shape[-1], x.dtype
+    dtype, num_x, width = x.dtype, x.numel, x.shape[-1]
     saved = list(tape.save(bias, x, weight))
     out = tape.empty(x.shape, dtype)
     statistics = dtype if tape.training.backend == "cpu" else "fp32"
     mean, rstd = (tape.empty((*x.shape[:-1], 1), statistics) for _ in range(2))
     tape.record("native_layer_norm", [x, weight, bias], [out, mean, rstd], tape.moved(x, weight, bias, out, mean, rstd))
     saved += tape.save(mean, rstd)
-    num_x, width = x.numel, x.shape[-1]
-    assert mean.numel == rows
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         grads = [tape.grad(num_x, dtype), tape.grad(width, dtype), tape.grad(width, dtype)]
@@ -68,29 +63,58 @@ def add(tape: Tape, a: Value, b: Value) -> Value:
     return tape.connect(out, [a, b], lambda grad: [grad, grad])
 
 
-def scale(tape: Tape, x: Value, name: str = "mul") -> Value:
-    """x times, or plus, a number: nothing is saved; plus a number passes its gradient on."""
-    out = tape.empty(x.shape, x.dtype)
+def kernel(
+    tape: Tape,
+    x: Value,
+    name: str,
+    *,
+    saves: Literal["nothing", "input", "output"] = "nothing",
+    shape: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    num_backward: int = 1,
+) -> Value:
+    """A memory-bound kernel on x, whose derivative is `num_backward` such kernels. The result is like x unless said."""
+    saved = tape.save(x) if saves == "input" else ()
+    out = tape.empty(x.shape if shape is None else shape, dtype or x.dtype)
     tape.record(name, [x], [out], tape.moved(x, out))
+    if saves == "output":
+        saved = tape.save(out)
+    return derived(tape, out, x, saved, num_backward)
+
+
+def derived(tape: Tape, out: Value, x: Value, saved: Sequence[Storage] = (), num_kernels: int = 1) -> Value:
+    """`out`, whose gradient becomes that of x in memory-bound kernels that also read what was saved."""
     numel, dtype = x.numel, x.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        if name == "add":
-            return [grad]
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, input_grad))
+        *between, input_grad = (tape.grad(numel, dtype) for _ in range(num_kernels))
+        tape.backward_work.append(tape.moved(grad, *saved, *between, *between, input_grad))
         return [input_grad]
 
     return tape.connect(out, [x], backward)
 
 
+def scale(tape: Tape, x: Value) -> Value:
+    """x times a number: nothing is saved."""
+    return kernel(tape, x, "mul")
+
+
+def shift(tape: Tape, x: Value) -> Value:
+    """x plus a number, which passes its gradient on."""
+    out = tape.empty(x.shape, x.dtype)
+    tape.record("add", [x], [out], tape.moved(x, out))
+    return tape.connect(out, [x], lambda grad: [grad])
+
+
 def mul(tape: Tape, a: Value, b: Value) -> Value:
-    """Elementwise product of a with b, which may be broadcast: each factor is saved for the other's gradient."""
+    """Elementwise product, in which one may be broadcast: each factor is saved for the other's gradient."""
     saved_b = tape.save(b) if a.needs_grad else None
     saved_a = tape.save(a) if b.needs_grad else None
-    out = tape.empty(a.shape, a.dtype)
+    whole = max(a, b, key=lambda value: value.numel)
+    out = tape.empty(whole.shape, a.dtype)
     tape.record("mul", [a, b], [out], tape.moved(a, b, out))
-    numel, dtype, a_bytes, b_bytes = a.numel, a.dtype, a.size_bytes, b.size_bytes
+    numel, dtype, a_bytes, b_bytes = whole.numel, a.dtype, a.size_bytes, b.size_bytes
+    del whole
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         grads: list[Storage | None] = []
@@ -104,37 +128,9 @@ def mul(tape: Tape, a: Value, b: Value) -> Value:
     return tape.connect(out, [a, b], backward)
 
 
-def unary(tape: Tape, x: Value, name: str, *, saves: str) -> Value:
-    """A function whose backward is one kernel that needs its input or its output (`saves`)."""
-    saved = tape.save(x) if saves == "input" else ()
-    out = tape.empty(x.shape, x.dtype)
-    tape.record(name, [x], [out], tape.moved(x, out))
-    if saves == "output":
-        saved = tape.save(out)
-    numel, dtype = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
-
-
 def power(tape: Tape, x: Value) -> Value:
-    """x to an integer power: its derivative is a chain of three kernels."""
-    saved = tape.save(x)
-    out = tape.empty(x.shape, x.dtype)
-    tape.record("pow", [x], [out], tape.moved(x, out))
-    numel, dtype = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        lower, scaled = tape.grad(numel, dtype), tape.grad(numel, dtype)
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(*saved, lower, lower, scaled, grad, scaled, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
+    """x to an integer power."""
+    return kernel(tape, x, "pow", saves="input", num_backward=3)
 
 
 def activation(tape: Tape, x: Value, name: str) -> Value:
@@ -143,13 +139,10 @@ def activation(tape: Tape, x: Value, name: str) -> Value:
         return mul(  # no local variables: a tensor dies when the next one is made from it
             tape,
             scale(tape, x),
-            scale(
-                tape, unary(tape, scale(tape, add(tape, x, scale(tape, power(tape, x)))), "tanh", saves="output"), "add"
-            ),
+            shift(tape, kernel(tape, scale(tape, add(tape, x, scale(tape, power(tape, x)))), "tanh", saves="output")),
         )
-    if name in ("gelu", "gelu_pytorch_tanh", "silu", "swish"):
-        return unary(tape, x, name, saves="input")
-    return unary(tape, x, name, saves="output")
+    needs_input = name in ("gelu", "gelu_pytorch_tanh", "silu", "swish")
+    return kernel(tape, x, name, saves="input" if needs_input else "output")
 
 
 def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
@@ -181,103 +174,33 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
     """x itself for 0. A GPU keeps a mask of one byte per element, a CPU one in x's dtype that it multiplies with."""
     if probability == 0:
         return x
-    numel, dtype = x.numel, x.dtype
     if tape.training.backend == "cpu":
-        mask = tape.empty(x.shape, dtype)
+        mask = tape.empty(x.shape, x.dtype)
         tape.record("empty_like", [x], [mask], tape.moved(x, mask))
         tape.record("bernoulli_", [mask], [mask], tape.moved(mask, mask), random=True)
         tape.record("div_", [mask], [mask], tape.moved(mask, mask))
         return mul(tape, x, mask)
-    out, mask = tape.empty(x.shape, dtype), tape.empty(x.shape, "bool")
+    out, mask = tape.empty(x.shape, x.dtype), tape.empty(x.shape, "bool")
     tape.record("native_dropout", [x], [out, mask], tape.moved(x, out, mask), random=True)
-    saved = tape.save(mask)
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
+    return derived(tape, out, x, tape.save(mask))
 
 
 def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:
     """x itself if it has the dtype."""
-    if x.dtype == dtype:
-        return x
-    out = tape.empty(x.shape, dtype)
-    tape.record("_to_copy", [x], [out], tape.moved(x, out))
-    numel, old = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(numel, old)
-        tape.backward_work.append(tape.moved(grad, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
-
-
-def row_mean(tape: Tape, x: Value) -> Value:
-    """The mean of each row; its gradient is spread over the row again."""
-    out = tape.empty((*x.shape[:-1], 1), x.dtype)
-    tape.record("mean", [x], [out], tape.moved(x, out))
-    numel, dtype = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
-
-
-def rsqrt(tape: Tape, x: Value) -> Value:
-    out = tape.empty(x.shape, x.dtype)
-    tape.record("rsqrt", [x], [out], tape.moved(x, out))
-    saved = tape.save(out)
-    numel, dtype = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        cubed, scaled, input_grad = (tape.grad(numel, dtype) for _ in range(3))
-        tape.backward_work.append(tape.moved(*saved, cubed, cubed, scaled, scaled, grad, input_grad))
-        return [input_grad]
-
-    return tape.connect(out, [x], backward)
+    return x if x.dtype == dtype else kernel(tape, x, "_to_copy", dtype=dtype)
 
 
 def rms_norm(tape: Tape, x: Value, weight: Value) -> Value:
     """Llama's RMSNorm, operation by operation: in fp32, then cast, then scaled."""
     wide = to_dtype(tape, x, "fp32")
-    variance = row_mean(tape, power(tape, wide))
-    wide = mul(tape, wide, rsqrt(tape, scale(tape, variance, "add")))
-    return mul_weight(tape, weight, to_dtype(tape, wide, x.dtype))
-
-
-def mul_weight(tape: Tape, weight: Value, x: Value) -> Value:
-    """weight * x, with the weight broadcast over rows."""
-    saved = [*tape.save(x), *tape.save(weight)]
-    out = tape.empty(x.shape, x.dtype)
-    tape.record("mul", [weight, x], [out], tape.moved(weight, x, out))
-    numel, dtype, weight_bytes = x.numel, x.dtype, weight.size_bytes
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        of_x, of_weight = tape.grad(numel, dtype), tape.grad(numel, dtype)
-        tape.backward_work.append({"elementwise_bytes": 5 * of_x.size_bytes + weight_bytes})
-        assert saved
-        return [of_weight, of_x]
-
-    return tape.connect(out, [weight, x], backward)
+    variance = kernel(tape, power(tape, wide), "mean", shape=(*x.shape[:-1], 1))
+    wide = mul(tape, wide, kernel(tape, shift(tape, variance), "rsqrt", saves="output", num_backward=3))
+    return mul(tape, weight, to_dtype(tape, wide, x.dtype))
 
 
 def reshaped(tape: Tape, x: Value) -> Value:
     """x with another layout of heads: a view, whose gradient is copied to come back to x's layout."""
-    numel, dtype = x.numel, x.dtype
-
-    def backward(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, input_grad))
-        return [input_grad]
-
-    return tape.connect(Value(x.shape, dtype, x.storage), [x], backward)
+    return derived(tape, Value(x.shape, x.dtype, x.storage), x)
 
 
 def rotate(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
@@ -313,10 +236,6 @@ def rotate_half(tape: Tape, x: Value) -> Value:
     return out
 
 
-def attention_work(dtype: str, flops: float) -> dict[str, float]:
-    return {f"attention_{dtype}_flops": flops}
-
-
 def fused_attention(
     tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int, drops: bool = False
 ) -> Value:
@@ -325,20 +244,20 @@ def fused_attention(
     On a CPU one kernel does it; on a GPU flash attention for 16-bit types, else the memory-efficient kernel. FLOPs are
     those of the full square of scores, causal or not, as in PyTorch's counter: two products forward, five backward.
     """
-    batch, length = q.shape[0], q.shape[1]
+    batch, length = q.shape[:2]
     on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"
-    flops = 4 * batch * heads * length * length * head_dim
+    work, flops = f"attention_{q.dtype}_flops", 4 * batch * heads * length * length * head_dim
     saved = list(tape.save(k, q, v))
     out = tape.empty((batch, length, heads * head_dim), q.dtype)
     rows = tape.empty((batch, heads, length if on_cpu or not wide else -(-length // 32) * 32), "fp32")
     seeds = [] if on_cpu else [("int64", ()), ("int64", ())] if wide else [("uint64", (2,)), ("uint64", ())]
     extra = [tape.empty(shape, dtype) for dtype, shape in seeds]
-    tape.record("attention", [q, k, v], [out, rows, *extra], attention_work(q.dtype, flops), random=drops)
+    tape.record("attention", [q, k, v], [out, rows, *extra], {work: flops}, random=drops)
     saved += tape.save(rows, out, *extra)
     sizes, dtype = [value.numel for value in (q, k, v)], q.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        tape.backward_work.append(attention_work(dtype, flops * 5 // 2))
+        tape.backward_work.append({work: flops * 5 // 2})
         assert saved
         return [tape.grad(size, dtype) for size in sizes]
 
