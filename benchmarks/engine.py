@@ -37,13 +37,12 @@ from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.analysis.completion import check_memory
 from tierplan.sim.analysis.steady import SteadyStep, steady_step
-from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.columns import ScheduleColumns, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.compiled.simulation import prices_on
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import unroll
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 

@@ -60,8 +60,9 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.explain import StreamTime, stream_times
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 from tierplan.sim.workloads.workload import Training, Workload
 

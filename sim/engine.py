@@ -10,10 +10,8 @@ This module knows nothing of transformers, optimizers or systems. Times are inte
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import pairwise, starmap
 from operator import itemgetter, truediv
 
@@ -21,6 +19,7 @@ import simpy
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError, out_of_memory
+from tierplan.sim.columns import collector_paused
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
@@ -41,28 +40,13 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
     SimulationError
         When a cost is missing, negative or not finite, or takes of a limit that is unknown or 0.
     """
-    with _collector_paused():
+    with collector_paused():
         return _Run(graph_of(schedule), costs, limits or {}).trace()
 
 
 def alone_ns(cost: Cost) -> int:
     """Nanoseconds that an op takes when nothing else runs."""
     return round(cost.latency_s * 1e9) + round(cost.work_s * 1e9)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keeps Python's cyclic garbage collector from walking a growing trace again and again.
-
-    A simulation makes no cyclic garbage. Unpaused, 10 steps of GPT-3 take 1.7 times as long (`benchmarks/engine.py`).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Run:

@@ -24,10 +24,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, held_bytes
-from tierplan.sim.contents import step_prefix
 from tierplan.sim.step import StepSpec
 
-__all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "unroll", "validate"]
+__all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "validate"]
 
 
 class ScheduleError(ValueError):
@@ -263,75 +262,3 @@ def _check_reuse(
     if last_read_at[b.reuses] > written_at[b.name]:
         late = schedule.ops[last_read_at[b.reuses]].key
         raise ScheduleError(f"op {late!r} reads {b.reuses!r} after {writer.key!r} has written {b.name!r} over it")
-
-
-def no_successor(buffers: Iterable[str]) -> ScheduleError:
-    """What is wrong with initial buffers that the next step would lack."""
-    return ScheduleError(
-        f"initial buffer {min(buffers)!r} has no buffer that becomes it, so a second step would lack it; "
-        "declare `becomes` on the buffer that outlives the step"
-    )
-
-
-def unroll(schedule: Schedule, num_steps: int) -> Schedule:
-    """`num_steps` steps as one schedule: keys and buffers get the prefix `s0/`, `s1/`, ...
-
-    A buffer that outlives step i is the initial buffer that it `becomes` in step i+1. Streams run on from one step into
-    the next, so work may overlap across the boundary exactly as rules 1 to 4 allow; that is the steady state.
-    """
-    if num_steps < 1:
-        raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
-    initial = {b.name for b in schedule.buffers if b.initial}
-    successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
-    if num_steps > 1 and (lost := initial - successor.keys()):
-        raise no_successor(lost)
-
-    prefix = [step_prefix(step) for step in range(num_steps + 1)]
-
-    def instance(step: int, name: str) -> str:
-        while step > 0 and name in initial:
-            step, name = step - 1, successor[name]
-        return prefix[step] + name
-
-    outlives = {instance(num_steps, name): prefix[0] + name for name in successor}
-    buffers: list[Buffer] = []
-    ops: list[Op] = []
-    # Field by field, since every simulation of steps begins here: `dataclasses.replace` takes 1.7 times as long.
-    for step, this in enumerate(prefix[:num_steps]):
-        for b in schedule.buffers:
-            if b.initial and step > 0:
-                continue
-            buffers.append(
-                Buffer(
-                    name=this + b.name,
-                    tier=b.tier,
-                    size_bytes=b.size_bytes,
-                    content=b.content,
-                    kind=b.kind,
-                    initial=b.initial,
-                    reuses=instance(step, b.reuses) if b.reuses else None,
-                    becomes=outlives.get(this + b.name),
-                )
-            )
-        for op in schedule.ops:
-            ops.append(
-                Op(
-                    key=this + op.key,
-                    stream=op.stream,
-                    kind=op.kind,
-                    unit=op.unit,
-                    micro_batch=op.micro_batch,
-                    work=op.work,
-                    reads=tuple(instance(step, name) for name in op.reads),
-                    writes=tuple(this + name for name in op.writes),
-                    after=tuple(this + key for key in op.after),
-                )
-            )
-    return Schedule(
-        name=f"{schedule.name} x{num_steps}",
-        tiers=schedule.tiers,
-        buffers=tuple(buffers),
-        ops=tuple(ops),
-        step=schedule.step,
-        meta={**schedule.meta, "num_steps": num_steps},
-    )

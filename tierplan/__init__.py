@@ -32,7 +32,7 @@ _EXPORTS: dict[str, str] = {
     "Schedule": "tierplan.sim.schedule",
     "Tier": "tierplan.sim.schedule",
     "validate": "tierplan.sim.schedule",
-    "unroll": "tierplan.sim.schedule",
+    "unroll": "tierplan.sim.columns",
     "load_schedule": "tierplan.sim.schedule_file",
     "save_schedule": "tierplan.sim.schedule_file",
     "Trace": "tierplan.sim.trace",
@@ -79,12 +79,12 @@ if TYPE_CHECKING:
     from tierplan.planner.plan import Plan as Plan
     from tierplan.planner.plan import UnitPlan as UnitPlan
     from tierplan.planner.plan import UnitwisePlan as UnitwisePlan
+    from tierplan.sim.columns import unroll as unroll
     from tierplan.sim.pricing import simulate_on
     from tierplan.sim.schedule import Buffer as Buffer
     from tierplan.sim.schedule import Op as Op
     from tierplan.sim.schedule import Schedule as Schedule
     from tierplan.sim.schedule import Tier as Tier
-    from tierplan.sim.schedule import unroll as unroll
     from tierplan.sim.schedule import validate as validate
     from tierplan.sim.trace import Trace as Trace
     from tierplan.sim.workloads.workload import Training as Training

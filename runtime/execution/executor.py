@@ -5,7 +5,7 @@ and all that it waits for has ended (rule 2). Each tier grants memory to eligibl
 and takes it back when a buffer's last reader ends (rule 4). What an op does is the business of a body, a function that
 is called in the worker with the op and its buffers; this module knows nothing of models.
 
-Steps run back to back: a step is *opened* (joined to the one before, as `schedule.unroll` does) when a stream reaches
+Steps run back to back: a step is *opened* (joined to the one before, as `columns.unroll` does) when a stream reaches
 the step before it, so a stream that is done with one step goes on with the next. Errors:
 
     ExecutionError(RuntimeError)     the schedule was not executed to its end

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.columns import Int64, ScheduleColumns, columns_of
+from tierplan.sim.columns import Int64, ScheduleColumns, columns_of, unroll
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
 __all__ = ["Repetition", "SteadyState", "SteadyStep", "steady_state", "steady_step"]
@@ -92,7 +92,7 @@ def steady_state(
     Raises
     ------
     ScheduleError
-        When an initial buffer has no successor in the next step (see `schedule.unroll`).
+        When an initial buffer has no successor in the next step (see `columns.unroll`).
     OutOfMemory
         When the steps do not fit; the first may fit alone, where the second needs memory that the first still holds.
     """

@@ -16,11 +16,11 @@ import numpy as np
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.simulation import prices_by_key, run
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 
 __all__ = ["Variation", "measured_spreads", "vary"]
 

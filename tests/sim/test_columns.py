@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim.random_schedules import schedules
+from tests.sim.unrolled import unrolled_by_objects
 from tests.toys import toy_machine, toy_workload
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.columns import Lists, ScheduleColumns, columns_of
-from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 
 
 @settings(max_examples=150, deadline=None)
@@ -31,7 +32,7 @@ def test_columns_give_back_the_schedule_of_every_policy(policy: str) -> None:
     schedule = lower(decide(policy, workload, machine), workload, machine)
     columns = columns_of(schedule)
     assert repr(columns.schedule()) == repr(schedule), "as text, amounts keep their type: 1 is not 1.0"
-    assert columns.unrolled(3).schedule() == unroll(schedule, 3)
+    assert columns.unrolled(3).schedule() == unrolled_by_objects(schedule, 3)
     assert columns.bytes_moved() == schedule.bytes_moved()
     assert len(columns.works) < len(schedule.ops), "ops of one work are priced once"
 
@@ -49,7 +50,7 @@ def test_reordered_columns_are_those_of_the_reordered_schedule(schedule: Schedul
 @given(schedules(), st.integers(0, 5))
 def test_unrolled_columns_are_those_of_the_unrolled_schedule(schedule: Schedule, num_steps: int) -> None:
     try:
-        expected = unroll(schedule, num_steps)
+        expected = unrolled_by_objects(schedule, num_steps)
     except ScheduleError as error:
         with pytest.raises(ScheduleError, match=f"^{re.escape(str(error))}$"):
             columns_of(schedule).unrolled(num_steps)
@@ -76,7 +77,7 @@ def test_initial_buffers_may_change_places_from_step_to_step() -> None:
     )
     op = Op(key="update", stream="a", kind="x", reads=("old", "new"), writes=("newer",))
     schedule = validate(Schedule(name="s", tiers=(tier,), buffers=buffers, ops=(op,)))
-    assert columns_of(schedule).unrolled(4).schedule() == unroll(schedule, 4)
+    assert columns_of(schedule).unrolled(4).schedule() == unrolled_by_objects(schedule, 4)
 
 
 def test_an_empty_schedule_has_empty_columns() -> None:

@@ -14,9 +14,10 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 
 seconds_lists = st.lists(durations | st.floats(0, 3), min_size=14, max_size=14)
 

@@ -11,8 +11,9 @@ from tests.sim.naive import execute_in_random_order, execute_in_time
 from tests.sim.random_schedules import costs, durations, schedules
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.analysis.completion import completes, smallest_capacity_bytes
+from tierplan.sim.columns import unroll
 from tierplan.sim.engine import OutOfMemory, simulate
-from tierplan.sim.schedule import Schedule, ScheduleError, unroll
+from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.trace import Trace, peaks
 
 seconds_lists = st.lists(durations, min_size=14, max_size=14)

@@ -6,7 +6,8 @@ from dataclasses import MISSING, fields, replace
 
 import pytest
 
-from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
+from tierplan.sim.columns import unroll
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 
 
 def buffer(name: str, **more: object) -> Buffer:

@@ -10,8 +10,9 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import POLICIES, decide
+from tierplan.sim.columns import unroll
 from tierplan.sim.contents import KeptActs, RecomputedActs, SavedActs, parse_content
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import SavedTensorSpec, StepSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
-from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, unroll, validate
+from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.trace import Trace
 
 MIB = 2**20

@@ -13,8 +13,9 @@ from scipy.optimize import nnls
 from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.hwmodels.scaling import with_demand, with_rate_factors
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.validation.comparison.steps import cut_predicted
 
 __all__ = ["COMPUTATIONS", "fit_rates", "without_compute_latency"]

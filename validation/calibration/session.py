@@ -22,8 +22,9 @@ from tierplan.runtime.measure.units import profile_workload
 from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_room
 from tierplan.validation.calibration.calibration import Calibration, calibrate

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.columns import unroll
 from tierplan.sim.contents import split_step
 from tierplan.sim.engine import simulate
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.validation.comparison.steps import cut_steps
 
 __all__ = ["Contribution", "attribute"]

@@ -1,6 +1,6 @@
 """A trace of several steps, cut into steps.
 
-Keys of several steps are `s<step>/<key>`, as `tierplan.sim.schedule.unroll` writes them. A trace without the prefix is
+Keys of several steps are `s<step>/<key>`, as `tierplan.sim.columns.unroll` writes them. A trace without the prefix is
 one step. A step lasts from the end of the last op of the step before to the end of its own last op. So the durations of
 all steps add up to the whole time, even where work of two steps overlaps.
 """

@@ -20,8 +20,9 @@ from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.questions.largest import family, largest_model
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Schedule, unroll, validate
+from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload

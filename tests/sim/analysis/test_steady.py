@@ -16,9 +16,9 @@ from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import Repetition, SteadyState, steady_step
 from tierplan.sim.analysis.steady import steady_state as steady_by_simpy
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll, validate
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 
 TIER = Tier(name="m", capacity_bytes=100)
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tests.sim.random_schedules import LIMITS, cost_lists, costs_in_turn, schedules
 from tierplan.hwmodels.costs import Cost
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute, stuck
 from tierplan.sim.compiled.simulation import prices_by_key
 from tierplan.sim.engine import OutOfMemory, simulate
-from tierplan.sim.schedule import Schedule, ScheduleError, unroll
+from tierplan.sim.schedule import Schedule, ScheduleError
 
 
 def by_simpy(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> object:

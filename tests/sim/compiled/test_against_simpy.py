@@ -13,13 +13,13 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.compiled.simulation import prices_by_key, prices_on
 from tierplan.sim.engine import SimulationError, simulate
 from tierplan.sim.pricing import price
-from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, unroll
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 
 test_random_schedules = both_engines_agree(400)
 test_ten_thousand_random_schedules = pytest.mark.matrix(both_engines_agree(10_000))

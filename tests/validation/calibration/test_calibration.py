@@ -13,8 +13,9 @@ from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Schedule, unroll
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import AMPLE_BYTES

@@ -11,9 +11,9 @@ import pytest
 
 from tests.validation.toy import RATES, toy_costs, toy_schedule, toy_trace
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.columns import unroll
 from tierplan.sim.contents import split_step
 from tierplan.sim.engine import simulate
-from tierplan.sim.schedule import unroll
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.comparison.steps import cut_steps

@@ -13,8 +13,8 @@ from tierplan.commands import compare as command
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import unroll
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.validation.comparison.run_folder import RunFolderError, load_run, read_schedule
 

@@ -1,0 +1,69 @@
+"""Another `unroll`, object by object: the witness of the one that joins columns."""
+
+from __future__ import annotations
+
+from tierplan.sim.contents import step_prefix
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError
+
+__all__ = ["unrolled_by_objects"]
+
+
+def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
+    if num_steps < 1:
+        raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
+    initial = {b.name for b in schedule.buffers if b.initial}
+    successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
+    if num_steps > 1 and (lost := initial - successor.keys()):
+        raise ScheduleError(
+            f"initial buffer {min(lost)!r} has no buffer that becomes it, so a second step would lack it; "
+            "declare `becomes` on the buffer that outlives the step"
+        )
+
+    prefix = [step_prefix(step) for step in range(num_steps + 1)]
+
+    def instance(step: int, name: str) -> str:
+        while step > 0 and name in initial:
+            step, name = step - 1, successor[name]
+        return prefix[step] + name
+
+    outlives = {instance(num_steps, name): prefix[0] + name for name in successor}
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+    for step, this in enumerate(prefix[:num_steps]):
+        for b in schedule.buffers:
+            if b.initial and step > 0:
+                continue
+            buffers.append(
+                Buffer(
+                    name=this + b.name,
+                    tier=b.tier,
+                    size_bytes=b.size_bytes,
+                    content=b.content,
+                    kind=b.kind,
+                    initial=b.initial,
+                    reuses=instance(step, b.reuses) if b.reuses else None,
+                    becomes=outlives.get(this + b.name),
+                )
+            )
+        for op in schedule.ops:
+            ops.append(
+                Op(
+                    key=this + op.key,
+                    stream=op.stream,
+                    kind=op.kind,
+                    unit=op.unit,
+                    micro_batch=op.micro_batch,
+                    work=op.work,
+                    reads=tuple(instance(step, name) for name in op.reads),
+                    writes=tuple(this + name for name in op.writes),
+                    after=tuple(this + key for key in op.after),
+                )
+            )
+    return Schedule(
+        name=f"{schedule.name} x{num_steps}",
+        tiers=schedule.tiers,
+        buffers=tuple(buffers),
+        ops=tuple(ops),
+        step=schedule.step,
+        meta={**schedule.meta, "num_steps": num_steps},
+    )
