@@ -32,7 +32,7 @@ from tierplan.hwmodels.keys import KEYS, Key, find_key
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.units import format_amount, parse_amount
 
-__all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "write_description"]
+__all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "text_of", "write_description"]
 
 Basis = Literal["nameplate", "measured", "published", "calibrated", "assumed", "given"]
 """Where a number comes from: a data sheet; a measurement of ours; somebody's publication; a fit to published results;
@@ -130,11 +130,19 @@ _SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 _TOP = ("name", "summary", "sources", "switch", "limit", "shares", "notes", *_SECTIONS)
 
 
+def text_of(path: Path) -> str:
+    """What a file says. Raises `MachineError` where it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MachineError(f"{path} is not text in UTF-8 ({error}); give another file") from error
+
+
 def parse_description(text: str, *, where: str, folder: Path | None = None) -> Description:
     """A description from the text of a machine file (or of a part, when `where` is one). `where` is used in errors."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MachineError(f"{where} is not TOML: {error}") from error
     if unknown := [key for key in table if key not in _TOP]:
         raise MachineError(f"{where} has an unknown entry {unknown[0]!r}; a machine file has {', '.join(_TOP)}")

@@ -108,7 +108,7 @@ def _read_json(path: Path) -> dict[str, object]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WorkloadError(f"there is no file {str(path)!r}; give a JSON file") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkloadError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise WorkloadError(f"{path} holds a {type(raw).__name__}; a configuration is one JSON object")

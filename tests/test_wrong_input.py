@@ -128,6 +128,32 @@ def test_what_cannot_be_is_one_line_and_status_1(
 
 
 @pytest.mark.parametrize(
+    "content",
+    [b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\0" * 4096, b'{"a":' + b"9" * 5000, b"a=" + b"[" * 50_000]
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "broken.toml"],
+        ["simulate", "--policy", "fuyou", "--model", "broken.toml", "--machine", "desktop-4090"],
+        ["run", "broken.toml", *RUN[2:], "--steps", "1"],
+        ["sweep", "broken.toml"],
+        ["machine", "import", "--fio", "broken.toml", "-o", "m.toml"],
+        ["workload", "deepspeed", "broken.toml", "--model", "gpt-13b"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_broken_file_is_one_line_with_its_name(
+    argv: list[str], content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.toml").write_bytes(content)
+    status, error = refused(argv, capsys)
+    assert status == 1
+    assert "broken.toml" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("fuyou", "fuyu", "there is no policy 'fuyu'"),

@@ -21,7 +21,7 @@ def json_object(text: str, *, where: str, tool: str, how: str) -> Mapping[str, o
         raise ImportedFileError(f"{where} holds no JSON; write it with: {how}")
     try:
         value = json.loads(text[begin:])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ImportedFileError(
             f"{where} is not the whole JSON output of {tool} ({error}); write it again with: {how}"
         ) from error

@@ -71,7 +71,7 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")

@@ -164,7 +164,7 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     source = Path(path)
     try:
         record = tomllib.loads(source.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise StudyError(f"{source} is not TOML: {error}") from error
     allowed = ("name", "question", "scenario", "set")
     if unknown := sorted(set(record) - set(allowed)):
