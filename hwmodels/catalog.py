@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from tierplan.hwmodels.build import build
-from tierplan.hwmodels.description import Description, Quantity, override, parse_description, text_of
+from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.keys import PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -39,13 +39,13 @@ def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Descri
             raise MachineError(
                 f"this machine has not been measured ({path} does not exist); run: tierplan machine measure"
             )
-        text, where = text_of(path), str(path)
+        text, where = read_utf8(path), str(path)
     elif name in (names := catalog_names("machines")):
         text, where = _catalog("machines").joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml"
     elif path.suffix == ".toml" or path.is_file():
         if not path.is_file():
             raise MachineError(f"no machine file {name!r}")
-        text, where = text_of(path), str(path)
+        text, where = read_utf8(path), str(path)
     else:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -32,7 +32,7 @@ from tierplan.hwmodels.keys import KEYS, Key, find_key
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.units import format_amount, parse_amount
 
-__all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "text_of", "write_description"]
+__all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "read_utf8", "write_description"]
 
 Basis = Literal["nameplate", "measured", "published", "calibrated", "assumed", "given"]
 """Where a number comes from: a data sheet; a measurement of ours; somebody's publication; a fit to published results;
@@ -130,7 +130,7 @@ _SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 _TOP = ("name", "summary", "sources", "switch", "limit", "shares", "notes", *_SECTIONS)
 
 
-def text_of(path: Path) -> str:
+def read_utf8(path: Path) -> str:
     """What a file says. Raises `MachineError` where it is no text."""
     try:
         return path.read_text(encoding="utf-8")

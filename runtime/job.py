@@ -179,11 +179,11 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
 
 def predicted_step_s(schedule: Schedule) -> float | None:
     """The step time that the file's writer expected: `tierplan plan` and `tierplan simulate` note it."""
-    found: Any = schedule.meta.get("predicted_step_s")
+    step_s: Any = schedule.meta.get("predicted_step_s")
     planned: Any = schedule.meta.get("tierplan-plan")
-    if found is None and isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
-        found = planned["prediction"].get("step_s")
-    return float(found) if isinstance(found, int | float) else None
+    if step_s is None and isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
+        step_s = planned["prediction"].get("step_s")
+    return float(step_s) if isinstance(step_s, int | float) else None
 
 
 def _training(schedule: Schedule, path: Path) -> Training:
@@ -225,12 +225,12 @@ def _tokenizer(folder: Path) -> Any:
 def _tokenizer_files(folder: Path) -> list[Path]:
     """The files of the model's folder that its tokenizer needs. In a download cache they are links to its `blobs`; one
     to anywhere else would put what lies there into the exported model."""
-    found = [p for p in sorted(folder.iterdir()) if p.name.startswith(TOKENIZER_PREFIXES) and p.is_file()]
+    paths = [p for p in sorted(folder.iterdir()) if p.name.startswith(TOKENIZER_PREFIXES) and p.is_file()]
     homes = (folder.resolve(), (folder.parent.parent / "blobs").resolve())
-    for path in found:
+    for path in paths:
         if path.resolve().parent not in homes:
             raise JobError(f"{path} is a link to {path.resolve()}; put a copy of the file there")
-    return found
+    return paths
 
 
 @contextmanager

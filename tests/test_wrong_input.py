@@ -129,8 +129,12 @@ def test_what_cannot_be_is_one_line_and_status_1(
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\0" * 4096, b'{"a":' + b"9" * 5000, b"a=" + b"[" * 50_000]
-)  # fmt: skip
+    [
+        *(b"{", b"null", b"\xff\xfe", b"\0" * 4096, b"[" * 100_000, b'{"a":' * 100_000, b"a=" + b"[" * 50_000),
+        *(b'{"a":' + b"9" * 5000, b"a=" + b"9" * 5000),
+    ],
+    ids=lambda content: str(content[:6]),
+)
 @pytest.mark.parametrize(
     "argv",
     [

@@ -207,7 +207,7 @@ def _import(args: argparse.Namespace) -> int:
 
     from tierplan.hwmodels.build import build
     from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import Description, Quantity, override, text_of, write_description
+    from tierplan.hwmodels.description import Description, Quantity, override, read_utf8, write_description
     from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
@@ -218,7 +218,7 @@ def _import(args: argparse.Namespace) -> int:
         (args.fio, read_fio), (args.ds_io, read_ds_io),
     ):  # fmt: skip
         for path in filter(None, paths):
-            values |= read(text_of(Path(path)), where=Path(path).name)
+            values |= read(read_utf8(Path(path)), where=Path(path).name)
     if not values:
         raise MachineError("nothing to import; give at least one of --fio, --nvbandwidth, --nvidia-smi, --ds-io")
     base = load_description(args.base) if args.base else Description(name="")
