@@ -11,7 +11,8 @@ Errors:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -26,7 +27,8 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
+from tierplan.planner.search.race import Racer, race
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
@@ -50,8 +52,6 @@ SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
 MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
-SHARES_OF_TUNING = (0.45, 0.6, 0.65)
-"""Parts of the budget that are spent when the first, the second and the later shapes end; local moves have the rest."""
 
 
 def plan(
@@ -145,16 +145,10 @@ class _Loop:
             if self.num_devices > 1:
                 self.budget.restart()  # their schedules are several times longer than the budget was measured for
                 search_packs(self.incumbents, self.simulate_plan, seed=self.seed)
-            ranked = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
-            ranked.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
-            begun = self.budget.spent_frac  # bounds and policies come first, however long they take
-            for number, (p, bound) in enumerate(ranked):
-                best = self.incumbents.best
-                if best is None or bound.step_s < (best.step_s or 0.0) * (1 - GOOD_FRAC):
-                    share = SHARES_OF_TUNING[min(number, len(SHARES_OF_TUNING) - 1)]
-                    goal_s = bound.step_s * (1 + GOOD_FRAC)
-                    self.from_program.tune(p, bound, goal_s=goal_s, share=begun + (1 - begun) * share)
-            self._polish(problems, bounds)
+            if (shape := self._shape_of_best()) and all(shape != (p.order, p.sub_batches) for p in problems):
+                problems.append(self._problem(self.semantics, *shape))
+                bounds.append(self._bound(problems[-1]))
+            self._race(problems, bounds)
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
@@ -236,20 +230,40 @@ class _Loop:
                 self.incumbents.consider(candidate)
         return compared
 
-    def _polish(self, problems: list[Problem], bounds: list[Bound]) -> None:
-        """Local moves from the best plan, in its own order."""
-        start = self.incumbents.plain
+    def _race(self, problems: list[Problem], bounds: list[Bound]) -> None:
+        """The search of each shape, until the budget is spent; longer only while nothing fits."""
+        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+        pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+        racers = [Racer(self._tried(p, bound), bound.step_s) for p, bound in pairs]
+        for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
+            if self.budget.is_out_of_time or (self.budget.ops_left <= 0 and self.incumbents.best is not None):
+                return
+
+    def _tried(self, p: Problem, bound: Bound) -> Iterator[float]:
+        """Plans of one shape: the program's, then local moves from the best of these and of the policies'."""
+        goal_s = bound.step_s * (1 + GOOD_FRAC)
+        shape: Shape = (p.order, p.sub_batches)
+        for _ in self.from_program.tried(p, bound, goal_s=goal_s):
+            yield self._best_s(shape)
+        start = self.incumbents.by_shape.get(shape)
         if start is None:
             return
-        by_shape = {(p.order, p.sub_batches): (p, b) for p, b in zip(problems, bounds, strict=True)}
-        p, bound = by_shape.get((start.plan.order, start.plan.sub_batches), (problems[0], bounds[0]))
-        better = descend(p, start, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
+        descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [descend]
         if len(p.units) > LONG_CHAIN:
-            better = descend_by_shifts(p, better, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC)
-        better = descend_with_restarts(
-            p, better, self.simulate_plan, bound_s=bound.step_s, good_frac=GOOD_FRAC, seed=self.seed
-        )
-        self.incumbents.consider(better)
+            descents.append(descend_by_shifts)
+        descents.append(partial(descend_with_restarts, seed=self.seed))
+        for descent in descents:
+            for best in descent(p, self.incumbents.by_shape[shape], self.simulate_plan, goal_s=goal_s):
+                self.incumbents.consider(best)
+                yield self._best_s(shape)
+
+    def _shape_of_best(self) -> Shape | None:
+        best = self.incumbents.plain
+        return None if best is None else (best.plan.order, best.plan.sub_batches)
+
+    def _best_s(self, shape: Shape) -> float:
+        best = self.incumbents.by_shape.get(shape)
+        return float("inf") if best is None or best.step_s is None else best.step_s
 
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
         if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:

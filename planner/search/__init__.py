@@ -9,6 +9,7 @@ shifts        moves of many units at once, and the descent by them, on long chai
 restarts      descents from random plans, on short chains
 knobs         what the program cannot decide, tuned one after the other
 from_program  plans of the planning program, rounded, tuned and simulated
+race          the searches of all shapes, side by side
 late_updates  which updates wait for the next step
 batches       the outer search over micro-batch size and accumulation
 """

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["Budget"]
 
-OPS_PER_S = 800_000
-"""Simulated ops (steps included) that a second of search is taken to buy; sets the budget, measured on two cores."""
+OPS_PER_S = 240_000
+"""Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
+limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
 WALL_TIMES = 5
 """Time limits after which a search ends, by the wall's clock, however busy the computer is."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.moves import FAMILIES
 
@@ -21,11 +23,10 @@ def descend(
     start: Candidate[UnitwisePlan],
     simulate_plan: PlanSimulator,
     *,
-    bound_s: float,
-    good_frac: float,
+    goal_s: float = 0.0,
     of_several_units: bool = True,
-) -> Candidate[UnitwisePlan]:
-    """The best that local moves reach from `start` within the budget, or once it is within `good_frac` of the bound.
+) -> Iterator[Candidate[UnitwisePlan]]:
+    """From `start` along local moves: after each one, the best so far. Until none helps, or a step of `goal_s`.
 
     Goes round the families of moves. On long chains, where neighbours are much alike, a family is left after a few
     moves without success; on short ones every move is tried, with `of_several_units` those that change two at once too.
@@ -34,12 +35,10 @@ def descend(
     best = start
     patience = PATIENCE if len(problem.units) > LONG_CHAIN else 10**9
     stale = 0
-    while stale < len(families):
+    while True:
         for family in families:
             failures, before = 0, best
             for move in family(problem, best.plan):
-                if simulate_plan.budget.is_spent or _close(best, bound_s, good_frac):
-                    return best
                 changed = move(best.plan)
                 if changed is None or changed == best.plan:
                     continue
@@ -48,13 +47,11 @@ def descend(
                     best, failures = tried, 0
                 else:
                     failures += 1
-                    if failures >= patience:
-                        break
+                yield best
+                if best.step_s is not None and best.step_s <= goal_s:
+                    return
+                if failures >= patience:
+                    break
             stale = 0 if best is not before else stale + 1
             if stale >= len(families):
-                break
-    return best
-
-
-def _close(candidate: Candidate[Plan], bound_s: float, good_frac: float) -> bool:
-    return candidate.step_s is not None and candidate.step_s <= bound_s * (1 + good_frac)
+                return

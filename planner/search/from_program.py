@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tierplan.planner.milp.amounts import Problem
@@ -34,18 +35,13 @@ class ProgramPlans:
     solve_s: float = 0.0
     milp_gap: float | None = None
     """Of the last integral program that was solved."""
-    has_fitted: bool = False
-    """Whether any of the program's plans has."""
     notes: list[str] = field(default_factory=list)
 
-    def tune(self, p: Problem, bound: Bound, *, goal_s: float, share: float) -> None:
-        """One shape: tunes the knobs by simulation, then takes the integral program's plan at the best knobs too.
-
-        Ends at a step of `goal_s`, or when `share` of the whole budget is spent.
-        """
+    def tried(self, p: Problem, bound: Bound, *, goal_s: float) -> Iterator[None]:
+        """One shape, plan by plan: tunes the knobs by simulation, until a step of `goal_s`; then takes the integral
+        program's plan at the best knobs too."""
         model = bound.model
         assert model is not None
-        budget = self.simulate_plan.budget
         solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
         units = granules(p)
 
@@ -60,27 +56,27 @@ class ProgramPlans:
                     return None
                 tried = self.simulate_plan(_with_knobs(p, plan, knobs))
                 self.incumbents.consider(tried)
-                self.has_fitted = self.has_fitted or tried.step_s is not None
                 if tried.wear <= 1.0 or write_frac == 0.0:
                     return tried
                 # the program may have waited where the simulation does not: write less, in the end nothing at all
                 write_frac = next((f for f in WRITE_FRACS if f * tried.wear < write_frac), 0.0)
 
-        def is_over() -> bool:
-            return budget.is_out_of_time or (self.has_fitted and budget.spent_frac > share)
-
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
-        tuned = tune(trial, goal_s=goal_s, is_over=is_over, stretch=stretch)
+        tuned = None
+        for found in tune(trial, goal_s=goal_s, stretch=stretch):
+            tuned = found
+            yield
         if tuned is None:
             self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: no rounded plan fitted")
             return
         knobs, best_s = tuned
         self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: {knobs}")
-        if best_s > goal_s and not budget.is_out_of_time:
+        if best_s > goal_s:
             plan = self._solve_whole(model, knobs.margins(p, *units))
             if plan is not None:
                 self.incumbents.consider(self.simulate_plan(_with_knobs(p, plan, knobs)))
+                yield
 
     def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         changed = with_margins(model, margins)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
-from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import Order, PackPlan, Plan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
 
-__all__ = ["Batches", "Incumbents"]
+__all__ = ["Batches", "Incumbents", "Shape"]
 
 Batches = Literal["each", "shared"]
 """On several devices: each has micro-batches of its own, or they share those of one step."""
+
+
+Shape = tuple[Order, int]
+"""The order of micro-batches, and the parts that each is cut into."""
 
 
 @dataclass
@@ -21,18 +25,25 @@ class Incumbents:
     batches: Batches | None = None
     """Which plans may be the best; None: any."""
     best: Candidate[Plan] | None = None
-    plain: Candidate[UnitwisePlan] | None = None
-    """The best that local moves can start from."""
+    by_shape: dict[Shape, Candidate[UnitwisePlan]] = field(default_factory=dict)
+    """The best of each shape that local moves can start from."""
     packed: Candidate[PackPlan] | None = None
     """The best in packs."""
+
+    @property
+    def plain(self) -> Candidate[UnitwisePlan] | None:
+        """The best that local moves can start from."""
+        return min(self.by_shape.values(), key=_per_batch_s, default=None)
 
     def consider(self, candidate: Candidate[Plan]) -> None:
         """Keeps the candidate if it is the quickest so far."""
         if candidate.step_s is None:
             return
         allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
-        if _is_plain(candidate) and (self.plain is None or _per_batch_s(candidate) < _per_batch_s(self.plain)):
-            self.plain = candidate
+        if _is_plain(candidate):
+            shape = (candidate.plan.order, candidate.plan.sub_batches)
+            if shape not in self.by_shape or _per_batch_s(candidate) < _per_batch_s(self.by_shape[shape]):
+                self.by_shape[shape] = candidate
         if _is_packed(candidate) and (self.packed is None or _per_batch_s(candidate) < _per_batch_s(self.packed)):
             self.packed = candidate
         if allowed and (self.best is None or _per_batch_s(candidate) < _per_batch_s(self.best)):

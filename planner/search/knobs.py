@@ -6,8 +6,9 @@ time while the simulated step gets shorter, and goes round the knobs until none 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from tierplan.hwmodels.names import H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -64,35 +65,43 @@ class Knobs:
         )
 
 
-def tune(
-    trial: Trial, *, goal_s: float, is_over: Callable[[], bool], stretch: float = 1.5
-) -> tuple[Knobs, float] | None:
-    """The best knobs found and their step time, or None if nothing fitted. Stops at `goal_s` or when `is_over`.
+def tune(trial: Trial, *, goal_s: float, stretch: float = 1.5) -> Iterator[tuple[Knobs, float] | None]:
+    """After each trial, the best knobs so far and their step time, or None as long as nothing fits; until `goal_s`.
 
     `stretch` is where the search begins.
     """
-    start = _first_that_fits(trial, is_over, stretch)
-    if start is None:
-        return None
-    best, best_s = start
+    found: tuple[Knobs, float] | None = None
+    for first in _first_that_fits(trial, stretch):
+        found = first
+        yield found
+    if found is None:
+        return
+    start, best_s = best, _ = found
     for host, late, shards in CORNERS:
-        corner = replace(start[0], host=host, stretch=late, shards=shards)
-        tried = None if is_over() or best_s <= goal_s else trial(corner)
-        if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
-            best, best_s = corner, tried.step_s
+        if best_s <= goal_s:
+            return
+        corner = replace(start, host=host, stretch=late, shards=shards)
+        best, best_s = _shorter(corner, trial(corner), (best, best_s))
+        yield best, best_s
     stale = 0
-    names = list(SETTINGS)
-    turn = 0
-    while stale < len(names) and best_s > goal_s and not is_over():
-        name = names[turn % len(names)]
-        turn += 1
-        best, shorter_s = _along(name, best, best_s, trial, is_over)
-        stale = 0 if shorter_s < best_s else stale + 1
-        best_s = shorter_s
-    return best, best_s
+    for name in cycle(SETTINGS):
+        before_s = best_s
+        for found in _along(name, best, best_s, trial):
+            best, best_s = found
+            yield found
+            if best_s <= goal_s:
+                return
+        stale = 0 if best_s < before_s else stale + 1
+        if stale >= len(SETTINGS):
+            return
 
 
-def _first_that_fits(trial: Trial, is_over: Callable[[], bool], first_stretch: float) -> tuple[Knobs, float] | None:
+def _shorter(knobs: Knobs, tried: Candidate[UnitwisePlan] | None, best: tuple[Knobs, float]) -> tuple[Knobs, float]:
+    is_shorter = tried is not None and tried.step_s is not None and tried.step_s < best[1] * SHORTER
+    return (knobs, tried.step_s) if is_shorter else best  # type: ignore[union-attr,return-value]
+
+
+def _first_that_fits(trial: Trial, first_stretch: float) -> Iterator[tuple[Knobs, float] | None]:
     """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
     for device, host in (
         (1.0, 2.0),
@@ -109,30 +118,26 @@ def _first_that_fits(trial: Trial, is_over: Callable[[], bool], first_stretch: f
                 knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows)
                 tried = trial(knobs)
                 if tried is not None and tried.step_s is not None:
-                    return knobs, tried.step_s
-                if is_over():
-                    return None
+                    yield knobs, tried.step_s
+                    return
+                yield None
             if tried is None:
                 break
-    return None
 
 
-def _along(name: str, knobs: Knobs, step_s: float, trial: Trial, is_over: Callable[[], bool]) -> tuple[Knobs, float]:
+def _along(name: str, knobs: Knobs, step_s: float, trial: Trial) -> Iterator[tuple[Knobs, float]]:
     """Walks along one knob's settings from where it stands, both ways, with one setting of patience."""
     settings = list(SETTINGS[name])
     at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
-    best, best_s = knobs, step_s
+    best = knobs, step_s
     for ahead in (settings[at + 1 :], settings[:at][::-1]):
         patience = 2
         for setting in ahead:
-            if is_over() or patience == 0:
+            if patience == 0:
                 break
-            changed = replace(knobs, **{name: setting})
-            tried = trial(changed)
-            if tried is not None and tried.step_s is not None and tried.step_s < best_s * SHORTER:
-                best, best_s, patience = changed, tried.step_s, 2
-            else:
-                patience -= 1
-        if best is not knobs:
+            changed, before = replace(knobs, **{name: setting}), best
+            best = _shorter(changed, trial(changed), best)
+            patience = 2 if best is not before else patience - 1
+            yield best
+        if best[0] is not knobs:
             break
-    return best, best_s

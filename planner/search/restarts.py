@@ -8,6 +8,7 @@ from the seed, so a search is repeatable.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, Problem
@@ -29,27 +30,25 @@ def descend_with_restarts(
     start: Candidate[UnitwisePlan],
     simulate_plan: PlanSimulator,
     *,
-    bound_s: float,
-    good_frac: float,
+    goal_s: float,
     seed: int,
-) -> Candidate[UnitwisePlan]:
-    """The best that descents from random changes of `start` reach; `start` itself for long chains."""
+) -> Iterator[Candidate[UnitwisePlan]]:
+    """Descents from random changes of `start`, after each move the best so far; none for long chains."""
     if len(problem.units) > SHORT_CHAIN:
-        return start
+        return
     rng = random.Random(seed)
     best, stale = start, 0
-    while stale < RESTARTS and not simulate_plan.budget.is_spent:
-        assert best.step_s is not None
-        if best.step_s <= bound_s * (1 + good_frac):
-            break
+    while stale < RESTARTS and best.step_s is not None and best.step_s > goal_s:
         changed = _elsewhere(problem, best.plan, simulate_plan, rng)
         stale += 1
         if changed is None:
+            yield best
             continue
-        end = descend(problem, changed, simulate_plan, bound_s=bound_s, good_frac=good_frac, of_several_units=False)
-        if end.step_s is not None and end.step_s < best.step_s * BETTER:
-            best, stale = end, 0
-    return best
+        before_s = best.step_s
+        for end in descend(problem, changed, simulate_plan, goal_s=goal_s, of_several_units=False):
+            if end.step_s is not None and end.step_s < before_s * BETTER:
+                best, stale = end, 0
+            yield best
 
 
 def _elsewhere(
@@ -64,8 +63,6 @@ def _elsewhere(
         tried = simulate_plan(changed)
         if tried.fits:
             return tried
-        if simulate_plan.budget.is_spent:
-            break
     return None
 
 

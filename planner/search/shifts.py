@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from math import ceil
 
@@ -153,77 +154,79 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
 
 
 def descend_by_shifts(
-    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, bound_s: float, good_frac: float
-) -> Candidate[UnitwisePlan]:
-    """The best that shifts and moves of all units reach from `start` within the budget, or once it is good enough.
+    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, goal_s: float
+) -> Iterator[Candidate[UnitwisePlan]]:
+    """From `start` along shifts and moves of all units, until a step of `goal_s`; after each one, the best so far.
 
     Goes from coarse to fine: at each level a smaller part of the units that have a choice is changed, until at the
     finest each shift changes one. What helped last is tried first. Ends when a whole round has helped nothing.
     """
-    return _Descent(problem, simulate_plan, bound_s * (1 + good_frac)).run(start)
+    for best in _Descent(problem, simulate_plan).run(start):
+        yield best
+        if _step_s(best) <= goal_s:
+            return
 
 
 class _Descent:
-    def __init__(self, problem: Problem, simulate_plan: PlanSimulator, goal_s: float) -> None:
-        self.problem, self.simulate_plan, self.goal_s = problem, simulate_plan, goal_s
+    def __init__(self, problem: Problem, simulate_plan: PlanSimulator) -> None:
+        self.problem, self.simulate_plan = problem, simulate_plan
         self.kinds = {tier.name: tier.kind for tier in simulate_plan.machine.tiers}
         self.gains: dict[str, float] = {}
         """By shift: what it has saved lately, in seconds."""
 
-    def run(self, best: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
+    def run(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         before = None
-        while before is not best and not self._is_over(best):
+        while before is not best:
             before = best
             for level in range(1, len(self.problem.units).bit_length() + 1):
-                best = self._of_all_units(best)
-                best = self._level(best, level)
-        return best
+                for part in (self._of_all_units, partial(self._level, level=level)):
+                    for better in part(best):
+                        best = better
+                        yield best
 
-    def _of_all_units(self, best: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
+    def _of_all_units(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         for family in GENERAL_FAMILIES:
             for move in family(self.problem, best.plan):
                 changed = move(best.plan)
-                if changed is not None and not self._is_over(best):
+                if changed is not None:
                     best = self._better(best, self.simulate_plan(changed))
-        return best
+                    yield best
 
-    def _level(self, best: Candidate[UnitwisePlan], level: int) -> Candidate[UnitwisePlan]:
+    def _level(self, best: Candidate[UnitwisePlan], level: int) -> Iterator[Candidate[UnitwisePlan]]:
         ranked = sorted(shifts(self.problem, best.plan), key=lambda s: -self.gains.get(s.name, 0.0))
         for shift in ranked:
             for order in ORDERS:
-                while not self._is_over(best):
-                    units = shift.units(best.plan)
-                    if not units:
-                        break
-                    tried = self._try(best, shift, order(units)[: max(1, len(units) >> level)])
-                    if tried is best:
+                while units := shift.units(best.plan):
+                    before = best
+                    for tried in self._tries(before, shift, order(units)[: max(1, len(units) >> level)]):
+                        best = tried
+                        yield best
+                    if best is before:
                         self.gains[shift.name] = self.gains.get(shift.name, 0.0) / 2
                         break
-                    self.gains[shift.name] = _step_s(best) - _step_s(tried)
-                    best = tried
-        return best
+                    self.gains[shift.name] = _step_s(before) - _step_s(best)
 
-    def _try(self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]) -> Candidate[UnitwisePlan]:
-        """The shift made, with others that free the memory that it is short of; `best` itself if that is no better."""
+    def _tries(
+        self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]
+    ) -> Iterator[Candidate[UnitwisePlan]]:
+        """The shift made, and where it is short of memory, made with others that free some, until one is better."""
         tried = self.simulate_plan(applied(best.plan, shift, units))
+        yield self._better(best, tried)
         if tried.fits or not tried.short_tier:
-            return self._better(best, tried)
+            return
         kind = self.kinds[tried.short_tier]
         for relief in reliefs(self.problem, best.plan, kind)[:NUM_RELIEFS]:
             able = ORDERS[0]([u for u in relief.units(tried.plan) if u not in units])
             num = max(1, ceil(tried.short_bytes / GB / relief.frees_gb[kind]))
-            if len(able) < num or self._is_over(best):
+            if len(able) < num:
                 continue
             relieved = self._better(best, self.simulate_plan(applied(tried.plan, relief, able[:num])))
+            yield relieved
             if relieved is not best:
-                return relieved
-        return best
+                return
 
     def _better(self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
         return tried if tried.fits and _step_s(tried) < _step_s(best) * BETTER else best
-
-    def _is_over(self, best: Candidate[UnitwisePlan]) -> bool:
-        return self.simulate_plan.budget.is_spent or _step_s(best) <= self.goal_s
 
 
 def _step_s(candidate: Candidate[UnitwisePlan]) -> float:

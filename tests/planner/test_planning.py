@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
-from tierplan.planner.search import from_program
+from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -52,8 +53,7 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], policy: str
 ) -> None:
     """Other orders, other semantics of the same numbers, packs and pages: what was searched has bounds of its own."""
-    monkeypatch.setattr(from_program.ProgramPlans, "tune", lambda *args, **kwargs: None)
-    monkeypatch.setattr(planning._Loop, "_polish", lambda *args: None)
+    monkeypatch.setattr(planning._Loop, "_race", lambda *args: None)
     for device_mib in (200, 400):
         workload = toy_workload(4, gradient_accumulation_steps=3)
         machine = toy_machine(device_bytes=device_mib * MIB)
@@ -232,3 +232,26 @@ def test_a_search_without_time_or_end_is_refused(seconds: float) -> None:
         plan(make(1), small_machine(), time_limit_s=seconds)
     with pytest.raises(ValueError, match=f"time_limit_s is {seconds}; give a finite number of seconds above 0"):
         plan_sequences(make, small_machine(), sequences=2, time_limit_s=seconds)
+
+
+def test_more_work_begins_with_all_that_less_work_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a longer search never ends worse."""
+    workload = toy_workload(4, per_device_train_batch_size=4)
+    machine = toy_machine(device_bytes=160 * MIB)
+    tried: list[list[object]] = []
+    simulate = PlanSimulator._simulate
+
+    def listed(self: PlanSimulator, made: UnitwisePlan) -> object:
+        tried[-1].append(made)
+        return simulate(self, made)
+
+    monkeypatch.setattr(PlanSimulator, "_simulate", listed)
+    steps_s = []
+    for ops in (2_000, 10_000, 40_000):
+        tried.append([])
+        monkeypatch.setattr(budget, "OPS_PER_S", ops / 100)
+        steps_s.append(plan(workload, machine, time_limit_s=100, policies=["zero-offload"]).step_s)
+    assert steps_s == sorted(steps_s, reverse=True)
+    assert len(tried[0]) < len(tried[1]) < len(tried[2])
+    for less, more in pairwise(tried):
+        assert more[: len(less)] == less

@@ -56,7 +56,7 @@ def test_the_descent_is_never_worse_and_ends_where_nothing_in_memory_is_left_out
     p = problem(workload, machine, semantics="in-backward")
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
-    best = descend_by_shifts(p, start, evaluate, bound_s=0.0, good_frac=0.0)
+    *_, best = descend_by_shifts(p, start, evaluate, goal_s=0.0)
     in_memory = evaluate(uniform_plan(workload, UnitPlan()))
     assert start.step_s > 1.5 * in_memory.step_s
     assert best.step_s <= in_memory.step_s * 1.01
@@ -69,7 +69,7 @@ def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it():
     p = problem(workload, machine, semantics="in-backward")
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
-    best = descend_by_shifts(p, start, evaluate, bound_s=0.0, good_frac=0.0)
+    *_, best = descend_by_shifts(p, start, evaluate, goal_s=0.0)
     assert best.step_s < 0.7 * start.step_s
     assert any(candidate.short_tier == "gpu0" for candidate in evaluate.seen.values())
 

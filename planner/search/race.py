@@ -1,0 +1,54 @@
+"""Searches side by side: each shape of plans has one of its own, and those that find more get more of the work.
+
+Who may go on and for how long depends on counted work and on steps found, never on the clock or on how much work there
+is in all. So the same question has the same answer, and one with more work begins with all that one with less has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierplan.planner.search.budget import Budget
+
+__all__ = ["Racer", "race"]
+
+FIRST_OPS = 60_000
+"""Of work that each search may do in the first round; in each later one half as many of them do twice as much."""
+
+
+@dataclass(eq=False)
+class Racer:
+    """The search of one shape."""
+
+    tried: Iterator[float]
+    """After each plan that is tried: the shortest step so far, in seconds; infinite as long as none fits."""
+    bound_s: float
+    """Its search ends when others are as quick as this."""
+    best_s: float = float("inf")
+    is_over: bool = False
+
+    def run(self, ops: float, budget: Budget) -> Iterator[None]:
+        """Goes on for some work."""
+        end = budget.ops_left - ops
+        while not self.is_over and budget.ops_left > end:
+            found = next(self.tried, None)
+            self.is_over = found is None
+            self.best_s = self.best_s if found is None else found
+            yield
+
+
+def race(racers: list[Racer], budget: Budget, *, good_frac: float) -> Iterator[None]:
+    """All searches to their ends, the most promising first: a step each time it may be interrupted."""
+    ops = FIRST_OPS
+    num = len(racers)
+    running = racers
+    while running:
+        for racer in running[:num]:
+            for _ in racer.run(ops, budget):
+                best_s = min(r.best_s for r in racers)
+                for other in racers:
+                    other.is_over = other.is_over or other.bound_s >= best_s * (1 - good_frac)
+                yield
+        running = sorted((r for r in running if not r.is_over), key=lambda r: r.best_s)
+        num, ops = max(1, num // 2), 2 * ops
