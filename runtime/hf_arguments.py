@@ -38,15 +38,16 @@ _HONOURED = {
         eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
         eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
         metric_for_best_model greater_is_better use_cache""",
-    "checkpoints that hold the model only; `save_strategy` is refused for others": """
-        save_steps save_only_model save_on_each_node save_total_limit push_to_hub hub_token hub_private_repo
-        hub_model_id hub_strategy hub_always_push hub_revision""",
+    "checkpoints, which hold the schedule's states beside the model": """
+        save_strategy load_best_model_at_end resume_from_checkpoint restore_callback_states_from_checkpoint
+        ignore_data_skip save_steps save_only_model save_on_each_node save_total_limit push_to_hub hub_token
+        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision""",
     "handed to the schedule's optimizer": """
         learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2
         adam_epsilon""",
     "of no effect while the setting that they belong to is refused": """
         activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config fsdp_config
-        ignore_data_skip ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
         ddp_backend ddp_timeout""",
 }
 HONOURED = frozenset(name for names in _HONOURED.values() for name in names.split())
@@ -57,7 +58,6 @@ _ADAMW = "the schedule updates with the bits of torch.optim.AdamW(fused=True)"
 _LOSS = "a step of the schedule takes the loss that the model returns"
 _MEMORY = "where tensors are, and what is computed again, is in the schedule"
 _ONE_PROCESS = "a schedule is executed by one process"
-_STATES = "checkpoints hold the model; optimizer states are in the schedule's tiers and would not be in them"
 _PRECISION = "the precision is the schedule's, without autocast"
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
@@ -78,11 +78,11 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
     "use_liger_kernel": ((False,), "the schedule was made for the model's own kernels", "leave it out"),
     "torch_empty_cache_steps": ((None,), _MEMORY, "leave it out"),
     "auto_find_batch_size": ((False,), "a schedule is made for one batch size", "plan for the batch size that fits"),
-    "save_strategy": (("no",), _STATES, "set 'no', or also save_only_model=True"),
-    "load_best_model_at_end": ((False,), _STATES, "save with save_only_model=True and load the best one yourself"),
-    "resume_from_checkpoint": ((None, False), _STATES, "train with `tierplan run`, which commits and resumes"),
-    "restore_callback_states_from_checkpoint": ((False,), "training is not resumed", "leave it out"),
-    "enable_jit_checkpoint": ((False,), _STATES, "train with `tierplan run`, which commits and resumes"),
+    "enable_jit_checkpoint": (
+        (False,),
+        "a step is executed whole",
+        "use `tierplan run`, which commits on SIGTERM",
+    ),
     "debug": (([], "", None), "its hooks would run inside the schedule's ops", "debug with the plain Trainer"),
     "fsdp": ((None, "", [], False), _ONE_PROCESS, "leave it out"),
     "deepspeed": ((None, "", False), _ONE_PROCESS, "leave it out"),
@@ -140,7 +140,7 @@ def check_arguments(args: Any, training: Training) -> None:
             )
     for field in dataclasses.fields(args):
         name = field.name
-        if name in HONOURED or name in OF_THE_SCHEDULE or (name == "save_strategy" and args.save_only_model):
+        if name in HONOURED or name in OF_THE_SCHEDULE:
             continue
         value = getattr(args, name)
         taken, rule, advice = REFUSED.get(name, ((_default(field),), "it is not known to be honoured", "leave it out"))

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +31,18 @@ from tierplan.sim.schedule import Schedule
 __all__ = ["ScheduleTrainer"]
 
 
+STATES_NAME = "tierplan"
+"""In a checkpoint, the folder with what outlives a step."""
+
+
 class _Update(torch.optim.Optimizer):
-    """Carries the learning rate for the scheduler; the schedule's own ops update the parameters."""
+    """Carries the learning rate for the scheduler; the schedule's own ops update the parameters.
+
+    `rates` has it by step, since an update may be made during the next one, and comes into checkpoints this way.
+    """
 
     def __init__(self, lr: float) -> None:
-        super().__init__([nn.Parameter(torch.zeros(1))], {"lr": lr})
+        super().__init__([nn.Parameter(torch.zeros(1))], {"lr": lr, "rates": {}})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Done already, by the schedule."""
@@ -63,8 +72,6 @@ class ScheduleTrainer(transformers.Trainer):
         self._num_micro_batches = training.gradient_accumulation_steps
         self._has_trained = self._is_over = False
         self._waiting: list[Mapping[str, Any]] = []
-        self._rates: dict[int, float] = {}
-        """By step; an update may be made during the next one."""
         args = self.args
         decayed = set(self.get_decay_parameter_names(self.model))
         spared = tuple(name for name, _ in self.model.named_parameters() if name not in decayed)
@@ -79,7 +86,7 @@ class ScheduleTrainer(transformers.Trainer):
                 weight_decay=args.weight_decay,
                 groups=(ParameterGroup(names=spared, weight_decay=0.0),),
             ),
-            learning_rate=self._rates.__getitem__,
+            learning_rate=lambda step: self._rates[step],
             seed=None,
             num_threads=num_threads,
             device="cuda" if args.device.type == "cuda" else "cpu",
@@ -93,16 +100,22 @@ class ScheduleTrainer(transformers.Trainer):
         return self.optimizer  # type: ignore[no-any-return]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
-        if resume_from_checkpoint:
-            raise TrainingError(
-                f"train is called with resume_from_checkpoint={resume_from_checkpoint!r}, but checkpoints do not hold "
-                "the optimizer states; train with `tierplan run`, which commits and resumes"
-            )
         if self._has_trained:
             raise TrainingError("train is called again, but its optimizer states are gone; make a new ScheduleTrainer")
         check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
         self._has_trained = True
-        return super().train(None, *args, **settings)
+        return super().train(resume_from_checkpoint, *args, **settings)
+
+    @property
+    def _rates(self) -> dict[int, float]:
+        return self.optimizer.param_groups[0]["rates"]  # type: ignore[no-any-return]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False  # else preparing the model would move it
+
+    def _move_model_to_device(self, *unused: Any, **ignored: Any) -> None:
+        """The schedule moves what an op needs."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Collects a micro-batch; its loss when the step is complete, which those of earlier ones join, 0 before."""
@@ -134,12 +147,15 @@ class ScheduleTrainer(transformers.Trainer):
     def _clip_grad_norm(self, *unused: Any, **ignored: Any) -> None:
         """The schedule clips."""
 
-    def _get_grad_norm(self, *unused: Any, **ignored: Any) -> None:
-        """Gradients are gone when the Trainer asks, so no norm is logged."""
+    def _get_grad_norm(self, *unused: Any, **ignored: Any) -> torch.Tensor | None:
+        """Where the schedule clips. Else nobody has seen all gradients together, and no norm is logged."""
+        return self._engine.last_grad_norm
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
-        with self._engine:
+        try:
             return super()._inner_training_loop(*args, **settings)
+        finally:
+            self._engine.close()
 
     def _finalize_training(self, *args: Any, **settings: Any) -> Any:
         if self._engine.is_placed:
@@ -164,12 +180,21 @@ class ScheduleTrainer(transformers.Trainer):
             self.model.to(self.args.device)
             return super().evaluation_loop(*args, **settings)
 
-    def _save_checkpoint(self, *args: Any, **settings: Any) -> None:
-        if not self.args.save_only_model:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._engine.save_copy(Path(output_dir) / STATES_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / STATES_NAME
+        if not folder.is_dir():
             raise TrainingError(
-                "a checkpoint is asked for, but it would not hold the optimizer states; set save_only_model=True"
+                f"{checkpoint} has no {STATES_NAME}, which holds the optimizer states: it was saved with "
+                "save_only_model=True, or by another Trainer. Resume where it was made, or begin anew from its weights"
             )
-        super()._save_checkpoint(*args, **settings)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._engine = replace(self._engine, start=folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with self._whole_model():

@@ -24,7 +24,7 @@ from torch import nn
 from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
-from tierplan.runtime.checkpoint.durability import Durability
+from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import Executor
@@ -128,6 +128,8 @@ class Trainer:
     """Every commit is read from the drives and compared before it counts; only the last one of a `run` if not."""
     resume: bool = False
     """Goes on from the last commit in `out_dir`, or begins if there is none."""
+    start: str | os.PathLike[str] | None = None
+    """A folder that `save_copy` wrote: goes on from there, with the batches that follow."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """What else the numbers depend on, as JSON values, by name: a resume with another one is refused."""
     divides_loss: bool = True
@@ -160,9 +162,17 @@ class Trainer:
         """What `close` changes back in the model."""
         self._give_buffers_back: Callable[[], None] = lambda: None
         self._durability: Durability | None = None
+        if self.out_dir is not None and self.start is not None:
+            raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
+        self._origin: Durability | None = None
+        """Where the state to begin with is."""
         if self.out_dir is not None:
-            self._durability = Durability(self.out_dir, self._settings(), resume=self.resume)
-        self._resumed = self._durability.last if self._durability is not None else None
+            self._origin = self._durability = Durability(self.out_dir, self._settings(), resume=self.resume)
+        elif self.start is not None:
+            self._origin = Durability(self.start, self._settings(), resume=True)
+        self._resumed = self._origin.last if self._origin is not None else None
+        if self.start is not None and self._resumed is None:
+            raise TrainingError(f"{self.start} holds no state to begin with; give a folder that was saved by a run")
 
     # ---- life ----
 
@@ -186,7 +196,7 @@ class Trainer:
         """
         self._batches = iter(batches)
         if self._bodies is None:
-            used = self.num_steps_done * self._num_micro_batches
+            used = 0 if self.start is not None else self.num_steps_done * self._num_micro_batches
             if used and hasattr(batches, "starting_at"):
                 self._batches, used = iter(batches.starting_at(used)), 0
             first = next(self._batches, None)
@@ -232,6 +242,12 @@ class Trainer:
             read_back=read_back,
         )
 
+    def save_copy(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
+        assert self._bodies is not None
+        losses = self.result().losses
+        save_copy(folder, self._settings(), self.num_steps_done, self._executor.carried, self._bodies, losses)
+
     def _settings(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
         return {
@@ -250,6 +266,11 @@ class Trainer:
     def last_losses(self) -> Sequence[float]:
         """The losses of the last step's micro-batches; its loss is their sum."""
         return tuple(self._losses[self.num_steps_done - 1])
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The global norm of the last step's gradients before clipping; None where the schedule does not clip."""
+        return None if self._bodies is None else self._bodies.grad_norm
 
     def request_stop(self) -> None:
         """Lets the steps under way run to their end, or one if there is none; `run` returns then."""
@@ -320,8 +341,8 @@ class Trainer:
         if self._store is not None:
             self._store.close(remove=self._durability is None)
             self._store = None
-        if self._durability is not None:
-            self._durability.close()
+        if self._origin is not None:
+            self._origin.close()
         self._give_buffers_back()
         self._set_back.close()
         torch.set_num_threads(self._threads_before)
@@ -414,11 +435,11 @@ class Trainer:
 
     def _place_committed(self) -> None:
         """Puts the bytes of the last commit into their tiers, or finds them there."""
-        assert self._durability is not None
+        assert self._origin is not None
         assert self._bodies is not None
         for unit in self._units:
             unit.unbind()
-        rng = self._durability.place(self._executor.carried, self._bodies, self._placement.fill)
+        rng = self._origin.place(self._executor.carried, self._bodies, self._placement.fill)
         if rng:
             self._device.set_rng_state(rng)
 

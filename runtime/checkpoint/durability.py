@@ -25,7 +25,7 @@ from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.sim.contents import States
 
-__all__ = ["Durability"]
+__all__ = ["Durability", "save_copy"]
 
 Fill = Callable[[Instance, torch.Tensor], None]
 """Gives an instance these bytes, in its tier."""
@@ -83,17 +83,8 @@ class Durability:
         if self.last is not None and self.last.num_steps == num_steps:
             return  # its files stand under this number
         self._has_failed = True
-        contents: dict[str, Stored] = {}
-        resident: dict[str, Callable[[], torch.Tensor]] = {}
-        places: dict[str, Extent] = {}
-        for instance in carried.values():
-            value, content, size_bytes = value_of(instance), instance.buffer.content, instance.buffer.size_bytes
-            if isinstance(value.place, Extent):
-                places[content] = value.place
-            elif value.is_absent:
-                contents[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
-            else:
-                resident[content] = functools.partial(bodies.read, instance)
+        places = {x.buffer.content: p for x in carried.values() if isinstance(p := value_of(x).place, Extent)}
+        contents, resident = _to_memory((x for x in carried.values() if x.buffer.content not in places), bodies)
         seal = None
         if bodies.store is not None:
             seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
@@ -214,6 +205,40 @@ class Durability:
                 f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps) in "
                 f"{self.folder}; give the folder that the run was made with"
             ) from error
+
+
+def save_copy(
+    folder: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    num_steps: int,
+    carried: Mapping[str, Instance],
+    bodies: Bodies,
+    losses: tuple[float, ...],
+) -> None:
+    """Makes a folder that holds all of the state after so many steps, and nothing elsewhere. Nothing runs meanwhile."""
+    log, run_id = CommitLog(folder), os.urandom(8).hex()
+    lock = log.lock()
+    try:
+        contents, resident = _to_memory(carried.values(), bodies)
+        contents.update(log.write_resident(run_id, num_steps, resident))
+        log.write(Commit(num_steps=num_steps, run_id=run_id, contents=contents, settings=settings, losses=losses))
+    finally:
+        os.close(lock)
+
+
+def _to_memory(
+    instances: Iterable[Instance], bodies: Bodies
+) -> tuple[dict[str, Stored], dict[str, Callable[[], torch.Tensor]]]:
+    """By content: what there is not yet, and how to read what there is."""
+    absent: dict[str, Stored] = {}
+    resident: dict[str, Callable[[], torch.Tensor]] = {}
+    for instance in instances:
+        content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
+        if value_of(instance).is_absent:
+            absent[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
+        else:
+            resident[content] = functools.partial(bodies.read, instance)
+    return absent, resident
 
 
 def _stored(extent: Extent, store: Store) -> Stored:

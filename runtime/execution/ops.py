@@ -73,6 +73,8 @@ class Bodies:
     updates_of_step_before: frozenset[str] = frozenset()
     """Units whose update in a step takes the gradients of the step before."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
+    grad_norm: torch.Tensor | None = None
+    """Of all gradients of the last step, before they were clipped."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
 
@@ -380,7 +382,7 @@ class Bodies:
 
     def _clip(self, call: Call) -> None:
         norms = sorted((pair for x in call.reads for pair in value_of(x).norms), key=lambda pair: pair[0])
-        total = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), 2.0)
+        self.grad_norm = total = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), 2.0)
         if not torch.isfinite(total):
             raise NonFiniteGradientError(
                 f"the global norm of the gradients is {total.item()} in step {call.step}; no update was made and the "

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ from tierplan.sim.workloads.workload import Training
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
+
+
+KEYS = (("loss", "eval_loss", "learning_rate", "epoch"), ("loss", "eval_loss", "learning_rate", "epoch", "grad_norm"))
+"""Of the log, what must be the same without clipping, and with it."""
 
 
 def examples(count: int) -> list[dict[str, torch.Tensor]]:
@@ -115,13 +120,9 @@ def test_evaluation_and_saving_in_the_middle_of_training(
         if build is hf.Trainer and clip:
             trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
         trainer.train()
-        logs.append(
-            [{k: v for k, v in entry.items() if k in ("loss", "eval_loss")} for entry in trainer.state.log_history]
-        )
+        logs.append([{k: v for k, v in entry.items() if k in KEYS[bool(clip)]} for entry in trainer.state.log_history])
         models.append((model, hf.GPT2LMHeadModel.from_pretrained(folder / "checkpoint-3")))
         is_training.append(model.training)
-        if build is ScheduleTrainer:
-            assert not any("grad_norm" in entry for entry in trainer.state.log_history)
     expected, found = logs
     assert [set(entry) for entry in found] == [set(entry) for entry in expected]
     assert sum("eval_loss" in entry for entry in expected) == 4  # before the first step, and after 2, 4 and 5
@@ -175,18 +176,10 @@ ARGUMENTS = hf.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[]
         ("torch_compile", True),
         ("torch_empty_cache_steps", 2),
         ("auto_find_batch_size", True),
-        ("save_strategy", "steps"),
-        ("resume_from_checkpoint", "checkpoint-3"),
     ],
 )
 def test_an_argument_that_is_not_honoured_is_refused(setting: str, value: object, tmp_path: Path) -> None:
     assert f"have {setting}={value!r}" in refusal(tmp_path, **{setting: value})
-
-
-def test_the_best_model_is_not_loaded_from_checkpoints(tmp_path: Path) -> None:
-    best = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    message = refusal(tmp_path, **best, save_only_model=True, load_best_model_at_end=True)
-    assert "have load_best_model_at_end=True" in message
 
 
 def test_a_field_of_a_subclass_that_is_not_known_keeps_its_default(tmp_path: Path) -> None:
@@ -252,23 +245,113 @@ def test_the_model_is_whole_when_training_ends_and_is_not_trained_again(tmp_path
         trainer.train()
 
 
-def test_a_checkpoint_that_a_callback_asks_for_is_refused(tmp_path: Path) -> None:
-    class AsksForOne(hf.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
-            control.should_save = True
+class Interrupted(hf.TrainerCallback):
+    """Ends training after a step, as a crash after its checkpoint would."""
 
-    settings = {"args": arguments(tmp_path, 1, None), "callbacks": [AsksForOne()], "train_dataset": examples(8)}
-    trainer = ScheduleTrainer(
-        schedule=SCHEDULE, nvme_dir=tmp_path / "nvme", model=make_model("gpt2", dropout=0.1), **settings
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "clip", "late", "stop"), [(1, None, True, 2), (2, 0.5, False, 3), (2, None, False, 4)]
+)
+def test_training_is_resumed_from_a_checkpoint(
+    accumulation: int, clip: float | None, late: bool, stop: int, tmp_path: Path
+) -> None:
+    """In the middle of an epoch and at its end: losses and weights are those of the plain Trainer without a stop."""
+
+    def build(kind: type, seed: int, **more: Any) -> Any:
+        own: dict[str, Any] = {}
+        if kind is ScheduleTrainer:
+            own = {"schedule": schedule_for(accumulation, clip, late=late), "nvme_dir": tmp_path / "nvme"}
+        often: dict[str, Any] = {"logging_steps": 1, "max_steps": -1, "num_train_epochs": 2, "save_steps": 100}
+        args = arguments(tmp_path / kind.__name__, accumulation, clip, **often, save_strategy="steps")
+        model = make_model("gpt2", dropout=0.1)
+        torch.nn.init.constant_(model.transformer.wpe.weight, seed)
+        trainer = kind(**own, model=model, args=args, train_dataset=examples(6 * accumulation), **more)
+        if kind is hf.Trainer and clip:
+            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+        return trainer
+
+    hf.set_seed(1)
+    plain = build(hf.Trainer, 0)
+    plain.train()
+    hf.set_seed(1)
+    build(ScheduleTrainer, 0, callbacks=[Interrupted(stop)]).train()
+    resumed = build(ScheduleTrainer, 7)  # from other weights and random numbers, which do not count
+    resumed.train(resume_from_checkpoint=stop == 3 or str(tmp_path / "ScheduleTrainer" / f"checkpoint-{stop}"))
+    expected, found = (
+        [{k: entry.get(k) for k in KEYS[bool(clip)]} for entry in t.state.log_history if "loss" in entry]
+        for t in (plain, resumed)
     )
-    with pytest.raises(TrainingError, match="a checkpoint is asked for"):
+    assert found == expected
+    assert len(found) == 6
+    for (name, a), (_, b) in zip(resumed.model.named_parameters(), plain.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("is_greater_better", [False, True])
+def test_the_best_model_is_loaded_and_old_checkpoints_are_removed(is_greater_better: bool, tmp_path: Path) -> None:
+    models, kept = [], []
+    for build in (hf.Trainer, ScheduleTrainer):
+        own: dict[str, Any] = {}
+        if build is ScheduleTrainer:
+            own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme"}
+        folder = tmp_path / build.__name__
+        best = {"load_best_model_at_end": True, "greater_is_better": is_greater_better, "save_total_limit": 2}
+        often = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
+        hf.set_seed(1)
+        trainer = build(
+            **own,
+            model=make_model("gpt2", dropout=0.1),
+            args=arguments(folder, 1, None, **best, **often),
+            train_dataset=examples(8),
+            eval_dataset=examples(4),
+        )
         trainer.train()
+        models.append(trainer.model)
+        kept.append(sorted(path.name for path in folder.iterdir()))
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 2
+    for (name, a), (_, b) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert torch.equal(a, b), name
 
 
-def test_a_resume_is_refused(tmp_path: Path) -> None:
-    trainer = ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=arguments(tmp_path, 1, None))
-    with pytest.raises(TrainingError, match="resume_from_checkpoint='there'"):
-        trainer.train(resume_from_checkpoint="there")
+@pytest.mark.parametrize("what", ["only the model", "the plain Trainer's", "other settings", "damage"])
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(what: str, tmp_path: Path) -> None:
+    kind = hf.Trainer if what == "the plain Trainer's" else ScheduleTrainer
+    own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme"}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "save_only_model": what == "only the model"}
+    args = arguments(tmp_path, 1, None, **settings)
+    data = {"train_dataset": examples(4)}
+    kind(**(own if kind is ScheduleTrainer else {}), model=make_model("gpt2", dropout=0.1), args=args, **data).train()
+    (written,) = tmp_path.glob("checkpoint-1/tierplan/resident-1.bin") if what in ("other settings", "damage") else [0]
+    match = "has no tierplan, which holds the optimizer states"
+    args = arguments(tmp_path, 1, None, max_steps=2)
+    if what == "other settings":
+        args.adam_beta1, match = 0.5, r"made with optimizer.betas\[?"
+    elif what == "damage":
+        with written.open("r+b") as file:
+            file.seek(9000)
+            file.write(b"x")
+        match = "is damaged"
+    trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args, **data)
+    with pytest.raises(ValueError, match=match):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_model_is_not_moved_to_the_device(tmp_path: Path) -> None:
+    """Not when the Trainer is made, and not when training begins: it need not fit there."""
+    model = make_model("gpt2", dropout=0.1)
+    with mock.patch.object(type(model), "to", side_effect=AssertionError("moved")):
+        args = arguments(tmp_path, 1, None, max_steps=1)
+        trainer = ScheduleTrainer(
+            schedule=SCHEDULE, nvme_dir=tmp_path / "nvme", model=model, args=args, train_dataset=examples(4)
+        )
+        trainer.train()
 
 
 def test_the_table_knows_every_argument_and_setting() -> None:
@@ -282,6 +365,6 @@ def test_the_table_knows_every_argument_and_setting() -> None:
 
 
 def test_plain_arguments_are_taken() -> None:
-    """What is refused is refused for its value: the default of every field but `save_strategy` is taken."""
+    """What is refused is refused for its value: the default of every field is taken."""
     for name, (taken, _, _) in REFUSED.items():
-        assert name == "save_strategy" or getattr(ARGUMENTS, name) in taken, name
+        assert getattr(ARGUMENTS, name) in taken, name
