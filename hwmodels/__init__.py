@@ -4,6 +4,7 @@ names        names of tiers and streams: made and parsed in one place
 machine      tiers, streams with rates, and shared limits: all that simulator and planner need
 costs        what one op costs alone, and what it takes of shared limits
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
+records      records in files, read strictly, with the place and the value in errors
 keys         the keys of a machine file, as one table
 description  the parts of a machine, every number with its source; read and written as TOML
 build        turns a description into a machine

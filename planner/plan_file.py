@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import KINDS, Packs, Plan, PlanError, UnitPlan
+from tierplan.hwmodels.records import RecordError, decode
+from tierplan.planner.plan import KINDS, Plan, PlanError
 from tierplan.planner.results import PlanResult
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
@@ -27,11 +27,23 @@ __all__ = ["PlanFile", "PlanFileError", "digest", "load_plan", "save_plan"]
 VERSION = 2
 KEY = "tierplan-plan"
 """Where in `meta` the record stands."""
-FIELDS = ("version", "plan", "model_sha256", "machine_sha256", "schedule_sha256", "solver", "prediction")
 
 
 class PlanFileError(PlanError):
     """A file that is no plan, was changed, or belongs to another model or machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What stands in `meta`."""
+
+    version: int
+    plan: Mapping[str, object]
+    model_sha256: str
+    machine_sha256: str
+    schedule_sha256: str
+    solver: Mapping[str, object]
+    prediction: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +68,7 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
         "plan": {"kind": result.plan.kind, **asdict(result.plan)},
         "model_sha256": digest(workload),
         "machine_sha256": digest(machine),
-        "schedule_sha256": digest(_named(result.schedule)),
+        "schedule_sha256": digest(result.schedule),
         "solver": {
             "name": result.solver,
             "status": result.status,
@@ -66,13 +78,7 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
         },
         "prediction": {"step_s": result.step_s, "interval_s": list(interval) if interval else None},
     }
-    save_schedule(replace(_named(result.schedule), meta={**result.schedule.meta, KEY: record}), path)
-
-
-def _named(schedule: Schedule) -> Schedule:
-    """The schedule as a file gives it back: plain lists and numbers in `work`."""
-    ops = tuple(replace(op, work={k: float(v) for k, v in op.work.items()}) for op in schedule.ops)
-    return replace(schedule, ops=ops)
+    save_schedule(replace(result.schedule, meta={**result.schedule.meta, KEY: record}), path)
 
 
 def interval_s(result: PlanResult, workload: Workload) -> tuple[float, float] | None:
@@ -105,73 +111,31 @@ def load_plan(
         When it is not a schedule file at all.
     """
     schedule = load_schedule(path)
-    record = schedule.meta.get(KEY)
-    if not isinstance(record, dict):
+    if KEY not in schedule.meta:
         raise PlanFileError(f"{path} is a schedule without a plan; write plans with `tierplan plan -o`")
-    _exactly(record, FIELDS, f"{path}: the plan's record")
-    if record["version"] != VERSION:
-        raise PlanFileError(f"{path} has plan version {record['version']!r}, this reader takes {VERSION}; plan again")
+    try:
+        record = decode(_Record, schedule.meta[KEY], "the plan's record")
+        kind = KINDS.get(str(record.plan.get("kind")))
+        if kind is None:
+            raise RecordError(f"the plan's kind is {record.plan.get('kind')!r}; it must be {' or '.join(KINDS)}")
+        plan = decode(kind, {name: value for name, value in record.plan.items() if name != "kind"}, "the plan")
+    except RecordError as error:
+        raise PlanFileError(f"{path}: {error}") from None
+    if record.version != VERSION:
+        raise PlanFileError(f"{path} has plan version {record.version!r}, this reader takes {VERSION}; plan again")
     schedule = replace(schedule, meta={k: v for k, v in schedule.meta.items() if k != KEY})
-    if digest(_named(schedule)) != record["schedule_sha256"]:
+    if digest(schedule) != record.schedule_sha256:
         raise PlanFileError(f"{path}: the schedule is not the one that the planner wrote; plan again")
-    for name, thing in (("model", workload), ("machine", machine)):
-        if thing is not None and digest(thing) != record[f"{name}_sha256"]:
+    for name, thing, sha256 in (("model", workload, record.model_sha256), ("machine", machine, record.machine_sha256)):
+        if thing is not None and digest(thing) != sha256:
             raise PlanFileError(
                 f"{path} was made for another {name} than {thing.name!r}, or with other settings; plan again for this"
             )
     return PlanFile(
-        plan=_plan(record["plan"], str(path)),
+        plan=plan,
         schedule=schedule,
-        model_sha256=record["model_sha256"],
-        machine_sha256=record["machine_sha256"],
-        solver=record["solver"],
-        prediction=record["prediction"],
+        model_sha256=record.model_sha256,
+        machine_sha256=record.machine_sha256,
+        solver=record.solver,
+        prediction=record.prediction,
     )
-
-
-def _exactly(record: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
-    if unknown := sorted(record.keys() - set(names)):
-        raise PlanFileError(f"{where} has an unknown field {unknown[0]!r}; the fields are {', '.join(names)}")
-    if missing := [name for name in names if name not in record]:
-        raise PlanFileError(f"{where} lacks the field {missing[0]!r}; every field must be there")
-
-
-def _plan(record: object, where: str) -> Plan:
-    if not isinstance(record, dict):
-        raise PlanFileError(f"{where}: the plan is {type(record).__name__}; it must be an object")
-    kind = KINDS.get(record.get("kind", ""))
-    if kind is None:
-        raise PlanFileError(f"{where}: the plan's kind is {record.get('kind')!r}; it must be {' or '.join(KINDS)}")
-    _exactly(record, ("kind", *(f.name for f in fields(kind))), f"{where}: the plan")
-    settings: dict[str, Any] = {name: value for name, value in record.items() if name != "kind"}
-    if "units" in settings:
-        settings["units"] = _units(settings["units"], where)
-    if "packs" in settings:
-        settings["packs"] = _packs(settings["packs"], where)
-    return kind(**settings)
-
-
-def _units(record: object, where: str) -> tuple[UnitPlan, ...]:
-    if not isinstance(record, list):
-        raise PlanFileError(f"{where}: the plan's units must be a list")
-    units = []
-    for number, unit in enumerate(record):
-        settings = _settings(unit, UnitPlan, f"{where}: unit {number} of the plan")
-        if isinstance(settings["acts"], list):
-            settings["acts"] = tuple(settings["acts"])
-        units.append(UnitPlan(**settings))
-    return tuple(units)
-
-
-def _packs(record: object, where: str) -> Packs:
-    settings = _settings(record, Packs, f"{where}: the plan's packs")
-    runs = {k: tuple(tuple(run) for run in settings[k]) for k in ("forward", "backward")}
-    return Packs(**{**settings, **runs})
-
-
-def _settings(record: object, of: type[UnitPlan | Packs], where: str) -> dict[str, Any]:
-    """The record, if it is an object with exactly the fields of a class."""
-    if not isinstance(record, dict):
-        raise PlanFileError(f"{where} must be an object")
-    _exactly(record, tuple(f.name for f in fields(of)), where)
-    return dict(record)

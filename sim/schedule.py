@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, held_bytes
+from tierplan.hwmodels.records import Amount, Whole
 from tierplan.sim.step import StepSpec
 
 __all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "validate"]
@@ -38,7 +39,7 @@ class Tier:
     """A place with a capacity: `gpu0`, `host`, `nvme`."""
 
     name: str
-    capacity_bytes: int
+    capacity_bytes: Whole
     """What the schedule may hold here at any moment, initial buffers included."""
     rounding: Rounding = "exact"
     """How the allocator of this tier rounds buffers up: `page` (4 KiB) or `power-of-two`. What a buffer holds is what
@@ -55,7 +56,7 @@ class Buffer:
 
     name: str
     tier: str
-    size_bytes: int
+    size_bytes: Whole
     content: str
     """What the bytes are, the same in every tier they visit: `params/L3`, `acts/L3/mb0/2`. The runtime's key."""
     kind: str
@@ -78,8 +79,8 @@ class Op:
     """What the runtime does: see the table of kinds in docs/design.md. The engine does not look at it."""
     unit: str = ""
     """The part of the model: `embed`, `L12`, `head`."""
-    micro_batch: int = 0
-    work: Mapping[str, float] = field(default_factory=dict)
+    micro_batch: Whole = 0
+    work: Mapping[str, Amount] = field(default_factory=dict)
     """Amounts by work kind: `{"matmul_bf16_flops": 2e12}`, `{"bytes": 1e9}`, `{"parameters": 7e6}`, `{"s": 0.1}`."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tierplan.hwmodels.records import Whole
 from tierplan.sim.workloads.workload import Training, Unit
 
 __all__ = ["Action", "SavedTensorSpec", "Semantics", "StepSpec", "UnitSpec", "unit_spec"]
@@ -24,7 +25,7 @@ Semantics = Literal["in-backward", "exact-clip", "delayed-1"]
 class SavedTensorSpec:
     """A saved tensor of a unit, and what happens to it."""
 
-    size_bytes: int
+    size_bytes: Whole
     action: Action
 
     @property
@@ -38,7 +39,7 @@ class UnitSpec:
     """A unit as the schedule takes it to be: a model whose units are others is refused."""
 
     name: str
-    num_parameters: int
+    num_parameters: Whole
     """Those that it owns."""
     saved: tuple[SavedTensorSpec, ...] = ()
     """In the order of `Unit.saved`."""

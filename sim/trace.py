@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from tierplan.hwmodels.records import load_record
+
 __all__ = ["MemoryEvent", "Span", "Trace", "TraceError"]
 
 FORMAT = "tierplan-trace"
@@ -114,23 +116,9 @@ class Trace:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Reads what `save` wrote. Raises `TraceError` with the path and the reason."""
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-            if record["format"] != FORMAT or record["version"] != VERSION:
-                raise TraceError(
-                    f"{path} has format {record['format']!r} version {record['version']!r}; "
-                    f"this reader takes {FORMAT!r} version {VERSION}"
-                )
-            return cls(
-                name=record["name"],
-                spans=tuple(Span(*row) for row in record["spans"]),
-                memory=tuple(MemoryEvent(*row) for row in record["memory"]),
-                capacity_bytes=record["capacity_bytes"],
-                peak_bytes=record["peak_bytes"],
-                meta=record["meta"],
-            )
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise TraceError(f"{path} is not a trace: {error!r}; write one with Trace.save") from error
+        return load_record(
+            cls, path, format=FORMAT, version=VERSION, made_by="a trace as Trace.save writes it", error=TraceError
+        )
 
 
 def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from tierplan.validation.demo.demo import demo_config
 from tierplan.validation.published.reproduce import systems
 assert load_machine("desktop-4090").tiers and named_models() and demo_config().is_file()
 assert load_campaign("cpu-small").num_runs and systems()
-assert json_schema()["properties"]
+assert json_schema()["$defs"]
 package = pathlib.Path(tierplan.__file__).parent
 assert (package / "py.typed").is_file()
 print(package)

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
+
+from tierplan.hwmodels.records import Count
 
 __all__ = ["SavedTensor", "Training", "Unit", "Workload", "WorkloadError", "total_work"]
 
@@ -26,18 +30,18 @@ class WorkloadError(ValueError):
 class Training:
     """Training settings, under the names that `transformers` users know."""
 
-    per_device_train_batch_size: int = 1
+    per_device_train_batch_size: Count = 1
     """Sequences in one micro-batch."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Micro-batches in one optimizer step."""
-    sequence_length: int = 1024
+    sequence_length: Count = 1024
     dtype: DType = "bf16"
     """Of parameters, activations and gradients."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash", "plain"] = "flash"
-    max_grad_norm: float | None = None
+    max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Clip gradients by their global norm; None for no clipping."""
     backend: Literal["cpu", "cuda"] = "cuda"
     """Whose kernels run: PyTorch saves different tensors for backward on each."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
+from tierplan.hwmodels.records import load_record
 from tierplan.sim.trace import write_atomically
 from tierplan.validation.campaign.spec import CampaignError
 
@@ -122,22 +123,10 @@ class Artifact:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
         """Reads what `save` wrote. Raises `CampaignError`."""
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (record.pop("format"), record.pop("version")) != (FORMAT, VERSION):
-                raise CampaignError(f"{path} is not a {FORMAT} of version {VERSION}")
-            if record["interval_s"] is not None:
-                record["interval_s"] = tuple(record["interval_s"])
-            for name in ("measured_steps_s", "skipped_steps", "turn_predictions_s", "slowdowns", "campaign_runs"):
-                record[name] = tuple(record.get(name, ()))
-            record["causes"] = tuple((name, seconds) for name, seconds in record["causes"])
-            for name in ("busy_s", "kinds_s"):
-                record[name] = {what: tuple(pair) for what, pair in record.get(name, {}).items()}
-            return cls(**record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, CampaignError):
-                raise
-            raise CampaignError(f"{path} is not an artifact of a campaign: {error!r}") from error
+        made_by = "an artifact of a campaign as Artifact.save writes it"
+        return load_record(
+            cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CampaignError, complete=False
+        )
 
 
 def load_artifacts(folder: str | os.PathLike[str]) -> list[Artifact]:

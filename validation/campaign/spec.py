@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+from tierplan.hwmodels.records import RecordError, decode
 
 __all__ = ["Campaign", "CampaignError", "Group", "Run", "load_campaign"]
 
 LEVELS = ("tight", "middle", "roomy")
-DEVICES = ("any", "cuda")
 
 
 class CampaignError(ValueError):
@@ -88,7 +89,7 @@ class Campaign:
     """Turns in which each run is executed. Before each, the calibration model is trained for a step or a few."""
     interleaved: bool = False
     """The runs of a group take their turns alternately. All their models are then in memory at once."""
-    device: str = "any"
+    device: Literal["any", "cuda"] = "any"
     """`cuda`: the models are too large for anything but a GPU. `any`: whatever device is there."""
     groups: tuple[Group, ...]
 
@@ -121,21 +122,22 @@ def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
             f"no campaign {str(name_or_path)!r}; give a TOML file, or one of {', '.join(sorted(known))}"
         )
     try:
-        return _campaign(tomllib.loads(text), where)
+        record = tomllib.loads(text)
+        groups = [{**entry, "runs": entry.get("run", [])} for entry in record.pop("group", [])]
+        for entry in groups:
+            entry.pop("run", None)
+        return _checked(decode(Campaign, {**record, "groups": groups}, complete=False), where)
     except tomllib.TOMLDecodeError as error:
         raise CampaignError(f"{where} is not TOML: {error}") from error
-    except TypeError as error:
-        raise CampaignError(f"{where}: {str(error).partition('() ')[2] or error}") from error
+    except RecordError as error:
+        raise CampaignError(f"{where}: {error}") from error
 
 
-def _campaign(record: dict[str, Any], where: str) -> Campaign:
-    groups = []
-    if not any(entry.get("run") for entry in record.get("group", [])):
+def _checked(campaign: Campaign, where: str) -> Campaign:
+    if not campaign.num_runs:
         raise CampaignError(f"{where} has no run; give it a [[group]] with [[group.run]] entries")
-    for entry in record.pop("group", []):
-        runs = tuple(Run(**run) for run in entry.pop("run", []))
-        group = Group(**entry, runs=runs)
-        for run in runs:
+    for group in campaign.groups:
+        for run in group.runs:
             if run.blocks == group.calibration_blocks:
                 raise CampaignError(
                     f"{where}: run {run.name!r} of group {group.name!r} has {run.blocks} blocks, as many as the "
@@ -143,15 +145,11 @@ def _campaign(record: dict[str, Any], where: str) -> Campaign:
                 )
             if run.policy != "planner" and not {run.device, run.host} <= set(LEVELS):
                 raise CampaignError(f"{where}: run {run.name!r}: device and host are one of {', '.join(LEVELS)}")
-        groups.append(group)
-    campaign = Campaign(**record, groups=tuple(groups))
     if campaign.turns < 1 or campaign.steps_by_turn[-1] < 2 or campaign.steps_by_turn[0] <= campaign.warmup_steps:
         raise CampaignError(
             f"{where}: {campaign.steps} steps in {campaign.turns} turns leave no step to count after "
             f"{campaign.warmup_steps} of warm-up, and one in each later turn; give more steps or fewer turns"
         )
-    if campaign.device not in DEVICES:
-        raise CampaignError(f"{where}: device is {campaign.device!r}; choose one of {', '.join(DEVICES)}")
     names = list(campaign.run_names)
     for name in names:
         if names.count(name) > 1:

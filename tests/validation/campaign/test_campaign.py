@@ -75,7 +75,7 @@ def test_campaign_file_is_read(tmp_path: Path) -> None:
         (("blocks = 4", "blocks = 3"), "as many as the calibration model"),
         (('policy = "planner"\ndevice = "0.5"', 'policy = "in-memory"'), "lists run .* twice"),
         (('policy = "planner"', 'policy = "fuyou"'), "device and host are one of tight, middle, roomy"),
-        (("steps = 5", "stpes = 5"), "unexpected keyword argument 'stpes'"),
+        (("steps = 5", "stpes = 5"), "unknown field 'stpes'"),
         (("name =", "name"), "is not TOML"),
         (("turns = 1", "turns = 3"), "5 steps in 3 turns leave no step to count"),
     ],
@@ -89,7 +89,7 @@ def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, s
 
 def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "empty.toml"
-    path.write_text("")
+    path.write_text("name = 'empty'")
     with pytest.raises(CampaignError, match=r"empty.toml has no run; give it a \[\[group\]\]"):
         load_campaign(path)
 

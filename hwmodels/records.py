@@ -1,0 +1,199 @@
+"""Records in files, read strictly by msgspec: every field of its type, and no field that the class does not have.
+
+load_record(Trace, path, ...)       a dataclass from a file of JSON with a format and a version
+decode(Campaign, tomllib.loads(t))  a dataclass from what a parser gives
+schema_of(Schedule, ...)          what `load_record` takes, for other tools
+
+RecordError(ValueError)             `ops[3] ('fwd/L0'): micro_batch is 0.5; it must be a whole number >= 0`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, reduce
+from operator import or_
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+__all__ = ["Amount", "Count", "RecordError", "Whole", "decode", "load_record", "schema_of", "shown"]
+
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)]
+"""A number of 0 or more, which stays whole where it is written so."""
+T = TypeVar("T")
+
+
+class RecordError(ValueError):
+    """A record that is not what its class says. The message names the place, the value and the rule."""
+
+
+def load_record(
+    kind: type[T],
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    version: int,
+    made_by: str,
+    error: type[ValueError],
+    complete: bool = True,
+) -> T:
+    """The record in a JSON file whose fields `format` and `version` are these.
+
+    Raises `OSError` when the file cannot be read, and `error` with the path where it is no such file.
+
+    Parameters
+    ----------
+    made_by
+        What the file is and what writes it, for errors: `a trace as Trace.save writes it`.
+    complete
+        As of `decode`.
+    """
+    text = Path(path).read_bytes()
+    try:
+        data = parse_json(text)
+        head = data if isinstance(data, dict) else {}
+        its_format, its_version = head.pop("format", None), head.pop("version", None)
+        if (its_format, its_version) != (format, version):
+            raise RecordError(
+                f"it has format {its_format!r} version {its_version!r}; this reader takes {format!r} version {version}"
+            )
+        return decode(kind, data, complete=complete)
+    except RecordError as wrong:
+        raise error(f"{path} is not {made_by}: {wrong}") from None
+
+
+def parse_json(text: bytes) -> Any:
+    """The value that a text in JSON stands for. Raises `RecordError`, also for what the rules of JSON leave open."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"it is not JSON ({error})") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RecordError(f"field {twice!r} is there twice in {shown(record)}; give it once")
+    return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise RecordError(f"the number {name} is not JSON; amounts are finite")
+
+
+def decode(kind: type[T], data: object, where: str = "", *, complete: bool = True) -> T:
+    """The dataclass of this kind that `data` describes.
+
+    Parameters
+    ----------
+    where
+        What `data` is called in errors, if it is a part of a file.
+    complete
+        Every field must be there, also one that has a default in the class: the file says all that it means.
+    """
+    try:
+        msgspec.convert(data, _strict(cast(Any, kind), complete))
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise RecordError(_explained(str(error), data, kind, where)) from None
+
+
+def schema_of(kind: type[object], *, format: str, version: int) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of the files that hold a complete record of this kind."""
+    schema = msgspec.json.schema(_strict(cast(Any, kind), True))
+    top = schema["$defs"][kind.__name__]
+    for name, value in (("format", format), ("version", version)):
+        top["properties"][name] = {"const": value}
+        top["required"].append(name)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+@cache
+def _strict(kind: Any, complete: bool) -> Any:
+    """The type with a struct in the place of each dataclass in it: a struct refuses fields that it does not know."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        described = [(f.name, _strict(hints[f.name], complete)) for f in fields(kind)]
+        optional = {f.name for f in fields(kind) if (f.default, f.default_factory) != (MISSING, MISSING)}
+        return msgspec.defstruct(
+            kind.__name__,
+            [(*field, None) if field[0] in optional and not complete else field for field in described],
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is None or origin in (Annotated, Literal):
+        return Any if kind is object else kind
+    inner = tuple(x if x is ... else _strict(x, complete) for x in inner)
+    return reduce(or_, inner) if origin in (Union, UnionType) else origin[inner]
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    return {name: x for name, x in get_type_hints(kind, include_extras=True).items() if get_origin(x) is not ClassVar}
+
+
+WORDS = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "an object",
+}  # fmt: skip
+"""What msgspec calls `int`, in words."""
+
+
+def _explained(message: str, data: Any, kind: Any, where: str) -> str:
+    """What msgspec says, with the record's name, the value that stands there, and the rule."""
+    text, _, path = message.partition(" - at `$")
+    path, inside, _ = path.partition("[...]")
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        kind = _without_none(kind)
+        if name:
+            data, kind = data[name], _hints(kind)[name]
+            where += f": {name}" if where.endswith(")") else f".{name}" if where else name
+        else:
+            data, kind = data[int(index)], (get_args(kind) or (object,))[0]
+            label = data.get("key") or data.get("name") if isinstance(data, dict) else None
+            where += f"[{index}]" + (f" ({label!r})" if label else "")
+    where = where or "the file"
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", text):
+        return f"{where} has an unknown field {match[1]!r}; the fields are {', '.join(_hints(_without_none(kind)))}"
+    if match := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return f"{where} lacks the field {match[1]!r}, which must be there"
+    if text.startswith("Invalid enum"):
+        rule = f"one of {', '.join(map(str, get_args(_without_none(kind))))}"
+    elif match := re.match(r"Expected `(.*?)`([^,]*)", text):
+        rule = " or ".join(WORDS.get(word, word) for word in match[1].split(" | ")) + match[2]
+    else:
+        return f"{where}: {text}"  # the class itself refused it
+    return f"{where} is {shown(data)}; {'its values' if inside else 'it'} must be {rule}"
+
+
+def _without_none(kind: Any) -> Any:
+    others = [x for x in get_args(kind) if x is not type(None)] if get_origin(kind) in (Union, UnionType) else []
+    return others[0] if len(others) == 1 else kind
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
