@@ -381,6 +381,7 @@ class Trainer:
         self._executor = Executor(
             self.schedule,
             self._bodies,
+            on_grant=self._bodies.on_grant,
             release=self._bodies.release,
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,

@@ -47,7 +47,7 @@ class Device:
     def host_pool(self, capacity_bytes: int) -> Pool:
         """Blocks of host memory, pinned where that matters."""
         if not self.is_cuda:
-            return Pool(map_host, capacity_bytes)
+            return Pool(lambda size: map_host(size, for_transfers=True), capacity_bytes)
         return Pool(lambda size: map_host(size, register=True), capacity_bytes, release=_unregister)
 
     @contextmanager

@@ -47,6 +47,8 @@ class Instance:
     """What the bodies keep in it."""
     readers_left: int = 0
     is_reused: bool = False
+    outside_bytes: int = 0
+    """Of it, in its tier, outside the memory that the bodies have there for such buffers."""
     outlives: bool = False
     """It is an initial buffer of the step that follows the last opened one, so it is not freed yet."""
     over: Instance | None = field(default=None, repr=False)
@@ -99,6 +101,8 @@ class Executor:
     ----------
     body
         Called for each op in its stream's thread, when its inputs are complete and its memory is granted.
+    on_grant
+        Called with each instance that is granted bytes, the op that will write it, and how many. Must be quick.
     release
         Called with each instance that is freed, before its bytes are granted to anybody else. Must be quick.
     on_thread_start
@@ -117,6 +121,7 @@ class Executor:
         schedule: Schedule,
         body: Callable[[Call], None],
         *,
+        on_grant: Callable[[Op, Instance, int], None] = lambda op, instance, size_bytes: None,
         release: Callable[[Instance], None] = lambda instance: None,
         on_thread_start: Callable[[str], None] = lambda stream: None,
         on_step_end: Callable[[int, int], None] = lambda step, time_ns: None,
@@ -124,7 +129,7 @@ class Executor:
         first_step: int = 0,
     ) -> None:
         self.schedule = schedule
-        self._body, self._release = body, release
+        self._body, self._on_grant, self._release = body, on_grant, release
         self._on_thread_start, self._on_step_end = on_thread_start, on_step_end
         self._trace_end = None if trace_steps is None else first_step + trace_steps
         self._capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
@@ -387,6 +392,7 @@ class Executor:
             for instance in node.writes:
                 if instance.buffer.tier == tier and instance.buffer.reuses is None:
                     self._hold(now_ns, instance)
+                    self._on_grant(node.op, instance, self._sizes[instance.buffer.name])
             node.grants_left -= 1
             if node.grants_left == 0:
                 self._start(node)
@@ -417,6 +423,7 @@ class Executor:
                         self._note(now_ns, instance.over, -1)
                         self._note(now_ns, instance, 1)
                     instance.over.value = None
+                    instance.outside_bytes, instance.over.outside_bytes = instance.over.outside_bytes, 0
                     self._held.pop(instance.over, None)
                     self._held[instance], instance.over = None, None
                 if instance.is_dead:

@@ -42,8 +42,12 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
 )
+from tierplan.sim.schedule import Op
 
 __all__ = ["Bodies", "SizeError"]
+
+IN_BLOCKS = ("copy", "accumulate", "cast", "update")
+"""Kinds of op that write flat memory, which is a block of a pool."""
 
 
 class SizeError(ValueError):
@@ -115,12 +119,14 @@ class Bodies:
             self.device.finish()
 
     def close(self) -> None:
-        """Ends micro-batches that are under way, and takes the hooks off the model."""
+        """Ends micro-batches that are under way, takes the hooks off the model, and lets go of the pools' memory."""
         for batch_run in self._runs.values():
             batch_run.cancel()
         self._runs.clear()
         for hook in self._hooks:
             hook.remove()
+        self.device_pool.close()
+        self.host_pool.close()
 
     # ---- memory ----
 
@@ -131,6 +137,13 @@ class Bodies:
             assert self.store is not None
             return self.store.allocate(b.size_bytes)
         return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
+
+    def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
+        """Bytes on the device that autograd will hold, and no block of the pool, count against what the pool keeps."""
+        is_autograd_s = op.kind not in IN_BLOCKS or (op.kind == "copy" and isinstance(content_of(instance), SavedActs))
+        if instance.buffer.tier == DEVICE and is_autograd_s:
+            instance.outside_bytes = size_bytes
+            self.device_pool.make_room(size_bytes)
 
     def place(self, instance: Instance) -> BufferValue:
         """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
@@ -143,6 +156,9 @@ class Bodies:
 
     def release(self, instance: Instance) -> None:
         """Gives a freed buffer's memory back."""
+        if instance.outside_bytes:
+            self.device_pool.make_room(-instance.outside_bytes)
+            instance.outside_bytes = 0
         value = instance.value
         if not isinstance(value, BufferValue):
             return

@@ -35,10 +35,12 @@ class Block:
     pages: torch.Tensor
 
 
-def map_host(size_bytes: int, *, register: bool = False) -> torch.Tensor:
+def map_host(size_bytes: int, *, for_transfers: bool = False, register: bool = False) -> torch.Tensor:
     """Zeroed anonymous memory of whole pages as a uint8 tensor; unmapped when the last view of it is gone.
 
-    `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. `register` pins it for CUDA where it lies.
+    `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. Memory `for_transfers` is not there in forked
+    processes (workers of a data loader): while both have a page, a write to it goes to a copy, and a drive or a GPU
+    that is about to fill the page may fill the other one. `register` pins it for CUDA where it lies.
     Raises `MemoryError` with the size when the system refuses.
     """
     try:
@@ -50,6 +52,8 @@ def map_host(size_bytes: int, *, register: bool = False) -> torch.Tensor:
         ) from error
     if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    if (for_transfers or register) and hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     if register:
         status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)
@@ -60,10 +64,11 @@ def map_host(size_bytes: int, *, register: bool = False) -> torch.Tensor:
 
 @dataclass
 class Pool:
-    """Blocks of memory in one tier, reused by exact size; at most `capacity_bytes` mapped, lent and spare together.
+    """Blocks of memory in one tier, reused by exact size. What is lent, what is spare and what others hold in the tier
+    are at most `capacity_bytes` together, as long as what is lent and what others hold are.
 
-    When a new size would exceed the capacity, spare blocks of other sizes are given back to the system first. Sizes are
-    few in training (one per unit and kind), so this happens in the first step and then never.
+    When more is wanted, spare blocks are given back to the system first. Sizes are few in training (one per unit and
+    kind), so where the tier has room this happens in the first step and then never.
     """
 
     allocate: Callable[[int], torch.Tensor]
@@ -73,7 +78,11 @@ class Pool:
     """Called before a block's memory goes back to the system."""
     lent_bytes: int = 0
     mapped_bytes: int = 0
+    others_bytes: int = 0
+    """Granted in this tier to tensors that are not in blocks of the pool."""
     _spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _lent: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By address."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, size_bytes: int) -> Block:
@@ -88,6 +97,7 @@ class Pool:
                 pages = self.allocate(room)
                 self.mapped_bytes += room
             self.lent_bytes += room
+            self._lent[pages.data_ptr()] = pages
         return Block(pages[:size_bytes], pages)
 
     def give(self, block: Block) -> None:
@@ -95,16 +105,32 @@ class Pool:
         with self._lock:
             room = block.pages.numel()
             self.lent_bytes -= room
+            del self._lent[block.pages.data_ptr()]
             self._spare.setdefault(room, []).append(block.pages)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Others will hold so many bytes more (fewer, where it is negative)."""
+        with self._lock:
+            self.others_bytes += size_bytes
+            self._shed(0)
 
     def trim(self) -> None:
         """Gives all spare memory back to the system."""
         with self._lock:
             self._shed(self.capacity_bytes)
 
+    def close(self) -> None:
+        """Lets go of all memory, lent or not. Nothing may move any more."""
+        with self._lock:
+            for pages in (*self._lent.values(), *(pages for spare in self._spare.values() for pages in spare)):
+                self.release(pages)
+            self._lent.clear()
+            self._spare.clear()
+            self.lent_bytes = self.mapped_bytes = 0
+
     def _shed(self, room: int) -> None:
         """Drops spare blocks, largest first, until `room` more bytes fit or none is left."""
         for size in sorted(self._spare, reverse=True):
-            while self._spare[size] and self.mapped_bytes + room > self.capacity_bytes:
+            while self._spare[size] and self.mapped_bytes + self.others_bytes + room > self.capacity_bytes:
                 self.release(self._spare[size].pop())
                 self.mapped_bytes -= size

@@ -327,7 +327,7 @@ class Store:
         """Aligned memory of this thread, for callers whose own is not."""
         memory = getattr(self._bounce, "memory", None)
         if memory is None:
-            memory = self._bounce.memory = map_host(STAGING_BYTES)
+            memory = self._bounce.memory = map_host(STAGING_BYTES, for_transfers=True)
         return memory
 
 
