@@ -260,10 +260,15 @@ def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
 
 
 def test_ctrl_c_ends_all_workers() -> None:
-    executor = Executor(chain(), lambda call: time.sleep(0.001))
-    threading.Timer(0.05, _thread.interrupt_main).start()
+    """The signal comes while the main thread waits: one that hits a weak reference's callback is lost to Python itself."""
+
+    def body(call: Call) -> None:
+        time.sleep(0.001)
+        if call.op.key == "use" and call.step == 20:
+            _thread.interrupt_main()
+
     with pytest.raises(KeyboardInterrupt):
-        executor.run(10**6)
+        Executor(chain(), body).run(10**6)
     assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
 
 
