@@ -40,7 +40,6 @@ def test_it_asks_and_answers(path: Path) -> None:
     assert "**Answer.**" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
@@ -53,7 +52,6 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         plt.close("all")
 
 
-@pytest.mark.slow
 def test_one_runs_in_a_kernel(tmp_path: Path) -> None:
     """The documented way: jupytext makes a notebook, a kernel runs it, and its pictures are in it."""
     jupytext = pytest.importorskip("jupytext")

@@ -19,8 +19,6 @@ from tests.test_imports import MODULES, ROOMS, ROOT, module_name
 
 pytest.importorskip("setuptools", minversion="77", reason="builds without a network: setuptools must be installed")
 
-pytestmark = pytest.mark.slow
-
 USE = """
 import importlib, json, pathlib, sys
 import tierplan

@@ -27,6 +27,7 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.late_updates import late_updates
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device_mib", [80, 160, 400])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_never_slower_than_a_policy(device_mib, accumulation):

@@ -42,6 +42,7 @@ def check(make: Any, batches: list[dict[str, torch.Tensor]], tmp_path: Path, act
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
 @pytest.mark.parametrize("acts", ["recompute", "nvme"])
 def test_padded_batches(family: str, acts: str, tmp_path: Path) -> None:
@@ -114,6 +115,7 @@ def test_units_of_an_encoder_decoder() -> None:
     assert [n for n, _ in units[3].parameters] == ["encoder.final_layer_norm.weight"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
 @pytest.mark.parametrize("acts", ["keep", "recompute", "host"])

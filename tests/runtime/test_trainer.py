@@ -116,6 +116,7 @@ def test_gpt2_with_every_action(params: str, states: str, acts: str, tmp_path: P
     check(make_model("gpt2", dropout=0.1), CPU, choice, tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (1, 0.5), (2, None), (2, 0.5)])
@@ -152,7 +153,7 @@ def random_choices(model: nn.Module, training: Training, seed: str) -> UnitwiseP
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(6, 20))])
 def test_random_plans(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     family = rng.choice(["gpt2", "opt", "llama", "bert"])

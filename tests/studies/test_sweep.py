@@ -144,7 +144,6 @@ def test_a_family_without_closed_forms_is_traced(tmp_path: Path) -> None:
     assert row["fits"]
 
 
-@pytest.mark.slow
 def test_dask_cluster_gives_the_same() -> None:
     """A real scheduler and two worker processes on this machine."""
     distributed = pytest.importorskip("distributed")
@@ -161,7 +160,6 @@ def test_dask_cluster_gives_the_same() -> None:
     assert rows[12]["error"] == "13 brings bad luck"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("killed_by", "status"), [("int", 130), ("int int", 130), ("kill", -signal.SIGKILL)])
 def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path: Path) -> None:
     """In the middle of a run with processes: all of them end soon, and the second run does only what is missing."""

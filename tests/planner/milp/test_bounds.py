@@ -19,6 +19,7 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.workload import Workload
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
 def test_no_plan_that_runs_beats_the_bound(accumulation, semantics):
@@ -143,6 +144,7 @@ def test_a_shortage_names_the_least_memory_that_would_do(tier):
     assert not with_capacity(int(short.needed_bytes * 0.98))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
 def test_no_plan_beats_the_bound_where_backward_reads_no_parameters(accumulation, semantics):
@@ -196,6 +198,7 @@ def fetching(plan: Plan) -> Plan:
     return replace(plan, units=tuple(units))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_no_plan_beats_the_bound_with_an_embedding_and_a_head(tied, accumulation):

@@ -82,6 +82,7 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
     return replace(model, program=replace(model.program, low=low, high=high))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("runs", [None, (1, 2, 1)])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
 def test_rows_hold_for_random_plans(semantics: Semantics, runs: Sequence[int] | None) -> None:

@@ -36,6 +36,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_policy_answers_for_every_family(traced: dict[str, Workload], family: str, machine: str) -> None:
@@ -63,9 +64,7 @@ def test_fuyou_ranks_the_tensors_of_unlike_blocks_apart(traced: dict[str, Worklo
     assert predict("fuyou", workload, load_machine("fuyou-4090"), {"swap": swap}).fits
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt-6.7b", "ssdtrain-gpt-8192", "ssdtrain-bert-16384", pytest.param("gpt-175b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["gpt-6.7b", "ssdtrain-gpt-8192", "ssdtrain-bert-16384", "gpt-175b"])
 def test_every_policy_answers_for_the_named_models(name: str) -> None:
     workload = load_workload(name, Training(sequence_length=1024, dtype="fp16"))
     machine = load_machine("fuyou-4090")

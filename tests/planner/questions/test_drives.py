@@ -7,8 +7,7 @@ import pytest
 from benchmarks.planner_drives import answer, measured_s, table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drives", [1, 12])
+@pytest.mark.parametrize("drives", [1, pytest.param(12, marks=pytest.mark.nightly)])
 def test_the_planner_is_at_least_as_quick_as_fuyou(drives):
     found = answer(drives, "768 GB", time_limit_s=4)
     assert found["step_s"] <= found["fuyou_s"]

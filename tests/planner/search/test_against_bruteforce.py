@@ -105,7 +105,7 @@ def test_the_loop_finds_the_best_plan(number):
     check(number)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(3, 10))
 def test_the_loop_finds_the_best_plan_of_larger_instances(number):
     check(number)

@@ -150,7 +150,7 @@ def test_neighbours_cover_all_units_in_order(packs):
             assert all(a < b for a, b in pairwise(borders))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bert96_is_quicker_than_by_harmonys_own_search():
     """On the published profile, at the memory and the batch of the published search."""
     found = planner_packs.answer("bert96", fixed_shares=True, time_limit_s=8, seed=0)

@@ -65,6 +65,7 @@ def gradients(
     return out, next(iter(hooks.recipes.values()), None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_slot_alone_and_all_together_are_the_same_bits(family: str, dtype: str) -> None:

@@ -183,7 +183,7 @@ def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_killed_at_random_moments(choice: str, tmp_path: Path) -> None:
-    kill_and_resume(choice, 5, tmp_path)
+    kill_and_resume(choice, 3, tmp_path)
 
 
 @pytest.mark.nightly

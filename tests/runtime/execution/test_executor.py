@@ -260,7 +260,7 @@ def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
 
 
 def test_ctrl_c_ends_all_workers() -> None:
-    """The signal comes while the main thread waits: one that hits a weak reference's callback is lost to Python itself."""
+    """The signal comes while the main thread waits: Python loses one that hits a weak reference's callback."""
 
     def body(call: Call) -> None:
         time.sleep(0.001)

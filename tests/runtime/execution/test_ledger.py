@@ -237,6 +237,7 @@ def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     assert least * peaks["host"] <= host.peak_bytes <= 1.01 * peaks["host"] + num_buffers * PAGE_BYTES
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)

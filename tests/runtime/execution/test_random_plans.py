@@ -49,12 +49,11 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
     train_random(family, training_of(dtype, accumulation, clip), f"quick {seed}", tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(PER_KIND))
 @pytest.mark.parametrize(("family", "dtype", "accumulation", "clip"), KINDS)
 def test_the_whole_matrix(
     family: str, dtype: str, accumulation: int, clip: float | None, number: int, tmp_path: Path
 ) -> None:
-    """800 trainings: `pytest -m matrix tests/runtime/execution/test_random_plans.py`."""
+    """800 trainings: `pytest -m nightly tests/runtime/execution/test_random_plans.py`."""
     train_random(family, training_of(dtype, accumulation, clip), f"{family} {number}", tmp_path)

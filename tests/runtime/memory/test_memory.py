@@ -33,7 +33,7 @@ def tensor_bytes(trainer: Trainer) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("acts", ["recompute", "nvme"])
+@pytest.mark.parametrize("acts", [pytest.param("recompute", marks=pytest.mark.nightly), "nvme"])
 def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
     model = make_model("gpt2", num_blocks=2, dropout=0.1)
     workload = observed_workload(model, make_batches(1)[0], CPU)

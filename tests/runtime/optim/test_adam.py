@@ -87,6 +87,7 @@ def test_parameters_of_odd_lengths_keep_their_bits() -> None:
     assert torch.equal(regions["second"], torch.cat([optimizer.state[p]["exp_avg_sq"] for p in alone]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype: torch.dtype) -> None:

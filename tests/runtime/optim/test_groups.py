@@ -24,6 +24,7 @@ AWAY = UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute", in
 HERE = UnitPlan()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert", "t5"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("choice", "clip"), [(AWAY, None), (HERE, 0.5)])
@@ -59,6 +60,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("which", list(FROZEN))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("choice", "accumulation", "clip"), [(AWAY, 2, None), (HERE, 1, 0.5)])
@@ -75,6 +77,7 @@ def test_frozen_parameters(
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("choice", "accumulation", "clip"), [(AWAY, 2, None), (HERE, 1, 0.5)])

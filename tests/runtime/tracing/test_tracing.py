@@ -86,6 +86,7 @@ def saved_by_block(model: torch.nn.Module) -> Iterator[list[list[tuple[int, str]
 TORCH_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp64": "torch.float64"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,6 +115,7 @@ def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
     assert ours == counter.get_total_flops()
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,7 @@ from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 
 test_random_schedules = both_engines_agree(400)
-test_ten_thousand_random_schedules = pytest.mark.matrix(both_engines_agree(10_000))
+test_ten_thousand_random_schedules = pytest.mark.nightly(both_engines_agree(10_000))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -62,9 +62,11 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_measuring")
-@pytest.mark.parametrize("interleaved", [False, True], ids=["one by one", "interleaved"])
+@pytest.mark.parametrize(
+    "interleaved",
+    [pytest.param(False, marks=pytest.mark.nightly, id="one by one"), pytest.param(True, id="interleaved")],
+)
 def test_every_run_leaves_an_artifact_and_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool
 ) -> None:
@@ -106,7 +108,6 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
     assert len(said) == lines, "nothing was measured or run again"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_measuring")
 def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full drive, and an error without a text, in runs that take turns with one that does well."""
@@ -128,7 +129,6 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
     assert well.answered
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_measuring")
 def test_only_what_is_asked_is_taken_up(tmp_path: Path) -> None:
     found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="no-such")
@@ -159,7 +159,6 @@ def test_the_campaign_for_a_gpu_is_not_tried_without_one(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_the_campaign_for_a_gpu_fits_the_machine_that_it_asks_for() -> None:
     """Its file's first lines: 80 GB on the device, 128 GB in the host, 60 GB on the drive. Here its largest runs."""
     campaign = load_campaign("gpu-billions")

@@ -61,7 +61,6 @@ def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "give a whole number of 4 or more" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_the_whole_job(tmp_path: Path) -> None:
     result = run_demo(tmp_path, steps=4, measure_s=10)
     record = result.record()
@@ -79,7 +78,6 @@ def test_the_whole_job(tmp_path: Path) -> None:
     assert "equal bit for bit" in demo_summary(result, tmp_path)
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())", "demo", "--out", "out"]
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ})

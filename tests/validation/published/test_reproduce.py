@@ -127,7 +127,7 @@ def test_harmonys_own_inputs_give_its_own_estimates(policy: str, devices: int, q
     assert found == pytest.approx(row["value"], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_of_harmonys_rows() -> None:
     (report,) = reproduce(["harmony"])
     assert report.coverage == (10, 10)

@@ -172,7 +172,6 @@ def test_numbers_are_written_for_people(text: str, wanted: str) -> None:
     assert text == wanted
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium on the PATH")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_page_fits_its_window(report: Path, tmp_path: Path, width: int) -> None:
