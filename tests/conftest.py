@@ -1,10 +1,16 @@
-"""Long tests are thinned out here, so that the ordinary run is short; `make nightly` runs all of them."""
+"""What holds for all tests: long ones are thinned out (`make nightly` runs all), and Ctrl-C works as on a terminal."""
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and processes that tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
