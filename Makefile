@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TESTERS ?= 2
+# One thread in each process: two that wait for each other's threads are slower than one.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
 .PHONY: demo test nightly check lint types pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
-	@echo "make test    install into $(VENV) when needed, then lint, type check and run all tests"
+	@echo "make test    install into $(VENV) when needed, then lint, type check and test (8 minutes on two cores; TESTERS=N for N processes)"
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make clean   remove $(VENV) and the demo's output"
 
@@ -34,10 +37,10 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 nightly: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "nightly or not nightly"
+	$(PYTEST) -m "nightly or not nightly"
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: lint types
 
