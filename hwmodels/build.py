@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierplan.hwmodels.description import Description, Limit, Quantity
@@ -26,65 +25,108 @@ from tierplan.hwmodels.names import (
     parse_stream,
 )
 
-__all__ = ["build"]
+__all__ = ["build_machine"]
 
 DTYPES = ("fp32", "bf16", "fp16")
 
 
+Taker = tuple[str, str, float]
+"""A stream, a kind of its work, and how much of a limit one unit of that work takes."""
+
+
 @dataclass
 class _Draft:
-    """Shared limits collected so far, and what each stream takes of them per unit of work."""
+    """The machine so far."""
 
-    machine: str
-    """Its name, for errors."""
+    description: Description
+    rates: dict[str, dict[str, Rate]] = field(default_factory=dict)
+    """By stream and kind of work."""
+    latency_s: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     takes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """What each stream takes of shared limits: limit -> kind of work -> per unit of work."""
 
-    def share(self, limit: str, per_s: float, *streams: tuple[str, str, float]) -> None:
-        """Adds a limit that (stream, work kind, units per unit of work) load."""
+    def stream(self, name: str, latency: str, rates: dict[str, Rate]) -> None:
+        """Adds a stream whose latency is that of a key."""
+        self.rates[name], self.latency_s[name] = rates, self.number(latency)
+
+    def share(self, limit: str, per_s: float, *takers: Taker) -> None:
+        """Adds a limit that these load."""
         if limit in self.limits:
-            raise MachineError(f"machine {self.machine!r} has two shared limits {limit!r}; give one another name")
+            raise MachineError(
+                f"machine {self.description.name!r} has two shared limits {limit!r}; give one another name"
+            )
         if per_s <= 0:
-            raise MachineError(f"shared limit {limit!r} of machine {self.machine!r} is {per_s:g}; it must be above 0")
+            raise MachineError(
+                f"shared limit {limit!r} of machine {self.description.name!r} is {per_s:g}; it must be above 0"
+            )
         self.limits[limit] = per_s
-        for stream, kind, weight in streams:
+        for stream, kind, weight in takers:
             self.takes.setdefault(stream, {}).setdefault(limit, {})[kind] = weight
 
+    def share_bytes(self, limit: str, per_s: float, *streams: str) -> None:
+        """Adds a limit in bytes per second on all that these streams move."""
+        self.share(limit, per_s, *((stream, "bytes", 1.0) for stream in streams))
 
-def build(description: Description) -> Machine:
+    def has(self, name: str) -> bool:
+        return self.description.quantity(name) is not None
+
+    def number(self, name: str) -> float:
+        number = self.description.number(name)
+        if number is None:
+            raise self.lacks(name)
+        return number
+
+    def rate(self, name: str, scale: float = 1.0) -> Rate:
+        """The rate of a key. With `scale` drives side by side, each does its fraction of an op."""
+        quantity = self.description.quantity(name)
+        if quantity is None:
+            raise self.lacks(name)
+        points = quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
+        if any(rate <= 0 for _, rate in points):
+            raise MachineError(f"{name} of machine {self.description.name!r} is 0; a rate must be above 0")
+        return Rate(tuple((amount * scale, rate * scale) for amount, rate in points))
+
+    def fastest(self, stream: str, kind: str = "bytes") -> float:
+        return max(rate for _, rate in self.rates[stream][kind].points)
+
+    def lacks(self, name: str) -> MachineError:
+        return MachineError(f"machine {self.description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+
+
+def build_machine(description: Description) -> Machine:
     """The machine that `description` describes.
 
     Raises `MachineError` naming the key that is missing or contradicts another.
     """
+    draft = _Draft(description)
     for key in KEYS.values():
-        if key.required and description.quantity(key.name) is None:
-            raise MachineError(f"machine {description.name!r} does not say {key.name} ({key.meaning}); add it")
-    num_gpus, num_drives = int(_need(description, "gpu.count")), int(_need(description, "nvme.drives"))
+        if key.required and not draft.has(key.name):
+            raise draft.lacks(key.name)
+    num_gpus, num_drives = int(draft.number("gpu.count")), int(draft.number("nvme.drives"))
     if num_gpus < 1:
         raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
-    draft = _Draft(description.name)
-    rates: dict[str, dict[str, Rate]] = {}
-    latency_s: dict[str, float] = {}
-    tiers = _tiers(description, num_gpus, num_drives)
+    tiers = _tiers(draft, num_gpus, num_drives)
     for i in range(num_gpus):
-        _gpu(description, i, rates, latency_s, draft)
-    _peer_links(description, num_gpus, rates, latency_s, draft)
+        _gpu(draft, i)
+    _peer_links(draft, num_gpus)
     if num_drives:
-        _drives(description, num_drives, rates, latency_s, draft)
-    rates[HOST_ADAM] = {"parameters": _rate(description, "host.adam")}
-    # memory-bound work on the host (adding gradients, norms, widening) at the DRAM traffic that Adam reaches
-    traffic = _fastest(rates, HOST_ADAM, "parameters") * _need(description, "host.adam_traffic")
-    rates[HOST_ADAM]["elementwise_bytes"] = Rate.constant(traffic)
-    latency_s[HOST_ADAM] = _need(description, "host.latency")
-    _dram(description, rates, draft)
-    _host_link(description, num_gpus, draft)
-    _switches(description, num_gpus, rates, draft)
-    _listed_limits(description, rates, draft)
-    shares = {NVME_READ: _need(description, "nvme.read_share"), NVME_WRITE: _need(description, "nvme.write_share")}
+        _drives(draft, num_drives)
+    draft.stream(HOST_ADAM, "host.latency", {"parameters": draft.rate("host.adam")})
+    # memory-bound work on the host (adding gradients, norms, casts) at the DRAM traffic that Adam reaches
+    traffic = draft.fastest(HOST_ADAM, "parameters") * draft.number("host.adam_traffic")
+    draft.rates[HOST_ADAM]["elementwise_bytes"] = Rate.constant(traffic)
+    _dram(draft)
+    for direction, stream in (("h2d", h2d), ("d2h", d2h)):
+        if total := description.number(f"link.host_{direction}"):
+            draft.share_bytes(f"host_link.{direction}", total, *map(stream, range(num_gpus)))
+    _switches(draft, num_gpus)
+    _listed_limits(draft)
+    shares = {NVME_READ: draft.number("nvme.read_share"), NVME_WRITE: draft.number("nvme.write_share")}
     shares |= dict(description.shares)
-    for stream, share in shares.items():
+    for name, share in shares.items():
         if share <= 0:
-            raise MachineError(f"the share of stream {stream!r} is {share}; it must be above 0")
+            raise MachineError(f"the share of stream {name!r} is {share}; it must be above 0")
     return Machine(
         name=description.name,
         tiers=tiers,
@@ -92,11 +134,11 @@ def build(description: Description) -> Machine:
             Stream(
                 name=name,
                 rates=by_kind,
-                latency_s=latency_s[name],
+                latency_s=draft.latency_s[name],
                 takes=draft.takes.get(name, {}),
                 share=shares.get(name, 1.0),
             )
-            for name, by_kind in rates.items()
+            for name, by_kind in draft.rates.items()
         ),
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
         nameplate=tuple(
@@ -121,188 +163,144 @@ def _matters(description: Description, name: str) -> bool:
     return not name.endswith(FOR_THE_RECORD)
 
 
-def _need(description: Description, name: str) -> float:
-    number = description.number(name)
-    if number is None:
-        raise MachineError(f"machine {description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
-    return number
-
-
-def _rate(description: Description, name: str, scale: float = 1.0) -> Rate:
-    """The rate of a key. With `scale` drives side by side, each does its fraction of an op."""
-    quantity = description.quantity(name)
-    if quantity is None:
-        raise MachineError(f"machine {description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
-    points = quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
-    if any(rate <= 0 for _, rate in points):
-        raise MachineError(f"{name} of machine {description.name!r} is 0; a rate must be above 0")
-    return Rate(tuple((amount * scale, rate * scale) for amount, rate in points))
-
-
-def _tiers(description: Description, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...]:
-    def usable(section: str, count: int = 1) -> int:
-        total, reserve = _need(description, f"{section}.capacity"), description.number(f"{section}.reserve") or 0.0
+def _tiers(draft: _Draft, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...]:
+    def usable(section: str) -> int:
+        total, reserve = draft.number(f"{section}.capacity"), draft.description.number(f"{section}.reserve") or 0.0
         if reserve >= total:
             raise MachineError(
-                f"{section}.reserve of machine {description.name!r} is {reserve:.0f} bytes, not less than "
+                f"{section}.reserve of machine {draft.description.name!r} is {reserve:.0f} bytes, not less than "
                 f"{section}.capacity, {total:.0f}; nothing would be left for a plan"
             )
-        return int(total - reserve) * count
+        return int(total - reserve)
 
     tiers = [TierSpec(name=device(i), kind="device", capacity_bytes=usable("gpu")) for i in range(num_gpus)]
-    rounding = str(description.quantity("host.rounding").value)  # type: ignore[union-attr]  # it has a default
+    rounding = str(draft.description.quantity("host.rounding").value)  # type: ignore[union-attr]  # it has a default
     tiers.append(TierSpec(name=HOST, kind="host", capacity_bytes=usable("host"), rounding=rounding))  # type: ignore[arg-type]
     if num_drives:
-        capacity = int(_need(description, "nvme.capacity")) * num_drives
-        tiers.append(TierSpec(name=NVME, kind="nvme", capacity_bytes=capacity))
+        capacity_bytes = int(draft.number("nvme.capacity")) * num_drives
+        tiers.append(TierSpec(name=NVME, kind="nvme", capacity_bytes=capacity_bytes))
     return tuple(tiers)
 
 
-def _gpu(
-    description: Description, index: int, rates: dict[str, dict[str, Rate]], latency_s: dict[str, float], draft: _Draft
-) -> None:
-    by_kind: dict[str, Rate] = {}
+def _gpu(draft: _Draft, index: int) -> None:
+    rates: dict[str, Rate] = {}
     for dtype in DTYPES:
-        matmul, attention = (description.quantity(f"gpu.{work}_{dtype}") for work in ("matmul", "attention"))
-        peak = description.number(f"gpu.peak_{dtype}")
-        if matmul is not None:
-            by_kind[f"matmul_{dtype}_flops"] = _rate(description, f"gpu.matmul_{dtype}")
-        elif peak:
-            by_kind[f"matmul_{dtype}_flops"] = Rate.constant(peak * _need(description, "gpu.matmul_frac"))
-        if attention is not None:
-            by_kind[f"attention_{dtype}_flops"] = _rate(description, f"gpu.attention_{dtype}")
-        elif f"matmul_{dtype}_flops" in by_kind:
-            fastest = max(rate for _, rate in by_kind[f"matmul_{dtype}_flops"].points)
-            by_kind[f"attention_{dtype}_flops"] = Rate.constant(fastest * _need(description, "gpu.attention_frac"))
-    bandwidth = description.number("gpu.memory_bandwidth")
-    achieved = None if bandwidth is None else bandwidth * _need(description, "gpu.memory_frac")
+        matmul, attention = f"matmul_{dtype}_flops", f"attention_{dtype}_flops"
+        if draft.has(f"gpu.matmul_{dtype}"):
+            rates[matmul] = draft.rate(f"gpu.matmul_{dtype}")
+        elif peak := draft.description.number(f"gpu.peak_{dtype}"):
+            rates[matmul] = Rate.constant(peak * draft.number("gpu.matmul_frac"))
+        if draft.has(f"gpu.attention_{dtype}"):
+            rates[attention] = draft.rate(f"gpu.attention_{dtype}")
+        elif matmul in rates:
+            fastest = max(rate for _, rate in rates[matmul].points)
+            rates[attention] = Rate.constant(fastest * draft.number("gpu.attention_frac"))
+    bandwidth = draft.description.number("gpu.memory_bandwidth")
     for kind, name, traffic in (
         ("elementwise_bytes", "gpu.elementwise", 1.0),
-        ("parameters", "gpu.adam", _need(description, "gpu.adam_traffic")),
+        ("parameters", "gpu.adam", draft.number("gpu.adam_traffic")),
     ):
-        if description.quantity(name) is not None:
-            by_kind[kind] = _rate(description, name)
-        elif achieved:
-            by_kind[kind] = Rate.constant(achieved / traffic)
+        if draft.has(name):
+            rates[kind] = draft.rate(name)
+        elif bandwidth:
+            rates[kind] = Rate.constant(bandwidth * draft.number("gpu.memory_frac") / traffic)
         else:
-            raise MachineError(f"machine {description.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
-    rates[compute(index)] = by_kind
-    latency_s[compute(index)] = _need(description, "gpu.latency")
+            raise MachineError(
+                f"machine {draft.description.name!r} says neither {name} nor gpu.memory_bandwidth; give one"
+            )
+    draft.stream(compute(index), "gpu.latency", rates)
     for stream, key in ((h2d(index), "link.h2d"), (d2h(index), "link.d2h")):
-        rates[stream] = {"bytes": _rate(description, key)}
-        latency_s[stream] = _need(description, "link.latency")
-    if both := description.number("link.both"):
-        draft.share(link_limit(index), both, (h2d(index), "bytes", 1.0), (d2h(index), "bytes", 1.0))
+        draft.stream(stream, "link.latency", {"bytes": draft.rate(key)})
+    if both := draft.description.number("link.both"):
+        draft.share_bytes(link_limit(index), both, h2d(index), d2h(index))
 
 
-def _fastest(rates: Mapping[str, Mapping[str, Rate]], stream: str, kind: str = "bytes") -> float:
-    return max(rate for _, rate in rates[stream][kind].points)
-
-
-def _peer_links(
-    description: Description,
-    num_gpus: int,
-    rates: dict[str, dict[str, Rate]],
-    latency_s: dict[str, float],
-    draft: _Draft,
-) -> None:
+def _peer_links(draft: _Draft, num_gpus: int) -> None:
     """Copies between GPUs. Over PCIe they share each GPU's link with copies to and from the host, by direction."""
-    if description.quantity("link.p2p") is None:
+    if not draft.has("link.p2p"):
         return
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
     for i, j in pairs:
-        rates[p2p(i, j)] = {"bytes": _rate(description, "link.p2p")}
-        latency_s[p2p(i, j)] = _need(description, "link.latency")
-    path = description.quantity("link.p2p_path")
-    if path is None or path.value != "pcie" or num_gpus == 1:
+        draft.stream(p2p(i, j), "link.latency", {"bytes": draft.rate("link.p2p")})
+    if not _peers_use_pcie(draft.description) or num_gpus == 1:
         return
     for g in range(num_gpus):
-        into = [(p2p(i, j), "bytes", 1.0) for i, j in pairs if j == g]
-        out_of = [(p2p(i, j), "bytes", 1.0) for i, j in pairs if i == g]
-        draft.share(f"{link_limit(g)}.in", _fastest(rates, h2d(g)), (h2d(g), "bytes", 1.0), *into)
-        draft.share(f"{link_limit(g)}.out", _fastest(rates, d2h(g)), (d2h(g), "bytes", 1.0), *out_of)
+        into, out_of = ([p2p(*pair) for pair in pairs if pair[end] == g] for end in (1, 0))
+        draft.share_bytes(f"{link_limit(g)}.in", draft.fastest(h2d(g)), h2d(g), *into)
+        draft.share_bytes(f"{link_limit(g)}.out", draft.fastest(d2h(g)), d2h(g), *out_of)
 
 
-def _drives(
-    description: Description,
-    num_drives: int,
-    rates: dict[str, dict[str, Rate]],
-    latency_s: dict[str, float],
-    draft: _Draft,
-) -> None:
+def _peers_use_pcie(description: Description) -> bool:
+    path = description.quantity("link.p2p_path")
+    return path is not None and path.value == "pcie"
+
+
+def _drives(draft: _Draft, num_drives: int) -> None:
     """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed."""
     for stream, direction in ((NVME_READ, "read"), (NVME_WRITE, "write")):
-        rate = _rate(description, f"nvme.{direction}", num_drives)
-        if most := description.number(f"nvme.array_{direction}"):
+        rate = draft.rate(f"nvme.{direction}", num_drives)
+        if most := draft.description.number(f"nvme.array_{direction}"):
             rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
-        rates[stream] = {"bytes": rate}
-        latency_s[stream] = _need(description, "nvme.latency")
-    mixed = _need(description, "nvme.mixed")
+        draft.stream(stream, "nvme.latency", {"bytes": rate})
+    mixed = draft.number("nvme.mixed")
     if mixed <= 0:
-        raise MachineError(f"nvme.mixed of machine {description.name!r} is {mixed}; it must be above 0")
+        raise MachineError(f"nvme.mixed of machine {draft.description.name!r} is {mixed}; it must be above 0")
     if mixed < 2:
-        draft.share(NVME_LIMIT, mixed, *((s, "bytes", 1 / _fastest(rates, s)) for s in (NVME_READ, NVME_WRITE)))
+        draft.share(NVME_LIMIT, mixed, *((s, "bytes", 1 / draft.fastest(s)) for s in (NVME_READ, NVME_WRITE)))
 
 
-def _dram(description: Description, rates: Mapping[str, object], draft: _Draft) -> None:
-    bandwidth = description.number("host.memory_bandwidth")
+def _dram(draft: _Draft) -> None:
+    bandwidth = draft.description.number("host.memory_bandwidth")
     if not bandwidth:
         return
-    copy, io, adam = (_need(description, f"host.{what}_traffic") for what in ("copy", "io", "adam"))
-    takers = [(s, "bytes", copy) for s in rates if parse_stream(s).is_host_link]
-    takers += [(s, "bytes", io) for s in rates if parse_stream(s).is_drive]
+    copy, io, adam = (draft.number(f"host.{what}_traffic") for what in ("copy", "io", "adam"))
+    takers = [(s, "bytes", copy) for s in draft.rates if parse_stream(s).is_host_link]
+    takers += [(s, "bytes", io) for s in draft.rates if parse_stream(s).is_drive]
     takers += [(HOST_ADAM, "parameters", adam), (HOST_ADAM, "elementwise_bytes", 1.0)]
-    draft.share(DRAM_LIMIT, bandwidth, *((s, k, w) for s, k, w in takers if w > 0))
+    draft.share(DRAM_LIMIT, bandwidth, *(taker for taker in takers if taker[2] > 0))
 
 
-def _host_link(description: Description, num_gpus: int, draft: _Draft) -> None:
-    for direction, stream in (("h2d", h2d), ("d2h", d2h)):
-        if total := description.number(f"link.host_{direction}"):
-            draft.share(f"host_link.{direction}", total, *((stream(i), "bytes", 1.0) for i in range(num_gpus)))
-
-
-def _switches(description: Description, num_gpus: int, rates: Mapping[str, object], draft: _Draft) -> None:
+def _switches(draft: _Draft, num_gpus: int) -> None:
     """Each switch's link to the host, by direction. Copies between GPUs use it only when they leave the switch."""
+    switches = draft.description.switches
     home: dict[str, str] = {}
-    for switch in description.switches:
+    for switch in switches:
         for member in switch.members:
             if member in home:
                 raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
             if member != NVME and device_index(member) is None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme")
             home[member] = switch.name
-    path = description.quantity("link.p2p_path")
-    over_pcie = path is not None and path.value == "pcie"
-    for switch in description.switches:
+    peers = range(num_gpus if _peers_use_pcie(draft.description) else 0)
+    across = [
+        (i, j) for i in peers for j in peers if p2p(i, j) in draft.rates and home.get(device(i)) != home.get(device(j))
+    ]
+    for switch in switches:
         down, up = [], []  # from the host, to the host
         for member in switch.members:
             index = device_index(member)
-            streams = (NVME_WRITE, NVME_READ) if index is None else (h2d(index), d2h(index))
-            if streams[0] in rates:
-                down.append((streams[0], "bytes", 1.0))
-                up.append((streams[1], "bytes", 1.0))
-        for i in range(num_gpus if over_pcie else 0):
-            for j in range(num_gpus):
-                stream, here, there = p2p(i, j), home.get(device(i)), home.get(device(j))
-                if stream in rates and here != there:
-                    up += [(stream, "bytes", 1.0)] if here == switch.name else []
-                    down += [(stream, "bytes", 1.0)] if there == switch.name else []
+            to, back = (NVME_WRITE, NVME_READ) if index is None else (h2d(index), d2h(index))
+            if to in draft.rates:
+                down.append(to)
+                up.append(back)
+        up += [p2p(i, j) for i, j in across if home.get(device(i)) == switch.name]
+        down += [p2p(i, j) for i, j in across if home.get(device(j)) == switch.name]
         if down:
-            draft.share(f"switch.{switch.name}.down", switch.limit_bytes_per_s, *down)
-            draft.share(f"switch.{switch.name}.up", switch.limit_bytes_per_s, *up)
+            draft.share_bytes(f"switch.{switch.name}.down", switch.limit_bytes_per_s, *down)
+            draft.share_bytes(f"switch.{switch.name}.up", switch.limit_bytes_per_s, *up)
 
 
-def _listed_limits(description: Description, rates: Mapping[str, Mapping[str, Rate]], draft: _Draft) -> None:
+def _listed_limits(draft: _Draft) -> None:
     """Limits in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
-    for limit in description.limits:
-        takers: list[tuple[str, str, float]] = []
+    for limit in draft.description.limits:
+        takers: list[Taker] = []
         for stream, weight in limit.takes.items():
-            if stream not in rates:
+            if stream not in draft.rates:
                 raise MachineError(
-                    f"limit {limit.name!r} of machine {description.name!r} names stream {stream!r}; "
-                    f"it has {', '.join(rates)}"
+                    f"limit {limit.name!r} of machine {draft.description.name!r} names stream {stream!r}; "
+                    f"it has {', '.join(draft.rates)}"
                 )
-            takers += [(stream, kind, weight / _fastest(rates, stream, kind)) for kind in rates[stream]]
+            takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.rates[stream]]
             takers.append((stream, SECONDS, weight))
         draft.share(limit.name, limit.limit, *takers)
 
@@ -314,10 +312,10 @@ def _record(description: Description) -> dict[str, object]:
         record = {"value": value, "basis": given.basis, "source": given.source}
         return record if given.spread is None else record | {"spread": given.spread}
 
-    found: dict[str, object] = {"summary": description.summary}
+    record: dict[str, object] = {"summary": description.summary}
     for name, quantity in description.used().items():
         value = quantity.value
-        found[name] = plain(quantity, [list(p) for p in value] if isinstance(value, tuple) else value)
+        record[name] = plain(quantity, [list(p) for p in value] if isinstance(value, tuple) else value)
     if description.limits:
-        found["limits"] = {limit.name: plain(limit, limit.limit) for limit in description.limits}
-    return found
+        record["limits"] = {limit.name: plain(limit, limit.limit) for limit in description.limits}
+    return record

@@ -10,7 +10,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from tierplan.hwmodels.build import build
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.keys import PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -26,7 +26,7 @@ def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
 
     Raises `MachineError` for an unknown name, a bad file, or a wrong key or value.
     """
-    return build(load_description(name_or_path, overrides))
+    return build_machine(load_description(name_or_path, overrides))
 
 
 def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Description:

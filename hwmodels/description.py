@@ -24,12 +24,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
+import msgspec
 import tomli_w
 
 from tierplan.hwmodels.keys import KEYS, Key, find_key
 from tierplan.hwmodels.machine import MachineError
+from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import format_amount, parse_amount
 
 __all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "read_utf8", "write_description"]
@@ -37,8 +39,6 @@ __all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_descrip
 Basis = Literal["nameplate", "measured", "published", "calibrated", "assumed", "given"]
 """Where a number comes from: a data sheet; a measurement of ours; somebody's publication; a fit to published results;
 a rule of thumb; the user."""
-
-_BASES: tuple[Basis, ...] = get_args(Basis)
 
 Points = tuple[tuple[float, float], ...]
 
@@ -81,11 +81,11 @@ class Limit:
     """A shared limit in fractions of full speed: the sum over streams of `takes * speed` is at most `limit`."""
 
     name: str
-    limit: float
-    takes: Mapping[str, float]
+    limit: Amount
+    takes: Annotated[Mapping[str, Amount], msgspec.Meta(min_length=1)]
     source: str = ""
     basis: Basis = "given"
-    spread: float | None = None
+    spread: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,43 @@ class Description:
         return {name: q for name in KEYS if (q := self.quantity(name)) is not None}
 
 
-_SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
-_TOP = ("name", "summary", "sources", "switch", "limit", "shares", "notes", *_SECTIONS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Number:
+    """A value with where it comes from, as files have it."""
+
+    value: object
+    basis: Basis = "given"
+    source: str = ""
+    spread: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Switch:
+    """A `Switch`, as files have it."""
+
+    name: str
+    limit: object
+    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    source: str = ""
+    basis: Basis = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A machine file."""
+
+    name: str = ""
+    summary: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """By the short name that entries give as their source."""
+    switch: tuple[_Switch, ...] = ()
+    limit: tuple[Limit, ...] = ()
+    shares: Mapping[str, Amount] = field(default_factory=dict)
+    notes: Mapping[str, object] = field(default_factory=dict)
+    gpu: Mapping[str, object] = field(default_factory=dict)
+    link: Mapping[str, object] = field(default_factory=dict)
+    host: Mapping[str, object] = field(default_factory=dict)
+    nvme: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_utf8(path: Path) -> str:
@@ -138,73 +173,54 @@ def read_utf8(path: Path) -> str:
         raise MachineError(f"{path} is not text in UTF-8 ({error}); give another file") from error
 
 
-def parse_description(text: str, *, where: str, folder: Path | None = None) -> Description:
+def parse_description(text: str, *, where: str) -> Description:
     """A description from the text of a machine file (or of a part, when `where` is one). `where` is used in errors."""
     try:
-        table = tomllib.loads(text)
+        file = decode(_File, tomllib.loads(text), complete=False)
+    except RecordError as error:
+        raise MachineError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise MachineError(f"{where} is not TOML: {error}") from error
-    if unknown := [key for key in table if key not in _TOP]:
-        raise MachineError(f"{where} has an unknown entry {unknown[0]!r}; a machine file has {', '.join(_TOP)}")
-    sources = _table(table, "sources", where)
-    values: dict[str, Quantity] = {}
-    for section in _SECTIONS:
-        for name, value in _table(table, section, where).items():
+    values = {}
+    for section in dict.fromkeys(key.section for key in KEYS.values()):
+        for name, value in getattr(file, section).items():
             key = find_key(f"{section}.{name}")
-            values[key.name] = parse_quantity(key, value, where=where, sources=sources)
+            values[key.name] = parse_quantity(key, value, where=where, sources=file.sources)
+
+    def source(entry: _Switch | Limit) -> str:
+        return file.sources.get(entry.source, entry.source) or where
+
     return Description(
-        name=str(table.get("name", Path(where).stem)),
-        summary=str(table.get("summary", "")),
+        name=file.name or Path(where).stem,
+        summary=file.summary,
         values=values,
-        switches=tuple(_switch(entry, where, sources) for entry in _tables(table, "switch", where)),
-        limits=tuple(_limit(entry, where, sources) for entry in _tables(table, "limit", where)),
-        shares={
-            str(k): parse_amount(v, "number", what=f"shares.{k} in {where}")
-            for k, v in _table(table, "shares", where).items()
-        },
-        notes=_table(table, "notes", where),
+        switches=tuple(
+            Switch(
+                name=entry.name,
+                limit_bytes_per_s=parse_amount(entry.limit, "bytes/s", what=f"limit of [[switch]] {entry.name!r}"),
+                members=entry.members,
+                source=source(entry),
+                basis=entry.basis,
+            )
+            for entry in file.switch
+        ),
+        limits=tuple(replace(entry, source=source(entry)) for entry in file.limit),
+        shares=file.shares,
+        notes=file.notes,
     )
 
 
-def _table(table: Mapping[str, object], name: str, where: str) -> Mapping[str, object]:
-    value = table.get(name, {})
-    if not isinstance(value, dict):
-        raise MachineError(f"{name!r} in {where} is {value!r}; it must be a table: [{name}]")
-    return value
-
-
-def _tables(table: Mapping[str, object], name: str, where: str) -> list[object]:
-    value = table.get(name, [])
-    if not isinstance(value, list):
-        raise MachineError(f"{name!r} in {where} is {value!r}; it must be a list of tables: write [[{name}]]")
-    return value
-
-
-def parse_quantity(key: Key, value: object, *, where: str, sources: Mapping[str, object] | None = None) -> Quantity:
+def parse_quantity(key: Key, value: object, *, where: str, sources: Mapping[str, str] | None = None) -> Quantity:
     """One value as TOML gives it: plain, or `{ value, basis, source, spread }`."""
     what = f"{key.name} in {where}"
     if not isinstance(value, dict):
         return Quantity(_value(key, value, what), "given", where)
-    if unknown := set(value) - {"value", "basis", "source", "spread"}:
-        raise MachineError(f"{what} has {sorted(unknown)[0]!r}; a number has value, basis, source and spread")
-    if "value" not in value:
-        raise MachineError(f"{what} has no value; write {{ value = ..., source = ... }}")
-    source, basis = _origin(value, what, sources or {})
-    return Quantity(_value(key, value["value"], what), basis, source, _spread(value, what))
-
-
-def _origin(entry: Mapping[str, object], what: str, sources: Mapping[str, object]) -> tuple[str, Basis]:
-    source = str(entry.get("source", ""))
-    basis = entry.get("basis", "given")
-    for known in _BASES:
-        if basis == known:
-            return str(sources.get(source, source)), known
-    raise MachineError(f"basis of {what} is {basis!r}; choose among {', '.join(_BASES)}")
-
-
-def _spread(entry: Mapping[str, object], what: str) -> float | None:
-    spread = entry.get("spread")
-    return None if spread is None else parse_amount(spread, "number", what=f"spread of {what}")
+    try:
+        number = decode(_Number, value, f"{where}: {key.name}", complete=False)
+    except RecordError as error:
+        raise MachineError(str(error)) from error
+    source = (sources or {}).get(number.source, number.source)
+    return Quantity(_value(key, number.value, what), number.basis, source, number.spread)
 
 
 def _value(key: Key, value: object, what: str) -> float | str | Points:
@@ -228,50 +244,6 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
     if not points or amounts != sorted(set(amounts)) or any(rate <= 0 or amount <= 0 for amount, rate in points):
         raise MachineError(f"{what} is {value!r}; a curve has points with rising amounts and rates above 0")
     return tuple(points)
-
-
-def _switch(entry: object, where: str, sources: Mapping[str, object]) -> Switch:
-    what = f"a [[switch]] in {where}"
-    entry = _entry(entry, what, required=("name", "limit", "members"), optional=("source", "basis"))
-    source, basis = _origin(entry, what, sources)
-    members = entry["members"]
-    if not isinstance(members, list) or not members:
-        raise MachineError(f"{what} has members {members!r}; list at least one of gpu0, gpu1, ..., nvme")
-    return Switch(
-        name=str(entry["name"]),
-        limit_bytes_per_s=parse_amount(entry["limit"], "bytes/s", what=f"limit of {what}"),
-        members=tuple(map(str, members)),
-        source=source or where,
-        basis=basis,
-    )
-
-
-def _limit(entry: object, where: str, sources: Mapping[str, object]) -> Limit:
-    what = f"a [[limit]] in {where}"
-    entry = _entry(entry, what, required=("name", "limit", "takes"), optional=("source", "basis", "spread"))
-    source, basis = _origin(entry, what, sources)
-    takes = entry["takes"]
-    if not isinstance(takes, dict) or not takes:
-        raise MachineError(f'{what} takes {takes!r}; write takes = {{ "gpu0.compute" = 1.0, ... }}')
-    return Limit(
-        name=str(entry["name"]),
-        limit=parse_amount(entry["limit"], "number", what=f"limit of {what}"),
-        takes={str(k): parse_amount(v, "number", what=f"takes.{k} of {what}") for k, v in takes.items()},
-        source=source or where,
-        basis=basis,
-        spread=_spread(entry, what),
-    )
-
-
-def _entry(entry: object, what: str, *, required: Sequence[str], optional: Sequence[str]) -> Mapping[str, object]:
-    if not isinstance(entry, dict):
-        raise MachineError(f"{what} is {entry!r}; it must be a table")
-    for name in required:
-        if name not in entry:
-            raise MachineError(f"{what} has no {name!r}; it needs {', '.join(required)}")
-    if unknown := set(entry) - {*required, *optional}:
-        raise MachineError(f"{what} has {sorted(unknown)[0]!r}; it may have {', '.join((*required, *optional))}")
-    return entry
 
 
 def override(description: Description, settings: Sequence[str]) -> Description:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from tierplan.hwmodels.build import build
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import HERE, here_path
 from tierplan.hwmodels.description import Description, write_description
 from tierplan.hwmodels.machine import Machine
@@ -94,7 +94,7 @@ def measure(
     )
     if save:
         write_atomically(here_path(), write_description(description))
-    return build(description)
+    return build_machine(description)
 
 
 def measure_description(

@@ -114,12 +114,12 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.keys import KEYS
 
     description = load_description(args.machine, args.overrides)
-    machine = build(description)
+    machine = build_machine(description)
     if args.json:
         print(json.dumps({"name": machine.name, **machine.description}, indent=1))
         return 0
@@ -161,7 +161,7 @@ def structure(machine: Machine) -> str:
 def _measure(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import HERE, here_path
     from tierplan.hwmodels.description import write_description
     from tierplan.runtime.measure.machine import measure_description
@@ -186,7 +186,7 @@ def _measure(args: argparse.Namespace) -> int:
     write_atomically(target, write_description(description))
     print(numbers(description))
     print()
-    print(structure(build(description)))
+    print(structure(build_machine(description)))
     print(f"drives: {description.notes['drives']}")
     for remark in description.notes["remarks"]:  # type: ignore[attr-defined]  # a list
         print(remark)
@@ -205,7 +205,7 @@ def _measure(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from tierplan.hwmodels.build import build
+    from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, Quantity, override, read_utf8, write_description
     from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
@@ -225,7 +225,7 @@ def _import(args: argparse.Namespace) -> int:
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
     description = override(description, args.overrides)
     write_atomically(args.output, write_description(description))
-    machine = build(load_description(str(args.output)))
+    machine = build_machine(load_description(str(args.output)))
     print("\n".join(f"{name} = {quantity.value}" for name, quantity in values.items()))
     print(structure(machine))
     print(f"written to {args.output}")

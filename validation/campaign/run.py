@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from tierplan import __version__
-from tierplan.hwmodels.build import build
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
 from tierplan.runtime.data.synthetic import device_model, random_batches, seeded_model, versions
 from tierplan.runtime.measure.machine import measure_description
@@ -182,7 +182,7 @@ def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
     session = CalibrationSession(
         config=group.model_config(group.calibration_blocks),
         training=_training(group, CALIBRATION_RUN, setup.device),
-        machine=build(description),
+        machine=build_machine(description),
         nvme_dir=setup.scratch,
         device=setup.device,
     )
