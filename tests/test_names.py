@@ -29,9 +29,7 @@ OF_NAMES = re.compile(r"(^|\W|_)(content|key|stream|tier|(buffer|b|instance)\.na
 
 ALLOWED = (
     "hwmodels/build.py",
-    "hwmodels/description.py",
     "hwmodels/importers/fio.py",
-    "hwmodels/keys.py",
     "runtime/measure/report.py",
     "sim/analysis/variation.py",
     "studies/advise.py",

@@ -40,11 +40,11 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*SIMULATE, "--batch", "-1"], "--batch: -1 is too small; give a whole number of 1 or more"),
-        ([*SIMULATE, "--batch", "x"], "--batch: 'x' is no whole number; give 1 or more"),
-        ([*SIMULATE, "--seq", "0"], "--seq: 0 is too small"),
-        ([*SIMULATE, "--accumulation", "0"], "--accumulation: 0 is too small"),
-        ([*SIMULATE, "--max-grad-norm", "nan"], "--max-grad-norm: nan is out of range; give a number above 0"),
+        ([*SIMULATE, "--batch", "-1"], "-1 is too small; give a whole number of 1 or more"),
+        ([*SIMULATE, "--batch", "x"], "'x' is no whole number; give 1 or more"),
+        ([*SIMULATE, "--seq", "0"], "sequence_length: 0 is too small"),
+        ([*SIMULATE, "--accumulation", "0"], "gradient_accumulation_steps: 0 is too small"),
+        ([*SIMULATE, "--max-grad-norm", "nan"], "max_grad_norm: nan is out of range; give a number above 0"),
         ([*SIMULATE, "-o", "a-folder"], "a-folder is a folder; give the name of a file"),
         ([*SIMULATE, "-o", "a-file/x.json"], "a-file is a file, not a folder"),
         ([*SIMULATE, "--bacth", "4"], "no option --bacth"),

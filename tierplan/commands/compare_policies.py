@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, new_file
+from tierplan.commands.options.arguments import PICTURES, new_file, option
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -25,11 +25,9 @@ OWN_SEMANTICS = ("harmony", "virtual-memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help="only these (default: all)")
-    parser.add_argument(
-        "--plot", type=new_file(*PICTURES), metavar="FILE", help="write the comparison as a picture (PNG, SVG or PDF)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    option(parser, "--policies NAME", "only these (default: all)", nargs="+")
+    option(parser, "--plot FILE", "write the comparison as a picture (PNG, SVG or PDF)", new_file(*PICTURES))
+    option(parser, "--json", "print one JSON object")
     scenario.add_arguments(parser)
 
 

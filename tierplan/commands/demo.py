@@ -13,33 +13,16 @@ import json
 import sys
 from pathlib import Path
 
-from tierplan.commands.options.arguments import new_folder, whole
+from tierplan.commands.options.arguments import new_folder, option, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=new_folder,
-        default="tierplan-demo",
-        metavar="DIR",
-        help="where results go (default tierplan-demo)",
-    )
-    parser.add_argument(
-        "--nvme",
-        "--nvme-dir",
-        dest="nvme",
-        type=new_folder,
-        metavar="DIR",
-        help="folder of the NVMe tier, on a drive (default: OUT/nvme)",
-    )
-    parser.add_argument(
-        "--steps", type=whole(4), default=12, metavar="N", help="training steps of each run (default 12, least 4)"
-    )
-    parser.add_argument(
-        "--threads", type=whole(1), default=1, metavar="N", help="cores for the model's kernels (default 1)"
-    )
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of weights and batches (default 0)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    option(parser, "--out DIR", "where results go", new_folder, "tierplan-demo")
+    option(parser, "--nvme --nvme-dir DIR", "folder of the NVMe tier, on a drive (default: OUT/nvme)", new_folder)
+    option(parser, "--steps N", "training steps of each run, 4 or more", whole(4), 12)
+    option(parser, "--threads N", "cores for the model's kernels", whole(1), 1)
+    option(parser, "--seed N", "of weights and batches", whole(0), 0)
+    option(parser, "--json", "print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, existing_file, finite, new_file, new_folder
+from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description
@@ -35,60 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
     show.add_argument("machine", help="a catalog name, a TOML file, or `here`")
     add_set(show)
-    show.add_argument("--keys", action="store_true", help="list every key that --set takes, with its meaning")
-    show.add_argument("--json", action="store_true", help="as one JSON object")
+    option(show, "--keys", "list every key that --set takes, with its meaning")
+    option(show, "--json", "as one JSON object")
     show.set_defaults(act=_show)
 
     measure = commands.add_parser("measure", help="measure this machine and keep the result as `here`")
     drives = measure.add_mutually_exclusive_group()
-    drives.add_argument(
-        "--nvme-dir",
-        "--nvme",
-        dest="nvme_dir",
-        type=new_folder,
-        action="append",
-        metavar="DIR",
-        help="folder on the drive that will be the NVMe tier, once per drive (default: this folder)",
-    )
-    drives.add_argument("--no-nvme", action="store_true", help="leave drives out")
-    measure.add_argument(
-        "--thorough",
-        action="store_true",
-        help=f"about {THOROUGH_S / 60:.0f} minutes; writes enough to leave the drive's write cache",
-    )
-    measure.add_argument(
-        "--budget-s", type=finite(least=5), metavar="S", help=f"seconds, about (default {QUICK_S:.0f}, least 5)"
-    )
-    measure.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto is cuda where PyTorch sees a GPU"
-    )
-    measure.add_argument(
-        "-o", "--output", type=new_file(".toml"), metavar="FILE", help="write the machine to this TOML file instead"
-    )
+    where = "folder on the drive that will be the NVMe tier, once per drive (default: this folder)"
+    option(drives, "--nvme-dir --nvme DIR", where, new_folder, repeat=True)
+    option(drives, "--no-nvme", "leave drives out")
+    thorough = f"about {THOROUGH_S / 60:.0f} minutes; writes enough to leave the drive's write cache"
+    option(measure, "--thorough", thorough)
+    option(measure, "--budget-s S", f"seconds, about (default {QUICK_S:.0f}, least 5)", finite(least=5))
+    add_device(measure)
+    option(measure, "-o --output FILE", "write the machine to this TOML file instead", new_file(".toml"))
     measure.set_defaults(act=_measure)
 
     imports = commands.add_parser("import", help="a machine from the output of other tools")
-    imports.add_argument("--base", metavar="X", help="machine whose numbers hold where the tools say nothing")
+    option(imports, "--base X", "machine whose numbers hold where the tools say nothing")
     add_set(imports)
-    imports.add_argument(
-        "--fio", type=existing_file, action="append", default=[], metavar="FILE", help="fio --output-format=json"
-    )
-    imports.add_argument("--nvbandwidth", type=existing_file, metavar="FILE", help="nvbandwidth --format json")
-    imports.add_argument(
-        "--nvidia-smi", type=existing_file, metavar="FILE", help="nvidia-smi --query-gpu=... --format=csv"
-    )
-    imports.add_argument(
-        "--ds-io",
-        type=existing_file,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="what DeepSpeed's ds_io or ds_nvme_tune printed",
-    )
-    imports.add_argument("--name", metavar="NAME", help="of the machine (default: the file's name)")
-    imports.add_argument(
-        "-o", "--output", type=new_file(".toml"), required=True, metavar="FILE", help="TOML file to write"
-    )
+    option(imports, "--fio FILE", "fio --output-format=json", existing_file, repeat=True)
+    option(imports, "--nvbandwidth FILE", "nvbandwidth --format json", existing_file, repeat=True)
+    option(imports, "--nvidia-smi FILE", "nvidia-smi --query-gpu=... --format=csv", existing_file, repeat=True)
+    option(imports, "--ds-io FILE", "what DeepSpeed's ds_io or ds_nvme_tune printed", existing_file, repeat=True)
+    option(imports, "--name NAME", "of the machine (default: the file's name)")
+    option(imports, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
     imports.set_defaults(act=_import)
 
 
@@ -214,10 +185,10 @@ def _import(args: argparse.Namespace) -> int:
 
     values: dict[str, Quantity] = {}
     for paths, read in (
-        ([args.nvidia_smi], read_nvidia_smi), ([args.nvbandwidth], read_nvbandwidth),
+        (args.nvidia_smi, read_nvidia_smi), (args.nvbandwidth, read_nvbandwidth),
         (args.fio, read_fio), (args.ds_io, read_ds_io),
     ):  # fmt: skip
-        for path in filter(None, paths):
+        for path in paths:
             values |= read(read_utf8(Path(path)), where=Path(path).name)
     if not values:
         raise MachineError("nothing to import; give at least one of --fio, --nvbandwidth, --nvidia-smi, --ds-io")

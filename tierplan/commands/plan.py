@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, finite, new_file, whole
+from tierplan.commands.options.arguments import PICTURES, finite, new_file, option, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,43 +31,20 @@ EXIT_INFEASIBLE = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)
-    parser.add_argument(
-        "-o", "--output", type=new_file(), metavar="FILE", help="write plan and schedule, for `tierplan run`"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--time-limit",
-        type=finite(above=0),
-        default=8.0,
-        metavar="S",
-        help="seconds that each search may compute (default 8)",
-    )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="of the search's random changes (default 0)"
-    )
-    parser.add_argument(
-        "--sequences",
-        type=whole(1),
-        metavar="N",
-        help="sequences per optimizer step, of all devices: micro-batch size and accumulation are searched too "
-        "(--batch and --accumulation do not apply then)",
-    )
-    parser.add_argument(
-        "--drive-lifetime-years",
-        type=finite(above=0),
-        metavar="Y",
-        help="the drives are to last this long, training without pause, by their rated endurance (nvme.endurance): "
-        "plans whose steps write more are left out",
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="also say what more memory, drives or link would be worth (plans again)"
-    )
-    parser.add_argument(
-        "--frontier",
-        type=new_file(*PICTURES),
-        metavar="FILE.png",
-        help="plot the step time against device memory (plans again)",
-    )
+    option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
+    option(parser, "--json", "print one JSON object")
+    option(parser, "--time-limit S", "seconds that each search may compute", finite(above=0), 8.0)
+    option(parser, "--seed N", "of the search's random changes", whole(0), 0)
+    option(
+        parser, "--sequences N", "sequences per optimizer step, of all devices: micro-batch size and accumulation are "
+        "searched too (--batch and --accumulation do not apply then)", whole(1),
+    )  # fmt: skip
+    option(
+        parser, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
+        "endurance (nvme.endurance): plans whose steps write more are left out", finite(above=0),
+    )  # fmt: skip
+    option(parser, "--explain", "also say what more memory, drives or link would be worth (plans again)")
+    option(parser, "--frontier FILE.png", "plot the step time against device memory (plans again)", new_file(*PICTURES))
 
 
 def run(args: argparse.Namespace) -> int:

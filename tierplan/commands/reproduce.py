@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 
-from tierplan.commands.options.arguments import new_file
+from tierplan.commands.options.arguments import new_file, option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default: all)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--write", type=new_file(), metavar="FILE", help="write tables and pictures into this page, between its markers"
-    )
+    option(parser, "--json", "print one JSON object")
+    option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())
 
 
 def run(args: argparse.Namespace) -> int:

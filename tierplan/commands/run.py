@@ -17,99 +17,56 @@ import argparse
 import os
 from pathlib import Path
 
-from tierplan.commands.options.arguments import existing_file, finite, new_folder, whole
+from tierplan.commands.options.arguments import add_device, existing_file, finite, new_folder, option, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=existing_file, nargs="?", metavar="PLAN", help="a plan or a schedule, in a file")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="M",
-        help="a folder with config.json and, if any, *.safetensors and a tokenizer; or a config.json alone",
-    )
-    parser.add_argument("--data", type=Path, metavar="D", help="a text file, a folder of them, or tokens (.npy, .bin)")
-    parser.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps of the whole run")
-    parser.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="the run's folder")
-    parser.add_argument("--resume", action="store_true", help="go on from the last commit in DIR, if there is one")
-    parser.add_argument(
-        "--nvme",
-        "--nvme-dir",
-        dest="nvme",
-        type=new_folder,
-        action="append",
-        metavar="DIR",
-        help="folder of the NVMe tier (default: DIR/nvme in the run's folder); repeat it to stripe over several drives",
-    )
-    parser.add_argument(
-        "--nvme-weights",
-        type=finite(above=0),
-        nargs="+",
-        default=(),
-        metavar="W",
-        help="relative speeds of those folders, one each (default: measured before the run, in about a second)",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        type=whole(1),
-        metavar="K",
-        help="commit every K steps (default: at the end, and on Ctrl-C)",
-    )
-    parser.add_argument(
-        "--no-read-back",
-        action="store_true",
-        help="do not read each commit back from the drives before it counts, only the last one (saves a reading of the "
-        "parameters and states per commit)",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="do not train: read all of the last commit in DIR and say whether it is whole",
-    )
-    parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
+    option(
+        parser, "--model M", "a folder with config.json and, if any, *.safetensors and a tokenizer; or a config.json "
+        "alone", Path,
+    )  # fmt: skip
+    option(parser, "--data D", "a text file, a folder of them, or tokens (.npy, .bin)", Path)
+    option(parser, "--steps N", "optimizer steps of the whole run", whole(1))
+    option(parser, "--out DIR", "the run's folder", new_folder, required=True)
+    option(parser, "--resume", "go on from the last commit in DIR, if there is one")
+    option(
+        parser, "--nvme --nvme-dir DIR", "folder of the NVMe tier (default: DIR/nvme in the run's folder); repeat it "
+        "to stripe over several drives", new_folder, repeat=True,
+    )  # fmt: skip
+    option(
+        parser, "--nvme-weights W", "relative speeds of those folders, one each (default: measured before the run, in "
+        "about a second)", finite(above=0), (), nargs="+",
+    )  # fmt: skip
+    option(parser, "--checkpoint-every K", "commit every K steps (default: at the end, and on Ctrl-C)", whole(1))
+    option(
+        parser, "--no-read-back", "do not read each commit back from the drives before it counts, only the last one "
+        "(saves a reading of the parameters and states per commit)",
+    )  # fmt: skip
+    option(parser, "--verify", "do not train: read all of the last commit in DIR and say whether it is whole")
+    option(parser, "--no-export", "do not write the trained model")
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=finite(least=0), default=1e-3, metavar="LR", help="learning rate (default 1e-3)")
-    training.add_argument(
-        "--lr-schedule",
-        choices=("constant", "linear", "cosine"),
-        default="constant",
-        help="what becomes of the rate after the warm-up: it stays, or falls to 0 at the last step (default constant)",
-    )
-    training.add_argument(
-        "--warmup-steps", type=whole(0), default=0, metavar="W", help="steps in which the rate rises (default 0)"
-    )
-    training.add_argument(
-        "--betas",
-        type=finite(least=0, below=1),
-        nargs=2,
-        default=(0.9, 0.999),
+    option(training, "--lr LR", "learning rate", finite(least=0), 1e-3)
+    option(
+        training, "--lr-schedule", "what becomes of the rate after the warm-up: it stays, or falls to 0 at the last "
+        "step", default="constant", choices=("constant", "linear", "cosine"),
+    )  # fmt: skip
+    option(training, "--warmup-steps W", "steps in which the rate rises", whole(0), 0)
+    option(
+        training, "--betas", "of AdamW (default 0.9 0.999)", finite(least=0, below=1), (0.9, 0.999), nargs=2,
         metavar=("B1", "B2"),
-        help="of AdamW (default 0.9 0.999)",
-    )
-    training.add_argument("--eps", type=finite(above=0), default=1e-8, metavar="EPS", help="of AdamW (default 1e-8)")
-    training.add_argument(
-        "--weight-decay", type=finite(least=0), default=0.01, metavar="D", help="per unit of rate (default 0.01)"
-    )
-    training.add_argument(
-        "--no-decay-on-norms", action="store_true", help="no weight decay for biases and the parameters of norms"
-    )
-    training.add_argument(
-        "--freeze",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="do not train parameters whose names match, such as 'transformer.wte.*'; may be repeated",
-    )
-    training.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="of weights, order of data, and dropout (default 0)"
-    )
+    )  # fmt: skip
+    option(training, "--eps EPS", "of AdamW", finite(above=0), 1e-8)
+    option(training, "--weight-decay D", "per unit of rate", finite(least=0), 0.01)
+    option(training, "--no-decay-on-norms", "no weight decay for biases and the parameters of norms")
+    option(
+        training, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
+        "repeated", repeat=True,
+    )  # fmt: skip
+    option(training, "--seed N", "of weights, order of data, and dropout", whole(0), 0)
     machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where PyTorch sees a GPU"
-    )
-    machine.add_argument(
-        "--threads", type=whole(1), metavar="T", help="threads for kernels on the CPU (default: as PyTorch chooses)"
-    )
+    add_device(machine)
+    option(machine, "--threads T", "threads for kernels on the CPU (default: as PyTorch chooses)", whole(1))
 
 
 def run(args: argparse.Namespace) -> int:

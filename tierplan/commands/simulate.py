@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import new_file
+from tierplan.commands.options.arguments import new_file, option
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -24,27 +24,13 @@ GB = 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--policy",
-        required=True,
-        metavar="NAME",
-        help="fuyou, zero-infinity, ... (a wrong name lists all; `tierplan compare-policies` runs all)",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        dest="options",
-        metavar="KEY=VALUE",
-        help="a setting of the policy, e.g. swap=all; repeatable (a wrong one lists all; docs/policies.md)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--max-model", action="store_true", help="find the largest GPT-3-style model that fits, instead of --model"
-    )
-    parser.add_argument(
-        "-o", "--output", type=new_file(), metavar="FILE", help="write the schedule, if it fits, for `tierplan run`"
-    )
+    which = "fuyou, zero-infinity, ... (a wrong name lists all; `tierplan compare-policies` runs all)"
+    option(parser, "--policy NAME", which, required=True)
+    setting = "a setting of the policy, e.g. swap=all; repeatable (a wrong one lists all; docs/policies.md)"
+    option(parser, "--option KEY=VALUE", setting, repeat=True, dest="options")
+    option(parser, "--json", "print one JSON object")
+    option(parser, "--max-model", "find the largest GPT-3-style model that fits, instead of --model")
+    option(parser, "-o --output FILE", "write the schedule, if it fits, for `tierplan run`", new_file())
     scenario.add_arguments(parser, needs_model=False)
 
 

@@ -16,27 +16,23 @@ import json
 import sys
 from pathlib import Path
 
-from tierplan.commands.options.arguments import finite, new_file, new_folder
+from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("campaign", nargs="?", default="cpu-small", help="a name or a TOML file (default cpu-small)")
-    parser.add_argument("--out", type=new_folder, default="campaign", metavar="DIR",
-                        help="folder for the artifacts (default campaign)")  # fmt: skip
-    parser.add_argument("--nvme-dir", "--nvme", dest="nvme_dir", type=new_folder, default=".", metavar="DIR",
-                        help="folder on the drive that is the NVMe tier (default .)")  # fmt: skip
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto is cuda where PyTorch sees a GPU")  # fmt: skip
-    parser.add_argument("--machine-name", default="", metavar="NAME", help="what this machine is called in tables")
-    parser.add_argument("--measure-s", type=finite(least=5), default=20.0, metavar="S",
-                        help="seconds to measure the machine, once per group (default 20)")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="TEXT", help="take up only runs whose group/name contains this")
-    parser.add_argument("--list", action="store_true", help="print what the campaign asks, and run nothing")
-    parser.add_argument("--table", metavar="DIR", help="make the page of the artifacts in DIR, and run nothing")
-    parser.add_argument("-o", "--output", type=new_file(), metavar="FILE", help="write the page here")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    option(parser, "--out DIR", "folder for the artifacts", new_folder, "campaign")
+    option(parser, "--nvme-dir --nvme DIR", "folder on the drive that is the NVMe tier", new_folder, ".")
+    add_device(parser)
+    option(parser, "--machine-name NAME", "what this machine is called in tables")
+    option(parser, "--measure-s S", "seconds to measure the machine, once per group", finite(least=5), 20.0)
+    option(parser, "--only TEXT", "take up only runs whose group/name contains this")
+    option(parser, "--list", "print what the campaign asks, and run nothing")
+    option(parser, "--table DIR", "make the page of the artifacts in DIR, and run nothing")
+    option(parser, "-o --output FILE", "write the page here", new_file())
+    option(parser, "--json", "print the summary as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
         campaign,
         args.out,
         args.nvme_dir,
-        machine_name=args.machine_name,
+        machine_name=args.machine_name or "",
         device=device,
         measure_s=args.measure_s,
-        only=args.only,
+        only=args.only or "",
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
     return _show(args, artifacts)

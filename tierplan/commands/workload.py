@@ -13,7 +13,8 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import existing_file, finite, whole
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import existing_file, option
 
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -27,61 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(act=_list)
 
     show = commands.add_parser("show", help="per unit and in total: parameters, states, activations, FLOPs")
-    show.add_argument("model", metavar="CONFIG", help="config.json, a folder that holds one, or a name such as gpt-13b")
-    _add_training(show)
-    show.add_argument("--unit", metavar="U", help="list the saved tensors of this unit, such as L0 or head")
-    show.add_argument("--json", action="store_true", help="as one JSON object")
+    show.add_argument("model", metavar="CONFIG", help=scenario.MODEL)
+    scenario.add_training(show)
+    option(show, "--unit U", "list the saved tensors of this unit, such as L0 or head")
+    option(show, "--json", "as one JSON object")
     show.set_defaults(act=_show)
 
     deepspeed = commands.add_parser("deepspeed", help="the settings and the policy of a DeepSpeed configuration")
     deepspeed.add_argument("file", type=existing_file, metavar="DS.JSON", help="DeepSpeed's configuration")
-    deepspeed.add_argument(
-        "--model", required=True, metavar="M", help="config.json, a folder that holds one, or a name such as gpt-13b"
-    )
-    _add_training(deepspeed)
+    option(deepspeed, "--model M", scenario.MODEL, required=True)
+    scenario.add_training(deepspeed)
     deepspeed.set_defaults(act=_deepspeed)
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    one = whole(1)
-    add("--batch", "--per_device_train_batch_size", type=one, default=1, metavar="B",
-        help="sequences in one micro-batch (default 1)")  # fmt: skip
-    add("--accumulation", "--gradient_accumulation_steps", type=one, default=1, metavar="G",
-        help="micro-batches in one optimizer step (default 1)")  # fmt: skip
-    add("--seq", "--sequence_length", type=one, default=1024, metavar="S",
-        help="tokens in one sequence (default 1024)")  # fmt: skip
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
-        help="of parameters, activations and gradients (default bf16)")  # fmt: skip
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="whose states are kept (default adamw)")
-    add("--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states")
-    add("--attention", choices=("flash", "plain"), default="flash",
-        help="fused, or written out in matrix products, which needs --exact (default flash)")  # fmt: skip
-    add("--max-grad-norm", "--max_grad_norm", type=finite(above=0), metavar="X",
-        help="clip gradients by their global norm (default: no clipping)")  # fmt: skip
-    add("--backend", choices=("cuda", "cpu"), default="cuda", help="whose kernels run (default cuda)")
-    add("--exact", action="store_true", help="run the model's class on fake tensors (needs torch)")
-    add("--measured", action="store_true", help="seconds of real steps of the whole model here, with their spread")
+    for parser in (show, deepspeed):
+        option(parser, "--measured", "seconds of real steps of the whole model here, with their spread")
 
 
 def run(args: argparse.Namespace) -> int:
     return int(args.act(args))
-
-
-def _training(args: argparse.Namespace) -> Training:
-    from tierplan.sim.workloads.workload import Training
-
-    return Training(
-        per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=args.accumulation,
-        sequence_length=args.seq,
-        dtype=args.dtype,
-        master_weights=not args.no_master_weights,
-        optimizer=args.optimizer,
-        attention=args.attention,
-        max_grad_norm=args.max_grad_norm,
-        backend=args.backend,
-    )
 
 
 def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
@@ -106,7 +69,7 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from tierplan.sim.workloads.workload import WorkloadError
 
-    workload = _read(args.model, _training(args), args)
+    workload = _read(args.model, scenario.read_training(args), args)
     if args.json:
         import json
         from dataclasses import asdict
@@ -127,7 +90,7 @@ def _show(args: argparse.Namespace) -> int:
 def _deepspeed(args: argparse.Namespace) -> int:
     from tierplan.planner.training_files import read_deepspeed
 
-    deepspeed = read_deepspeed(args.file, _training(args))
+    deepspeed = read_deepspeed(args.file, scenario.read_training(args))
     t = deepspeed.training
     workload = _read(args.model, t, args)
     print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))

@@ -6,6 +6,7 @@
     parser.add_argument("-o", type=new_file())                a file that can be written
     parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
     parser.add_argument("--out", type=new_folder)             a folder that is there or can be made
+    option(parser, "--seed N", "of weights", whole(0), 0)     any option, as its help shows it
     add_set(parser)                                           --set KEY=VALUE, which changes the machine
 
 This is no command: it is not listed in `COMMANDS`.
@@ -18,22 +19,57 @@ import os
 from argparse import ArgumentTypeError, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["PICTURES", "add_set", "existing_file", "finite", "new_file", "new_folder", "whole"]
+__all__ = ["PICTURES", "add_device", "add_set", "existing_file", "finite", "new_file", "new_folder", "option", "whole"]
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
+def option(
+    parser: _ActionsContainer,
+    spec: str,
+    help: str,
+    type: Callable[[str], object] | None = None,
+    default: object = None,
+    **more: Any,
+) -> None:
+    """Adds an option.
+
+    Parameters
+    ----------
+    spec
+        As the help shows it: `--nvme --nvme-dir DIR`. Without a word for a value, and without choices: a switch.
+    help
+        What it means; a default is added.
+    more
+        As for `add_argument`; `repeat` for one that may be given several times.
+    """
+    names = [word for word in spec.split() if word.startswith("-")]
+    if len(names) < len(spec.split()):
+        more["metavar"] = spec.split()[-1]
+    elif not {"choices", "metavar"} & more.keys():
+        more["action"] = "store_true"
+    if more.pop("repeat", False):
+        more |= {"action": "append", "default": []}
+    if default is not None:
+        more["default"] = default
+        shown = f"{default:g}" if isinstance(default, int | float) else default
+        help += "" if "default" in help else f" (default {shown})"
+    if type is not None:
+        more["type"] = type
+    parser.add_argument(*names, help=help, **more)
+
+
 def add_set(parser: _ActionsContainer) -> None:
     """Adds `--set`, whose values `load_machine` takes as `overrides`."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)",
-    )
+    what = "change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)"
+    option(parser, "--set KEY=VALUE", what, repeat=True, dest="overrides")
+
+
+def add_device(parser: _ActionsContainer) -> None:
+    """Adds `--device`: where PyTorch computes."""
+    option(parser, "--device", "auto is cuda where PyTorch sees a GPU", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -11,10 +11,11 @@ This is no command: it is not listed in `COMMANDS`.
 from __future__ import annotations
 
 import argparse
+from argparse import _ActionsContainer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, finite, whole
+from tierplan.commands.options.arguments import add_set, finite, option, whole
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
@@ -29,6 +30,7 @@ __all__ = [
     "read_workload",
 ]
 
+MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 
 
@@ -43,62 +45,40 @@ class Scenario:
 def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) -> None:
     """Adds the arguments of a scenario. `needs_model` makes `--model` required."""
     what = parser.add_argument_group("what is trained")
-    what.add_argument(
-        "--model",
-        required=needs_model,
-        metavar="M",
-        help="config.json, a folder that holds one, or a name such as gpt-13b",
-    )
-    what.add_argument(
-        "--batch", type=whole(1), default=1, metavar="B", help="sequences in one micro-batch, per device (default 1)"
-    )
-    what.add_argument(
-        "--accumulation", type=whole(1), default=1, metavar="G", help="micro-batches in one optimizer step (default 1)"
-    )
-    what.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
-    what.add_argument(
-        "--dtype",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="of parameters, activations and gradients (default: the first of bf16, fp16, fp32 that the machine knows)",
-    )
-    what.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="whose states are kept (default adamw)"
-    )
-    what.add_argument(
-        "--no-master-weights", action="store_true", help="no fp32 copy of the parameters in the optimizer states"
-    )
-    what.add_argument(
-        "--attention",
-        choices=("flash", "plain"),
-        default="flash",
-        help="fused, or written out in matrix products, which needs --exact (default flash)",
-    )
-    what.add_argument(
-        "--max-grad-norm",
-        type=finite(above=0),
-        metavar="X",
-        help="clip gradients by their global norm (default: no clipping)",
-    )
-    what.add_argument(
-        "--backend", choices=("auto", "cuda", "cpu"), default="auto", help="whose kernels run (default: the machine's)"
-    )
-    what.add_argument(
-        "--exact",
-        action="store_true",
-        help="run the model class on fake tensors instead of the closed forms (needs torch); families without closed "
-        "forms are run so by themselves",
-    )
-    what.add_argument(
-        "--semantics",
+    option(what, "--model M", MODEL, required=needs_model)
+    add_training(what)
+    option(
+        what, "--semantics", "when updates happen (default: the policy's own; docs/design.md has the meanings)",
         choices=SEMANTICS,
-        help="when updates happen (default: the policy's own; docs/design.md has the meanings)",
-    )
+    )  # fmt: skip
     where = parser.add_argument_group("where it runs")
-    where.add_argument(
-        "--machine", default="here", metavar="X", help="a catalog name, a TOML file, or `here` (default here)"
-    )
+    option(where, "--machine X", "a catalog name, a TOML file, or `here`", default="here")
     add_set(where)
+
+
+def add_training(what: _ActionsContainer) -> None:
+    """Adds the training settings."""
+    one = whole(1)
+    option(what, "--batch --per_device_train_batch_size B", "sequences in one micro-batch, per device", one, 1)
+    option(what, "--accumulation --gradient_accumulation_steps G", "micro-batches in one optimizer step", one, 1)
+    option(what, "--seq --sequence_length S", "tokens in one sequence", one, 1024)
+    option(
+        what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
+        "machine knows, if one is given", default="auto", choices=("auto", "bf16", "fp16", "fp32"),
+    )  # fmt: skip
+    option(what, "--optimizer", "whose states are kept", default="adamw", choices=("adamw", "sgd"))
+    option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
+    fused = "fused, or written out in matrix products, which needs --exact"
+    option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
+    clip = "clip gradients by their global norm (default: no clipping)"
+    option(what, "--max-grad-norm --max_grad_norm X", clip, finite(above=0))
+    option(
+        what, "--backend", "whose kernels run: auto is the machine's", default="auto", choices=("auto", "cuda", "cpu")
+    )
+    option(
+        what, "--exact", "run the model class on fake tensors instead of the closed forms (needs torch); families "
+        "without closed forms are run so by themselves",
+    )  # fmt: skip
 
 
 def read_machine(args: argparse.Namespace) -> Machine:
@@ -108,21 +88,23 @@ def read_machine(args: argparse.Namespace) -> Machine:
     return load_machine(args.machine, args.overrides)
 
 
-def read_training(args: argparse.Namespace, machine: Machine) -> Training:
-    """The training settings, with `auto` resolved against the machine."""
+def read_training(args: argparse.Namespace, machine: Machine | None = None) -> Training:
+    """The training settings, with `auto` resolved against the machine; without one, bf16 and CUDA's kernels."""
     from tierplan.sim.workloads.workload import Training
     from tierplan.studies.defaults import default_backend, default_precision
 
+    dtype = "bf16" if machine is None else default_precision(machine)
+    backend = "cuda" if machine is None else default_backend(machine)
     return Training(
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.accumulation,
         sequence_length=args.seq,
-        dtype=default_precision(machine) if args.dtype == "auto" else args.dtype,
+        dtype=dtype if args.dtype == "auto" else args.dtype,
         master_weights=not args.no_master_weights,
         optimizer=args.optimizer,
         attention=args.attention,
         max_grad_norm=args.max_grad_norm,
-        backend=default_backend(machine) if args.backend == "auto" else args.backend,
+        backend=backend if args.backend == "auto" else args.backend,
     )
 
 
