@@ -4,6 +4,7 @@ compute_order  which unit's forward or backward comes when
 turns          what each kind of turn adds: a forward, a backward, an update, with all that moves for it
 sketch         how a turn is drawn, and the template that remains of it
 templates      what a turn may reach for, and what has been drawn so far
+placing        turns put one after the other: which template each is, compiled
 unitwise       all turns of a step in order, and its schedule as columns
 tiling         the same step in smaller pieces
 list_order     ops in the order in which a first simulation finds them ready

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import chain
 
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
+from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.columns import BufferLabel, Int64, OpLabel, Work
+from tierplan.sim.columns import BufferLabel, OpLabel, Work
 from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import UnitSpec
@@ -35,8 +35,6 @@ COPIES = {
 """Stream and verb of a copy, by the tiers it goes between."""
 EMPTY = -1
 """What an empty cell holds, and its form."""
-NO_REF = 2**40
-"""No buffer at all, where a buffer is expected."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
@@ -62,15 +60,15 @@ class Works:
 class Template:
     """A turn, placed nowhere yet."""
 
-    ops: Int64
-    """Rows: work, lead, rank, and how many buffers each op reads and writes and how many ops it comes after."""
-    reads: Int64
-    writes: Int64
-    after: Int64
-    buffers: Int64
-    """Rows: tier, bytes, whether initial, the buffer that it reuses."""
-    puts: Sequence[tuple[int, int, int]]
-    """What cells hold afterwards: cell, buffer and its form."""
+    ops: list[int]
+    """Of each op work, lead, rank, and how many buffers it reads and writes and how many ops it comes after."""
+    reads: list[int]
+    writes: list[int]
+    after: list[int]
+    buffers: list[int]
+    """Of each tier, bytes, whether initial, the buffer that it reuses."""
+    puts: list[int]
+    """What cells hold afterwards: cell, buffer and its form, one after the other."""
     marks: Mapping[str, int]
     """Ops that others come after."""
     num_ops: int
@@ -207,23 +205,23 @@ class Sketch(Builder):
         made = self.made_buffers()
         number = {cell: -1 - i for cell, i in self.cells.items()} | {b.name: i for i, b in enumerate(made)}
 
-        def numbers(refs: Iterable[Sequence[str]]) -> Int64:
-            return np.array([number[ref] for some in refs for ref in some], np.int64)
+        def numbers(refs: Iterable[Sequence[str]]) -> list[int]:
+            return [number[ref] for some in refs for ref in some]
 
         ops = [
             (works.number(op.stream, op.work), *position, len(op.reads), len(op.writes), len(op.after))
             for op, position in zip(self._ops, self._positions, strict=True)
         ]
         buffers = [
-            (TIERS.index(b.tier), b.size_bytes, b.initial, number[b.reuses] if b.reuses else NO_REF) for b in made
+            (TIERS.index(b.tier), b.size_bytes, int(b.initial), number[b.reuses] if b.reuses else NO_REF) for b in made
         ]
         return Template(
-            ops=_columns(ops, 6),
+            ops=list(chain.from_iterable(ops)),
             reads=numbers(op.reads for op in self._ops),
             writes=numbers(op.writes for op in self._ops),
             after=numbers(op.after for op in self._ops),
-            buffers=_columns(buffers, 4),
-            puts=[(self.cells[cell], number[b], _form(self.buffers[b])) for cell, b in self._puts.items()],
+            buffers=list(chain.from_iterable(buffers)),
+            puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], _form(self.buffers[b]))],
             marks=self._marks,
             num_ops=len(ops),
             num_buffers=len(buffers),
@@ -240,7 +238,3 @@ class Sketch(Builder):
 def _form(buffer: Buffer) -> int:
     """Tier and bytes in one number."""
     return len(TIERS) * buffer.size_bytes + TIERS.index(buffer.tier)
-
-
-def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Int64:
-    return np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, width).T)

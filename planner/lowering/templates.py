@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from tierplan.planner.lowering.placing import Growing, Rows, Table, enter
 from tierplan.planner.lowering.sketch import Sketch, Template, Works
 from tierplan.planner.lowering.turns import (
     arrive,
@@ -20,12 +23,13 @@ from tierplan.planner.lowering.turns import (
     update_here,
 )
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.columns import BufferLabel
+from tierplan.sim.columns import BufferLabel, Int64
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = [
+    "ALIAS",
     "ARRIVE",
     "BACKWARD",
     "CLIP",
@@ -38,8 +42,8 @@ __all__ = [
     "UPDATE_AND_GO",
     "UPDATE_HERE",
     "Chain",
-    "Frame",
-    "Placed",
+    "Drawn",
+    "Place",
     "TurnKind",
 ]
 
@@ -93,7 +97,12 @@ UPDATE_HERE = TurnKind((update_here,), ("params", "states#", "due", "clip"))
 ARRIVE = TurnKind((arrive,), TO_UPDATE, AFTER)
 UPDATE = TurnKind((update,), TO_UPDATE, AFTER)
 GO_HOME = TurnKind((go_home,), TO_UPDATE, ("home after",))
+ALIAS = TurnKind((), ())
 UPDATE_AND_GO = TurnKind((arrive, update, go_home), TO_UPDATE, (*AFTER, "home after"))
+
+
+MARKS = ("compute", "read", "home")
+"""Ops of turns that others come after, in the order of their numbers in `placing`."""
 
 
 class Terms(NamedTuple):
@@ -114,25 +123,72 @@ class Facts(NamedTuple):
     num_parts: int
 
 
-class Frame(NamedTuple):
-    """The cells of one turn, by their numbers in the chain; and their numbers in its template, by name."""
-
-    cells: list[int]
-    names: Mapping[str, int]
-
-
-class Placed(NamedTuple):
-    """One turn in its place."""
+class Place(NamedTuple):
+    """A turn of one unit and micro-batch."""
 
     turn: TurnKind
     u: int
     m: int
     flag: int
     names: Mapping[str, int]
-    """Its cells by name, and their forms."""
-    forms: list[int]
-    at: float
-    template: Template
+    """The numbers of its cells in its template, by name."""
+
+
+class Drawn:
+    """All places and templates for plans of the same terms."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.numbers: dict[tuple[object, ...], int] = {}
+        """Of places, by all that tells them apart."""
+        self.templates: list[Template] = []
+        self.longest = 0
+        """Cells and ops that a turn may reach for, at most."""
+        self._bases: dict[tuple[object, ...], int] = {}
+        self._cells, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
+        self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
+        self._slots = np.full(1024, -1, np.int64)
+
+    def add_place(self, key: tuple[object, ...], place: Place, cells: Sequence[int], facts: Facts) -> int:
+        base = self._bases.setdefault((place.turn, facts.number, place.flag), len(self._bases))
+        self.places.append(place)
+        self.longest = max(self.longest, len(cells) + len(place.turn.ops))
+        number = self.numbers[key] = self._cells.add([base, *cells])
+        return number
+
+    def add_alias(self, key: tuple[object, ...], cell: int, of: int) -> int:
+        """A place where one cell comes to hold what another does."""
+        self.places.append(Place(ALIAS, 0, 0, 0, {}))
+        number = self.numbers[key] = self._cells.add([-1, cell, of])
+        return number
+
+    def add_template(self, key: Int64, template: Template) -> None:
+        self.templates.append(template)
+        number = self._keys.add(key.tolist())
+        self._puts.add(template.puts)
+        marks = [template.marks.get(mark, -1) for mark in MARKS]
+        self._totals.add([template.num_ops, template.num_buffers, *marks])
+        for name, rows in self._parts.items():
+            rows.add(getattr(template, name))
+        first = number
+        if 2 * len(self.templates) > len(self._slots):
+            self._slots, first = np.full(2 * len(self._slots), -1, np.int64), 0
+        enter(self._keys.rows, self._slots, first, len(self.templates))
+
+    def forms(self, template: int) -> list[int]:
+        """Of the cells and ops that a template comes after."""
+        begins, items = self._keys.rows
+        return items[begins[template] + 1 : begins[template + 1]].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def table(self) -> Table:
+        """As it is until a place or template is added."""
+        return Table(self._cells.rows, self._keys.rows, self._puts.rows, self._totals.rows, self._slots)
+
+    @property
+    def parts(self) -> tuple[Rows, ...]:
+        """Ops, reads, writes, after and buffers by template."""
+        return tuple(rows.rows for rows in self._parts.values())
 
 
 class Chain:
@@ -149,8 +205,7 @@ class Chain:
         self._facts = [known[u] for u in first]
         self._num_facts = 0
         self._cells: dict[tuple[object, ...], int] = {}
-        self._frames: dict[str, dict[tuple[object, ...], Frame]] = {}
-        self._templates: dict[Terms, dict[tuple[object, ...], Template]] = {}
+        self._drawn: dict[Terms, Drawn] = {}
         names = ("grads", "old grads", "due", "norm", "clip")
         self.cells = {name: [self._cell(name, u, 0, 0) for u in range(len(units))] for name in names}
         """Numbers of these cells of each unit."""
@@ -165,20 +220,18 @@ class Chain:
             self._num_facts += 1
         return known
 
-    def templates(self, plan: UnitwisePlan) -> dict[tuple[object, ...], Template]:
-        """Those of plans with the same terms."""
-        return self._templates.setdefault(Terms(plan.semantics, plan.order, plan.cast_grads), {})
+    def drawn(self, plan: UnitwisePlan) -> Drawn:
+        """What has been drawn for plans with the same terms."""
+        return self._drawn.setdefault(Terms(plan.semantics, plan.order, plan.cast_grads), Drawn())
 
     @property
     def num_cells(self) -> int:
         return len(self._cells)
 
-    def frames(self, plan: UnitwisePlan) -> dict[tuple[object, ...], Frame]:
-        """Those of plans with the same order."""
-        return self._frames.setdefault(plan.order, {})
-
-    def frame(self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool) -> Frame:
-        """What a turn of unit u finds its cells in."""
+    def cells_of(
+        self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool
+    ) -> list[tuple[str, int]]:
+        """What a turn of unit u may reach for, by name and number."""
         cells = []
         for name in turn.cells:
             names = [name.replace("#", str(flag))]
@@ -186,11 +239,7 @@ class Chain:
                 num = len(facts.spec.moved) if name == "left*" else facts.num_parts
                 names = [name.replace("*", str(i)) for i in range(num)]
             cells += [(one, self._cell(one, u, m, 0 if is_vertical else m)) for one in names]
-        return self.frame_of(cells, turn)
-
-    def frame_of(self, cells: Sequence[tuple[str, int]], turn: TurnKind) -> Frame:
-        names = {name: i for i, name in enumerate((*(name for name, _ in cells), *turn.ops))}
-        return Frame([cell for _, cell in cells], names)
+        return cells
 
     def _cell(self, name: str, u: int, m: int, batch: int) -> int:
         what, of = CELLS.get(name) or (name, CELLS[name.rstrip("0123456789") + "*"][1])

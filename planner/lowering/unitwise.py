@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.compute_order import compute_order
+from tierplan.planner.lowering.placing import COMPUTE, HOME, NUM_MARKS, READ, Rows, Step, walk, written
 from tierplan.planner.lowering.sketch import (
     ACTS,
     ACTS_EARLY,
     EMPTY,
-    NO_REF,
     PARAMS,
     PARAMS_EARLY,
     STATES,
     TIERS,
     Sketch,
+    Template,
 )
 from tierplan.planner.lowering.templates import (
+    ALIAS,
     ARRIVE,
     BACKWARD,
     CLIP,
@@ -34,14 +36,13 @@ from tierplan.planner.lowering.templates import (
     UPDATE_AND_GO,
     UPDATE_HERE,
     Chain,
-    Frame,
-    Placed,
+    Place,
     TurnKind,
 )
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.builder import tiers_of
-from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, Lists, OpLabel, ScheduleColumns
+from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.positions import consistent_order
 from tierplan.sim.contents import buffer_name
 from tierplan.sim.schedule import ScheduleError
@@ -79,7 +80,7 @@ class UnitwiseLowering:
 
 
 class UnitwiseStep:
-    """The turns of one step, and what each cell holds meanwhile."""
+    """The turns of one step in order, each with its template."""
 
     def __init__(self, chain: Chain, plan: UnitwisePlan) -> None:
         self.chain, self.plan, self.workload = chain, plan, chain.workload
@@ -91,87 +92,101 @@ class UnitwiseStep:
         self.late = [u for u in self.owners if plan.units[u].late_update]
         self.at_once = set(self.owners).difference(self.late) if plan.semantics == "in-backward" else set()
         self.blocks = [u for u, unit in enumerate(self.workload.units) if unit.kind == "block"]
-        self.templates, self.frames = chain.templates(plan), chain.frames(plan)
-        self.ids: list[int] = []
-        self.forms: list[int] = []
-        self._make_room()
-        self.placed: list[Placed] = []
-        self.held: list[int] = []
-        """What the cells of each turn hold and the ops that it comes after, turn by turn."""
-        self.num_ops = self.num_buffers = 0
-        self.turn_ops: list[int] = []
-        self.update_ops: list[int] = []
-        self.home_ops: list[int] = []  # of the op that ended each update's way home
+        self.is_paced = plan.strict_windows or plan.hold_updates or plan.updates_in_flight > 0
+        self.is_paced |= plan.write_back == "awaited"
+        """Whether updates wait for more than what they read."""
+        self.drawn = chain.drawn(plan)
+        self.places: list[int] = []
+        self.at: list[float] = []
+        self.refs: list[int] = []
+        self.num_refs: list[int] = []
+        """Of each turn in order: its place, when it is wanted, and the ops that it comes after (`placing.Step`)."""
+        self.computed_in: dict[int, int] = {}
+        self.turns: list[int] = []
+        self.updates: list[int] = []
+        self.homes: list[int] = []  # the turns that end each update's way home
         self.waiting_home: tuple[int, int, float, int] | None = None
         self._declare()
+        num_declared = len(self.places)
         self._late()
         for step, (phase, u, m) in enumerate(compute_order(plan, self.workload)):
             (self._forward if phase == "fwd" else self._backward)(step, u, m)
-        self._after(float(len(self.turn_ops)))
+        self._after(float(len(self.turns)))
+        self.step = self._walk(num_declared)
 
-    def _place(
-        self,
-        turn: TurnKind,
-        u: int,
-        at: float,
-        *,
-        m: int = 0,
-        flag: int = 0,
-        ops: Sequence[int] = (),
-        frame: Frame | None = None,
-    ) -> dict[str, int]:
-        """Places a turn with the ops that it comes after; the ops of its own that others come after."""
+    def _place(self, turn: TurnKind, u: int, at: float, *, m: int = 0, flag: int = 0, ops: Sequence[int] = ()) -> int:
+        """Places a turn with the ops that it comes after; its number in order."""
         facts = self.facts[u]
-        if frame is None:
-            at_home = (turn, u, m, flag, facts.number)
-            frame = self.frames.get(at_home)
-            if frame is None:
-                is_vertical = self.plan.order == "vertical"
-                frame = self.chain.frame(turn, u, m, flag, facts, is_vertical=is_vertical)
-                self.frames[at_home] = frame
-                self._make_room()
-        ids, forms = self.ids, self.forms
-        form = [forms[cell] for cell in frame.cells]
-        form += [EMPTY if op < 0 else 0 for op in ops]
-        key = (turn, facts.number, flag, *form)
-        template = self.templates.get(key)
-        if template is None:
-            template = self.chain.sketch(self.plan, turn, u, m, flag, frame.names, form).template(self.chain.works)
-            self.templates[key] = template
-        held = [ids[cell] for cell in frame.cells]
-        held += ops
-        self.held += held
-        for i, buffer, form_of in template.puts:
-            cell = frame.cells[i]
-            ids[cell] = self.num_buffers + buffer if buffer >= 0 else held[-1 - buffer]
-            forms[cell] = form_of
-        self.placed.append(Placed(turn, u, m, flag, frame.names, form, at, template))
-        marks = {mark: self.num_ops + i for mark, i in template.marks.items()}
-        self.num_buffers += template.num_buffers
-        self.num_ops += template.num_ops
-        return marks
+        place = self.drawn.numbers.get((turn, u, m, flag, facts.number))
+        if place is None:
+            place = self._new_place(turn, u, m, flag)
+        self.places.append(place)
+        self.at.append(at)
+        self.refs += ops
+        self.num_refs.append(len(ops))
+        return len(self.places) - 1
 
-    def sketch(self, placed: Placed, held: Sequence[BufferLabel] = ()) -> Sketch:
-        """The turn drawn once more, for its unit and micro-batch."""
-        return self.chain.sketch(self.plan, *placed[:6], held)
+    def _new_place(self, turn: TurnKind, u: int, m: int, flag: int) -> int:
+        facts, cells = self.facts[u], self.chain.cells
+        if turn is CLIP:
+            owners = self._updated()
+            found = [(f"norm{i}", cells["norm"][u]) for i, u in enumerate(owners)] + [("clip", cells["clip"][0])]
+        else:
+            found = self.chain.cells_of(turn, u, m, flag, facts, is_vertical=self.plan.order == "vertical")
+        names = {name: i for i, name in enumerate((*(name for name, _ in found), *turn.ops))}
+        place = Place(turn, u, m, flag, names)
+        return self.drawn.add_place((*place[:4], facts.number), place, [cell for _, cell in found], facts)
 
-    def _make_room(self) -> None:
-        """For cells that the chain has only now."""
-        missing = self.chain.num_cells - len(self.ids)
-        self.ids += [EMPTY] * missing
-        self.forms += [EMPTY] * missing
+    def _walk(self, num_declared: int) -> Step:
+        """All templates, drawn where they are new."""
+        drawn, num = self.drawn, len(self.places)
+        places, num_refs = np.array(self.places, np.int64), np.array(self.num_refs, np.int64)
+        lengths = np.diff(drawn.table.places.begins)[places]
+        refs = Rows(np.concatenate([[0], np.cumsum(num_refs)]), np.array(self.refs, np.int64))
+        computed_in = np.arange(num)
+        computed_in[list(self.computed_in)] = list(self.computed_in.values())
+        numbers = np.zeros((4, num + 1), np.int64)
+        held = np.empty(int(lengths.sum()) + len(self.refs), np.int64)
+        cells = np.full((2, self.chain.num_cells), EMPTY, np.int64)
+        template, first_op, first_buffer, first_held = numbers
+        ids, forms = cells
+        step = Step(places, refs, computed_in, template, first_op, first_buffer, first_held, held, ids, forms)
+        key, start = np.empty(drawn.longest + 3, np.int64), 0
+        for end in (num_declared, num):
+            part = step._replace(places=places[:end])
+            while (start := walk(start, part, drawn.table, key)) < end:
+                place = drawn.places[self.places[start]]
+                found = key[: key[-1]].copy()
+                drawn.add_template(found, self._sketch(place, found[1:].tolist()).template(self.chain.works))
+            if end == num_declared:
+                self.initial = [(cell, buffer) for cell, buffer in enumerate(step.ids.tolist()) if buffer != EMPTY]
+        return step
+
+    def _sketch(self, place: Place, forms: list[int], held: Sequence[BufferLabel] = ()) -> Sketch:
+        """A turn drawn for its unit and micro-batch."""
+        return self.chain.sketch(self.plan, *place, forms, held)
+
+    def sketches(self) -> Iterator[tuple[Template, Callable[[Sequence[BufferLabel]], Sketch], list[int]]]:
+        """In order: each template, the turn drawn once more with what its cells hold, and the numbers of that."""
+        for number, place in enumerate(self.places):
+            turn = self.drawn.places[place]
+            if turn.turn is not ALIAS:
+                template = int(self.step.template[number])
+                forms = self.drawn.forms(template)
+                first = int(self.step.first_held[number])
+                held = self.step.held[first : first + len(forms) - len(turn.turn.ops)].tolist()
+                yield self.drawn.templates[template], partial(self._sketch, turn, forms), held
 
     # ---- turns in compute order ----
 
     def _declare(self) -> None:
         for u in self.owners:
             self._place(DECLARE, u, 0.0)
-        self.homes = [(cell, buffer) for cell, buffer in enumerate(self.ids) if buffer != EMPTY]
 
     def _turn_before(self, step: int, ahead: int) -> list[int]:
         """The compute ops that have to end before a fetch for `step`, and an early one, start in strict windows."""
         turns = (step - ahead - 1, step - ahead - max(ahead, 1) - 1)
-        return [self.turn_ops[turn] if turn >= 0 else EMPTY for turn in turns]
+        return [_op(self.turns[turn], COMPUTE) if turn >= 0 else EMPTY for turn in turns]
 
     def _before(self, step: int) -> list[int]:
         """What a turn's fetches of parameters come after, and those of activations."""
@@ -182,18 +197,16 @@ class UnitwiseStep:
 
     def _forward(self, step: int, u: int, m: int) -> None:
         may_leave = u == self._segment(u)[0]
-        made = self._place(FORWARD, u, step, m=m, flag=may_leave, ops=self._before(step)[:2])
-        self.turn_ops.append(made["compute"])
+        self.turns.append(self._place(FORWARD, u, step, m=m, flag=may_leave, ops=self._before(step)[:2]))
 
     def _backward(self, step: int, u: int, m: int) -> None:
         before = self._before(step)
-        if len(segment := self._segment(u)) > 1 and u == segment[-1]:
+        if self.plan.segment_units > 1 and len(segment := self._segment(u)) > 1 and u == segment[-1]:
             self._place(FETCH, u, step, m=m, ops=before[:2])
             for v in segment:
                 self._place(REMAKE, v, step, m=m, flag=v != u, ops=before)
         is_complete = m == self.num_batches - 1
-        made = self._place(BACKWARD, u, step, m=m, flag=is_complete, ops=before)
-        self.turn_ops.append(made["compute"])
+        self.turns.append(self._place(BACKWARD, u, step, m=m, flag=is_complete, ops=before))
         if is_complete and u in self.at_once:
             self._update(u, float(step), "grads")
 
@@ -220,11 +233,9 @@ class UnitwiseStep:
 
     def _after(self, end: float) -> None:
         """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
-        owners = self.owners[::-1] if self.plan.update_order == "backward" else self.owners
+        owners = self._updated()
         if self.training.max_grad_norm is not None:
-            cells = [(f"norm{i}", self.chain.cells["norm"][u]) for i, u in enumerate(owners)]
-            frame = self.chain.frame_of([*cells, ("clip", self.chain.cells["clip"][0])], CLIP)
-            self._place(CLIP, 0, end, flag=len(owners), frame=frame)
+            self._place(CLIP, owners[0], end, flag=len(owners))
         for i, u in enumerate(owners):
             if self.plan.semantics == "exact-clip":
                 self._update(u, end + i, "grads", apart=1.0)
@@ -233,6 +244,10 @@ class UnitwiseStep:
                 self._update(u, end * i / len(owners), "old grads", apart=apart, upload_at=end + i)
         self._go_home()
 
+    def _updated(self) -> list[int]:
+        """Units in the order of updates behind backward."""
+        return self.owners[::-1] if self.plan.update_order == "backward" else self.owners
+
     def _update(
         self, u: int, step: float, grads: str, *, apart: float | None = None, upload_at: float | None = None
     ) -> None:
@@ -240,97 +255,98 @@ class UnitwiseStep:
 
         `apart` is the distance to the next unit's update, over which the parts are spread.
         """
-        due, source = self.chain.cells["due"][u], self.chain.cells[grads][u]
-        self.ids[due], self.forms[due] = self.ids[source], self.forms[source]
+        self._alias("due", grads, u)
         if self.plan.units[u].states == "device":
             self._place(UPDATE_HERE, u, step)
             return
         parts = self.facts[u].num_parts
         apart = self.turns_per_unit if apart is None else apart
         for k in range(parts):
-            at, index, read_after = step + k * apart / parts, len(self.update_ops), self._read_after()
+            at, index, read_after = step + k * apart / parts, len(self.updates), self._read_after()
             if upload_at is None and self.plan.write_back != "delayed":
                 ops = [*read_after, *self._update_after(), EMPTY]
                 made = self._place(UPDATE_AND_GO, u, at, flag=k, ops=ops)
             else:
                 made = self._place(ARRIVE, u, at, flag=k, ops=[*read_after, *NOTHING[3:]])
-                self._go_home(made.get("read", EMPTY))
+                self._go_home(_op(made, READ))
                 made = self._place(UPDATE, u, at, flag=k, ops=[*NOTHING[:3], *self._update_after()])
                 self.waiting_home = (u, k, at if upload_at is None else upload_at + at - step, index)
-            self.update_ops.append(made["compute"])
-            self.home_ops.append(made.get("home", made["compute"]))
+            self.updates.append(made)
+            self.homes.append(made)
             if self.plan.write_back != "delayed":
                 self._go_home()
+
+    def _alias(self, name: str, of: str, u: int) -> None:
+        """From here on one of the unit's cells holds what another does."""
+        place = self.drawn.numbers.get((name, of, u))
+        if place is None:
+            place = self.drawn.add_alias((name, of, u), self.chain.cells[name][u], self.chain.cells[of][u])
+        self.places.append(place)
+        self.at.append(0.0)
+        self.num_refs.append(0)
 
     def _go_home(self, after: int = EMPTY) -> None:
         """Sends what an update has written to where it lives, if that waits."""
         if self.waiting_home is not None:
             u, k, at, index = self.waiting_home
-            made = self._place(GO_HOME, u, at, flag=k, ops=[after])
-            self.home_ops[index] = made.get("home", self.home_ops[index])
+            self.homes[index] = self._place(GO_HOME, u, at, flag=k, ops=[after])
+            self.computed_in[self.homes[index]] = self.updates[index]
             self.waiting_home = None
 
     def _held(self) -> list[int]:
         """What an update and its reads wait for where no update may come before the end of backward."""
-        return self.turn_ops[-1:] if self.plan.hold_updates else []
+        return [_op(turn, COMPUTE) for turn in self.turns[-1:]] if self.plan.hold_updates else []
 
     def _read_after(self) -> list[int]:
         """What has to end before the next update's states may be read, by the windows of the plan."""
+        if not self.is_paced:
+            return NOTHING[:3]
         found, plan = self._held(), self.plan
-        if plan.strict_windows and len(self.update_ops) > plan.prefetch_states_units:
-            found.append(self.update_ops[-1 - plan.prefetch_states_units])
-        if 0 < plan.updates_in_flight <= len(self.home_ops):
-            found.append(self.home_ops[-plan.updates_in_flight])
+        if plan.strict_windows and len(self.updates) > plan.prefetch_states_units:
+            found.append(_op(self.updates[-1 - plan.prefetch_states_units], COMPUTE))
+        if 0 < plan.updates_in_flight <= len(self.homes):
+            found.append(_op(self.homes[-plan.updates_in_flight], HOME))
         return [*dict.fromkeys(found), *NOTHING][:3]
 
     def _update_after(self) -> list[int]:
-        found = self._held() + (self.home_ops[-1:] if self.plan.write_back == "awaited" else [])
+        if not self.is_paced:
+            return NOTHING[:2]
+        last = [_op(turn, HOME) for turn in self.homes[-1:]]
+        found = self._held() + (last if self.plan.write_back == "awaited" else [])
         return [*dict.fromkeys(found), *NOTHING][:2]
 
     # ---- the schedule ----
 
     def columns(self, machine: Machine) -> ScheduleColumns:
         """All turns in list order."""
-        made = [placed.template for placed in self.placed]
-        ops = np.concatenate([t.ops for t in made], axis=1)
-        buffers = np.concatenate([t.buffers for t in made], axis=1)
-        first_buffer = np.array([0, *accumulate(t.num_buffers for t in made)])
-        first_held = np.array([0, *accumulate(len(placed.forms) for placed in self.placed)])
-        held = np.array(self.held, np.int64)
-
-        def resolved(parts: Sequence[Int64]) -> Int64:
-            """Numbers in the whole schedule of what turns refer to."""
-            refs, lengths = np.concatenate(parts), [len(part) for part in parts]
-            found = refs + np.repeat(first_buffer[:-1], lengths)
-            is_held = refs < 0
-            found[is_held] = held[(np.repeat(first_held[:-1], lengths) - 1 - refs)[is_held]]
-            return found  # type: ignore[no-any-return]
-
-        reuses = resolved([t.buffers[3] for t in made]).astype(np.int32)
-        reuses[buffers[3] == NO_REF] = EMPTY
-        becomes = np.full(len(reuses), EMPTY, np.int32)
+        made = written(self.step, np.array(self.at, np.float64), self._leads(), *self.drawn.parts)
+        ids = self.step.ids.tolist()
+        becomes = np.full(len(made.reuses), EMPTY, np.int32)
         later = dict(zip(self.chain.cells["old grads"], self.chain.cells["grads"], strict=True))
-        for cell, buffer in self.homes:
-            becomes[self.ids[later.get(cell, cell)]] = buffer
+        for cell, buffer in self.initial:
+            becomes[ids[later.get(cell, cell)]] = buffer
         is_used = np.zeros(len(self.chain.works.listed), np.bool_)
-        is_used[ops[0]] = True
+        is_used[made.work] = True
         columns = ScheduleColumns(
             tiers=tiers_of(machine),
             works=tuple(self.chain.works.listed[w] for w in np.flatnonzero(is_used).tolist()),
-            op_work=(np.cumsum(is_used, dtype=np.int32) - 1)[ops[0]],
-            reads=_lists(ops[3], resolved([t.reads for t in made])),
-            writes=_lists(ops[4], resolved([t.writes for t in made])),
-            after=_lists(ops[5], resolved([t.after for t in made])),
-            buffer_tier=self._tiers(machine, buffers[0]),
-            buffer_bytes=buffers[1],
-            buffer_initial=buffers[2] > 0,
-            buffer_reuses=reuses,
+            op_work=(np.cumsum(is_used, dtype=np.int32) - 1)[made.work],
+            reads=made.reads,
+            writes=made.writes,
+            after=made.after,
+            buffer_tier=self._tiers(machine, made.tier),
+            buffer_bytes=made.size_bytes,
+            buffer_initial=made.initial > 0,
+            buffer_reuses=made.reuses.astype(np.int32),
             buffer_becomes=becomes,
             labels=lambda: self._labels(machine),
         )
-        at = np.repeat([placed.at for placed in self.placed], [t.num_ops for t in made]) - self._leads()[ops[1]]
         order = consistent_order(
-            np.lexsort((ops[2], at)), *columns.reads, *columns.writes, *columns.after, columns.buffer_reuses
+            np.lexsort((made.rank, made.wanted_at)),
+            *columns.reads,
+            *columns.writes,
+            *columns.after,
+            columns.buffer_reuses,
         )
         assert len(order) == columns.num_ops, "the lowering made a cycle"
         return columns.reordered(order.astype(np.int32))
@@ -361,17 +377,14 @@ class UnitwiseStep:
         ops: list[OpLabel] = []
         buffers: list[BufferLabel] = []
         versions: dict[tuple[str, str], int] = {}
-        nothing, first_held = BufferLabel("", "", ""), 0
-        for placed in self.placed:
-            num_cells = len(placed.forms) - len(placed.turn.ops)
-            ids = self.held[first_held : first_held + num_cells]
-            sketch = self.sketch(placed, [nothing if b == EMPTY else buffers[b] for b in ids])
+        nothing = BufferLabel("", "", "")
+        for _, draw, held in self.sketches():
+            sketch = draw([nothing if b == EMPTY else buffers[b] for b in held])
             ops += sketch.op_labels()
             for made in sketch.made_buffers():
                 version = versions[made.content, made.tier] = versions.get((made.content, made.tier), -1) + 1
                 name = buffer_name(made.content, made.tier, version)
                 buffers.append(BufferLabel(name, made.content, made.kind))
-            first_held += len(placed.forms)
         meta = {
             "policy": plan.policy,
             "semantics": plan.semantics,
@@ -388,7 +401,6 @@ class UnitwiseStep:
         return Labels(name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffers, step=step, meta=meta)
 
 
-def _lists(lengths: Int64, items: Int64) -> Lists:
-    begins = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=begins[1:])
-    return Lists(begins, items.astype(np.int32))
+def _op(turn: int, mark: int) -> int:
+    """A marked op of the turn of this number, as turns say what they come after."""
+    return NUM_MARKS * turn + mark

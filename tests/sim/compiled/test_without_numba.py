@@ -65,7 +65,10 @@ print(_pull(0, np.zeros(1, np.int32), one, np.full((1, 1), 3.0), np.ones(1, np.b
     assert run(code) == "3.0 True"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sim" / "compiled").glob("*.py")), ids=lambda path: path.stem)
+COMPILED = [*sorted((ROOT / "sim" / "compiled").glob("*.py")), ROOT / "planner" / "lowering" / "placing.py"]
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_functions_use_only_what_is_in_their_own_file(path: Path) -> None:
     """numba keeps machine code until the function's own file changes, and would miss a change in another one.
 

@@ -1,0 +1,275 @@
+"""Turns put one after the other, compiled: what each finds in its cells decides which template it is.
+
+A *place* is a kind of turn of one unit and micro-batch, with the cells that it may reach for. Of a step's places in
+order, `walk` finds the templates, up to the first one that has to be drawn; `written` puts their ops together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierplan.sim.columns import Float64, Int64, Lists
+from tierplan.sim.compiled.compiler import compiled
+
+__all__ = [
+    "COMPUTE",
+    "HOME",
+    "NO_REF",
+    "NUM_MARKS",
+    "READ",
+    "Growing",
+    "Rows",
+    "Step",
+    "Table",
+    "Written",
+    "enter",
+    "walk",
+    "written",
+]
+
+COMPUTE, READ, HOME = range(3)
+"""Marked ops of a turn, which others come after: see `Step.refs`."""
+NUM_MARKS = 3
+OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS = 6, 4, 3
+NO_REF = 2**40
+"""As `sketch.NO_REF`: no buffer at all, where a buffer is expected."""
+
+
+class Rows(NamedTuple):
+    """Rows of numbers: row i is `items[begins[i] : begins[i + 1]]`."""
+
+    begins: Int64
+    items: Int64
+
+
+class Growing:
+    """Rows of numbers, one after the other in one array with room for more."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.begins = np.zeros(64, np.int64)
+        self.items = np.zeros(256, np.int64)
+
+    def add(self, row: Sequence[int]) -> int:
+        """The number of the new row."""
+        begin = int(self.begins[self.num])
+        end = begin + len(row)
+        if self.num + 2 > len(self.begins):
+            self.begins = np.concatenate([self.begins, np.zeros_like(self.begins)])
+        while end > len(self.items):
+            self.items = np.concatenate([self.items, np.zeros_like(self.items)])
+        self.items[begin:end] = row
+        self.num += 1
+        self.begins[self.num] = end
+        return self.num - 1
+
+    @property
+    def rows(self) -> Rows:
+        """Those so far, and room for more."""
+        return Rows(self.begins, self.items)
+
+
+class Table(NamedTuple):
+    """All places and templates so far."""
+
+    places: Rows
+    """By place: what its template depends on beside its cells (-1 where the first cell just comes to hold what the
+    second does), and its cells."""
+    keys: Rows
+    """By template: what it depends on, and the forms of its cells and of ops that it comes after."""
+    puts: Rows
+    """By template: cell, buffer and form, in threes."""
+    totals: Rows
+    """By template: ops, buffers, and its marked ops or -1."""
+    slots: Int64
+    """Templates by the hash of their keys; -1 where none is."""
+
+
+class Step(NamedTuple):
+    """The places of a step in order, and what has been found of them."""
+
+    places: Int64
+    refs: Rows
+    """By place in order: the ops that it comes after, as 3 * (number in order) + mark, or -1. Where a turn has no op
+    that takes something home, the op that computes in the turn that it was computed in counts."""
+    computed_in: Int64
+    template: Int64
+    first_op: Int64
+    first_buffer: Int64
+    first_held: Int64
+    held: Int64
+    """What cells and ops each finds, by number in the schedule."""
+    ids: Int64
+    forms: Int64
+    """By cell: what it holds, and its form."""
+
+
+@compiled
+def _hashed(key: Int64) -> int:
+    found = 0
+    for x in key:
+        found = (found * 1_000_003 + x) % 2_147_483_647
+    return found
+
+
+@compiled
+def _slot(keys: Rows, slots: Int64, key: Int64) -> int:
+    """Where the template of this key is, or would be."""
+    at = _hashed(key) & (len(slots) - 1)
+    while slots[at] >= 0:
+        t = slots[at]
+        begin, end = keys.begins[t], keys.begins[t + 1]
+        is_same = end - begin == len(key)
+        for k in range(len(key)):
+            is_same = is_same and keys.items[begin + k] == key[k]
+        if is_same:
+            break
+        at = (at + 1) & (len(slots) - 1)
+    return at
+
+
+@compiled
+def enter(keys: Rows, slots: Int64, first: int, end: int) -> None:
+    """Puts these templates into slots; there are always more slots than templates, a power of two."""
+    for t in range(first, end):
+        slots[_slot(keys, slots, keys.items[keys.begins[t] : keys.begins[t + 1]])] = t
+
+
+@compiled
+def walk(start: int, step: Step, table: Table, key: Int64) -> int:
+    """Finds templates from number `start` in order on. The first number that has none, whose key is in `key`, of the
+    length that `key[-1]` says; the number of places if all have one."""
+    ids, forms, held, first_op = step.ids, step.forms, step.held, step.first_op
+    for p in range(start, len(step.places)):
+        begin, end = table.places.begins[step.places[p]], table.places.begins[step.places[p] + 1]
+        cells = table.places.items[begin + 1 : end]
+        h = step.first_held[p]
+        if table.places.items[begin] < 0:
+            ids[cells[0]], forms[cells[0]] = ids[cells[1]], forms[cells[1]]
+            step.template[p] = -1
+            first_op[p + 1], step.first_buffer[p + 1], step.first_held[p + 1] = first_op[p], step.first_buffer[p], h
+            continue
+        key[0], num = table.places.items[begin], 1
+        for cell in cells:
+            held[h], key[num] = ids[cell], forms[cell]
+            h += 1
+            num += 1
+        for k in range(step.refs.begins[p], step.refs.begins[p + 1]):
+            held[h] = key[num] = -1
+            if step.refs.items[k] >= 0:
+                q, mark = step.refs.items[k] // NUM_MARKS, step.refs.items[k] % NUM_MARKS
+                found = table.totals.items[table.totals.begins[step.template[q]] + 2 + mark]
+                if found < 0 and mark == HOME:
+                    q = step.computed_in[q]
+                    found = table.totals.items[table.totals.begins[step.template[q]] + 2 + COMPUTE]
+                if found >= 0:
+                    held[h], key[num] = first_op[q] + found, 0
+            h += 1
+            num += 1
+        template = table.slots[_slot(table.keys, table.slots, key[:num])]
+        if template < 0:
+            key[-1] = num
+            return p
+        step.template[p] = template
+        for k in range(table.puts.begins[template], table.puts.begins[template + 1], PUT_FIELDS):
+            cell, b = cells[table.puts.items[k]], table.puts.items[k + 1]
+            ids[cell] = step.first_buffer[p] + b if b >= 0 else held[step.first_held[p] - 1 - b]
+            forms[cell] = table.puts.items[k + 2]
+        at = table.totals.begins[template]
+        first_op[p + 1] = first_op[p] + table.totals.items[at]
+        step.first_buffer[p + 1] = step.first_buffer[p] + table.totals.items[at + 1]
+        step.first_held[p + 1] = h
+    return len(step.places)
+
+
+class Written(NamedTuple):
+    """The ops and buffers of a step, in the order of their places."""
+
+    work: Int64
+    wanted_at: Float64
+    rank: Int64
+    reads: Lists
+    writes: Lists
+    after: Lists
+    tier: Int64
+    size_bytes: Int64
+    initial: Int64
+    reuses: Int64
+
+
+@compiled
+def _refs_of(step: Step, rows: Rows, ops: Rows, field: int) -> Lists:
+    """The buffers or ops that each op refers to, each once, numbered in the whole schedule; `field` of an op says how
+    many there are of them."""
+    num = 0
+    for t in step.template:
+        if t >= 0:
+            num += rows.begins[t + 1] - rows.begins[t]
+    begins, items = np.zeros(step.first_op[-1] + 1, np.int32), np.empty(num, np.int32)
+    i = num = 0
+    for p in range(len(step.places)):
+        t = step.template[p]
+        if t < 0:
+            continue
+        at = rows.begins[t]
+        for k in range(ops.begins[t], ops.begins[t + 1], OP_FIELDS):
+            for _ in range(ops.items[k + field]):
+                ref = rows.items[at]
+                found = step.first_buffer[p] + ref if ref >= 0 else step.held[step.first_held[p] - 1 - ref]
+                is_new = True
+                for before in range(begins[i], num):
+                    is_new = is_new and items[before] != found
+                if is_new:
+                    items[num] = found
+                    num += 1
+                at += 1
+            i += 1
+            begins[i] = num
+    return Lists(begins, items[:num])
+
+
+@compiled
+def written(
+    step: Step, at: Float64, leads: Float64, ops: Rows, reads: Rows, writes: Rows, after: Rows, buffers: Rows
+) -> Written:
+    """`at`: when each place in order is wanted; `leads`: how much before that an op is, by its lead. The others are
+    rows by template."""
+    num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
+    work, rank = np.empty(num_ops, np.int64), np.empty(num_ops, np.int64)
+    wanted_at = np.empty(num_ops, np.float64)
+    tier, size_bytes = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
+    initial, reuses = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
+    i = b = 0
+    for p in range(len(step.places)):
+        t = step.template[p]
+        if t < 0:
+            continue
+        for k in range(ops.begins[t], ops.begins[t + 1], OP_FIELDS):
+            work[i], rank[i] = ops.items[k], ops.items[k + 2]
+            wanted_at[i] = at[p] - leads[ops.items[k + 1]]
+            i += 1
+        for k in range(buffers.begins[t], buffers.begins[t + 1], BUFFER_FIELDS):
+            tier[b], size_bytes[b], initial[b] = buffers.items[k], buffers.items[k + 1], buffers.items[k + 2]
+            ref = buffers.items[k + 3]
+            if ref == NO_REF:
+                reuses[b] = -1
+            elif ref >= 0:
+                reuses[b] = step.first_buffer[p] + ref
+            else:
+                reuses[b] = step.held[step.first_held[p] - 1 - ref]
+            b += 1
+    return Written(
+        work,
+        wanted_at,
+        rank,
+        _refs_of(step, reads, ops, 3),
+        _refs_of(step, writes, ops, 4),
+        _refs_of(step, after, ops, 5),
+        tier,
+        size_bytes,
+        initial,
+        reuses,
+    )
