@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        values = {case: set(case.callspec.indices.items()) for case in cases}
-        shown: set[tuple[str, int]] = set()
+        values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+        shown: set[tuple[str, str]] = set()
         while cases:
             case = max(cases, key=lambda case: len(values[case] - shown))
             if values[case] <= shown:
