@@ -46,7 +46,7 @@ def answer(drives: int, host: str, *, time_limit_s: float = TIME_LIMIT_S) -> dic
         "step_s": result.step_s,
         "fuyou_s": result.policies["fuyou"].step_s,
         "bound_s": result.lower_bound_s,
-        "bound_by": dict(result.bound_by),
+        "bound_by": dict(result.bound_shares),
         "decided_by": result.plan.policy,
         "order": result.plan.order,
         "sub_batches": result.plan.sub_batches,

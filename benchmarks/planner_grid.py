@@ -95,7 +95,7 @@ def answer(
         "step_s": result.step_s,
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
-        "bound_by": next(iter(result.bound_by), ""),
+        "bound_by": next(iter(result.bound_shares), ""),
         "best_policy": best,
         "best_policy_s": result.policies[best].step_s if best else None,
         "in_memory_fits": in_memory,

@@ -148,7 +148,7 @@ def build_machine(description: Description) -> Machine:
     )
 
 
-FOR_THE_RECORD = (".price", ".power", ".endurance", ".cores", ".part")
+FOR_THE_RECORD = (".price", ".power", ".endurance", ".cores", ".part", ".form")
 """Ends of keys that change no rate, capacity or limit."""
 
 

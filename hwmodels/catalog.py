@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
-from tierplan.hwmodels.keys import PARTS
+from tierplan.hwmodels.keys import KEYS, PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
 __all__ = ["HERE", "catalog_names", "here_path", "load_description", "load_machine", "load_part"]
@@ -63,7 +63,8 @@ def _part_values(description: Description) -> dict[str, Quantity]:
         part = description.values.get(f"{section}.part")
         if part is not None:
             values |= load_part(section, str(part.value)).values
-    return values
+    void = {derived for name in description.values for derived in KEYS[name].replaces}
+    return {name: value for name, value in values.items() if name not in void}
 
 
 def load_part(section: str, name: str) -> Description:

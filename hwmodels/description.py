@@ -231,7 +231,7 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
             )
         return value
     if not isinstance(value, (list, tuple)):
-        return parse_amount(value, key.unit, what=what)
+        return _plausible(parse_amount(value, key.unit, what=what), value, key, what)
     if not key.curve:
         raise MachineError(f"{what} is a list; this key takes one number")
     points = []
@@ -246,11 +246,32 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
     return tuple(points)
 
 
+LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
+    "flops/s": (1e9, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
+}  # fmt: skip
+"""By unit: what no part is below, and the unit that was probably meant."""
+MOST_PLAUSIBLE: Mapping[str, float] = {"flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0}
+
+
+def _plausible(amount: float, value: object, key: Key, what: str) -> float:
+    """The amount, unless its order of magnitude says that a unit was left out or is wrong."""
+    least, meant = LEAST_PLAUSIBLE.get(key.unit, (0.0, ""))
+    if 0 < amount < least:
+        number = str(value).split()[0].rstrip("BFLOPS/s")
+        raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
+    if amount > MOST_PLAUSIBLE.get(key.unit, float("inf")):
+        raise MachineError(
+            f"{what} is {value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
+        )
+    return amount
+
+
 def override(description: Description, settings: Sequence[str]) -> Description:
     """The description with `key=value` settings applied in turn.
 
-    Choosing another part drops what the file says about the old one, and a basic number drops those derived from it
-    (`Key.replaces`), so that each setting has an effect. Raises `MachineError` for an unknown key or a bad value.
+    Choosing another part drops what the file says about the old one (the same part again changes nothing), and a basic
+    number drops those derived from it (`Key.replaces`), so that each setting has an effect. Raises `MachineError` for
+    an unknown key or a bad value.
     """
     values = dict(description.values)
     for setting in settings:
@@ -260,7 +281,8 @@ def override(description: Description, settings: Sequence[str]) -> Description:
             raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
         key = find_key(name)
         quantity = parse_quantity(key, _points_or_text(name, text), where="--set")
-        if key.name.endswith(".part"):
+        chosen = values.get(key.name)
+        if key.name.endswith(".part") and (chosen is None or chosen.value != quantity.value):
             values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
         for void in key.replaces:
             values.pop(void, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 
-__all__ = ["private_limits", "with_capacity", "with_demand", "with_faster", "with_rate_factors"]
+__all__ = ["with_capacity", "with_demand", "with_faster", "with_rate_factors"]
 
 
 def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
@@ -24,15 +24,6 @@ def with_faster(machine: Machine, names: Collection[str], factor: float) -> Mach
     )
     limits = tuple(replace(x, limit=x.limit * factor) if x.name in names else x for x in machine.shared_limits)
     return replace(machine, streams=streams, shared_limits=limits)
-
-
-def private_limits(machine: Machine, streams: Collection[str]) -> set[str]:
-    """Names of the shared limits that only these streams load: they belong to the same part, and grow with it."""
-    return {
-        limit.name
-        for limit in machine.shared_limits
-        if {s.name for s in machine.streams if limit.name in s.takes} <= set(streams)
-    }
 
 
 def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:

@@ -41,7 +41,7 @@ print(plain.why_not)
 
 # %%
 fuyou = predict("fuyou", workload, machine)
-print(f"step {fuyou.step_s:.1f} s, {fuyou.tokens_per_s:.0f} tokens/s, limited by {fuyou.bound_by}")
+print(f"step {fuyou.step_s:.1f} s, {fuyou.tokens_per_s:.0f} tokens/s, limited by {fuyou.limited_by}")
 for name, part in fuyou.utilization.items():
     print(f"  {name:14} {part:4.0%}")
 
@@ -65,5 +65,5 @@ plot_memory(fuyou.steady.trace, window_s=window)
 # %%
 assert not plain.fits
 assert fuyou.fits
-assert fuyou.bound_by.startswith("nvme")
+assert fuyou.limited_by.startswith("nvme")
 assert fuyou.utilization["gpu0.compute"] < 0.5

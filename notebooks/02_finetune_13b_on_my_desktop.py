@@ -41,7 +41,7 @@ planned = tp.plan(workload, machine, time_limit_s=10, orders=("horizontal",))
 tokens = training.tokens_per_step
 print(f"planner: {planned.step_s:.1f} s, {tokens / planned.step_s:.0f} tokens/s")
 print(f"no plan can be quicker than {planned.lower_bound_s:.1f} s")
-print("what the bound rests on:", {name: f"{part:.0%}" for name, part in planned.bound_by.items()})
+print("what the bound rests on:", {name: f"{part:.0%}" for name, part in planned.bound_shares.items()})
 
 # %% [markdown]
 # A fine-tuning set of 10 M tokens, three times over:

@@ -57,7 +57,7 @@ for batch in (8, 32):
         batch,
         {n: f"{gain:+.0%}" for n, gain in gains(batch).items()},
         "limited by",
-        [r["bound_by"] for r in rows if r["batch"] == batch],
+        [r["limited_by"] for r in rows if r["batch"] == batch],
     )
 
 # %% [markdown]

@@ -41,7 +41,7 @@ for batch in (4, 8, 12, 16):
         p = predict_plan(plan_with(workload, action), workload, machine)
         if p.fits:
             speeds[action][batch] = p.tokens_per_s
-        shown = f"{p.tokens_per_s:6.0f} tokens/s, limited by {p.bound_by}" if p.fits else "does not fit"
+        shown = f"{p.tokens_per_s:6.0f} tokens/s, limited by {p.limited_by}" if p.fits else "does not fit"
         print(f"batch {batch:3} {action:10} {shown}")
 
 # %%

@@ -60,12 +60,12 @@ middle = path[len(path) // 2].key
 print(f"{len(nx.descendants(tight, middle))} of {len(causes)} ops would have started later, had {middle} ended later")
 
 # %% [markdown]
-# **Look three: sensitivities.** The step simulated anew with one part 10 % faster:
+# **Look three: sensitivities.** The step simulated anew with one part twice as good:
 
 # %%
 gains = sensitivities(p.schedule, machine)
 for g in gains:
-    print(f"{g.kind:6} {g.name:14} 10 % faster: {g.gain_frac:+.1%} of the step")
+    print(f"{g.kind:6} {g.name:14} twice as good saves {g.gain_frac:.1%} of the step, busy {g.busy_frac:.0%}")
 
 # %% [markdown]
 # **Answer.** The GPU waits for parameters and states from the drive. All three looks agree: the drive is on the

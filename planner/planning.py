@@ -1,7 +1,7 @@
 """The planner's loop: bound, solve, round, lower, simulate, refine; every published policy is a candidate too.
 
     result = plan(workload, machine, time_limit_s=10)
-    result.step_s, result.lower_bound_s, result.gap, result.bound_by
+    result.step_s, result.lower_bound_s, result.gap, result.limited_by
 
 Errors:
 
@@ -21,7 +21,8 @@ from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Order, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.questions.endurance import allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.prediction import predicted
+from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
@@ -298,12 +299,12 @@ class _Loop:
             total_s=time.perf_counter() - self.started,
             status=status,
             policies=compared,
-            bound_by=bound.shares,
+            bound_shares=bound.shares,
             s_per_gb=bound.s_per_gb,
             num_simulated=self.simulate_plan.num_simulated,
             solver=SOLVER,
             seed=self.seed,
             notes=tuple(self.notes),
             milp_gap=self.from_program.milp_gap,
-            drive_lifetime_s=lifetime_s(self.machine, written_bytes(schedule), best.step_s),
+            prediction=predicted(best.plan, schedule, steady, self.workload, self.machine),
         )

@@ -7,7 +7,7 @@ prediction.step_s, prediction.fits, prediction.bound_by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
@@ -17,7 +17,14 @@ from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.questions.endurance import lifetime_s, written_bytes
 from tierplan.sim.analysis.completion import OutOfMemory
-from tierplan.sim.analysis.explain import critical_path, time_on_path
+from tierplan.sim.analysis.explain import (
+    Sensitivity,
+    busy_fracs,
+    critical_path,
+    limited_by,
+    sensitivities,
+    time_on_path,
+)
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
@@ -57,11 +64,16 @@ class Prediction:
     """What does not fit, or why there is no plan; empty when it fits."""
     tokens: int = 0
     """In one step, over all devices."""
+    micro_batch: int = 0
+    """Sequences in one micro-batch."""
+    accumulation: int = 0
     num_parameters: int = 0
     flops: float = 0.0
     """Of forward and backward in one step, recomputation left out, over all devices."""
     utilization: Mapping[str, float] = field(default_factory=dict)
     """Busy share of a step in steady state, by stream and by shared limit."""
+    hardware: Machine | None = field(default=None, repr=False)
+    """The machine that `machine` names; None where it does not fit."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
 
@@ -81,10 +93,17 @@ class Prediction:
         path = critical_path(self.steady.schedule, self.steady.trace)
         return {stream: seconds / self.steady.num_steps for stream, seconds in time_on_path(path).items()}
 
+    @cached_property
+    def limits(self) -> tuple[Sensitivity, ...]:
+        """What each stream, shared limit, part and memory would save if it were twice as good, most first."""
+        if self.hardware is None or self.schedule is None:
+            return ()
+        return sensitivities(self.schedule, self.hardware)
+
     @property
-    def bound_by(self) -> str:
-        """The stream with the longest part of the critical path; empty where it does not fit."""
-        return next(iter(self.critical_path_s), "")
+    def limited_by(self) -> str:
+        """What would save most if it were twice as good; empty where it does not fit."""
+        return limited_by(self.limits) if self.fits else ""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -109,10 +128,13 @@ class Prediction:
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.trace.peak_bytes),
             "bytes": moved,
-            "bound_by": self.bound_by or None,
+            "limited_by": self.limited_by or None,
+            "limits": [asdict(limit) for limit in self.limits],
             "critical_path_s": dict(self.critical_path_s),
             "utilization": dict(self.utilization),
             "drive_lifetime_s": self.lifetime_s,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
             "num_parameters": self.num_parameters,
             "tokens": self.tokens,
         }
@@ -169,7 +191,8 @@ def predicted(plan: Plan, schedule: Schedule, steady: SteadyState, workload: Wor
         **_facts(plan, workload, machine),  # type: ignore[arg-type]
         schedule=schedule,
         steady=steady,
-        utilization=_utilization(schedule, steady, machine),
+        utilization=busy_fracs(schedule, machine, steady.period_s),
+        hardware=machine,
         lifetime_s=lifetime_s(machine, written_bytes(schedule), steady.period_s),
     )
 
@@ -181,6 +204,8 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "machine": machine.name,
         "plan": plan,
         "tokens": workload.training.tokens_per_step * plan.num_batches,
+        "micro_batch": workload.training.per_device_train_batch_size,
+        "accumulation": workload.training.gradient_accumulation_steps,
         "num_parameters": workload.num_parameters,
         "flops": model_flops(workload) * plan.num_batches,
     }
@@ -196,15 +221,3 @@ def model_flops(workload: Workload) -> float:
         if kind.endswith("_flops")
     )
     return flops * workload.training.gradient_accumulation_steps
-
-
-def _utilization(schedule: Schedule, steady: SteadyState, machine: Machine) -> dict[str, float]:
-    """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it."""
-    seconds: dict[str, float] = {}
-    limits = machine.limits
-    for op in schedule.ops:
-        cost = machine.cost(op.stream, op.work)
-        seconds[op.stream] = seconds.get(op.stream, 0.0) + cost.alone_s
-        for limit, per_s in cost.demand.items():
-            seconds[limit] = seconds.get(limit, 0.0) + per_s * cost.work_s / limits[limit]
-    return {name: busy / steady.period_s for name, busy in seconds.items() if busy > 0}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tierplan.planner.plan import Plan
+from tierplan.planner.prediction import Prediction
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 
@@ -43,7 +44,7 @@ class PlanResult:
     total_s: float
     status: Status
     policies: Mapping[str, PolicyResult]
-    bound_by: Mapping[str, float]
+    bound_shares: Mapping[str, float]
     """Share of the lower bound that each stream or shared limit explains, largest first."""
     s_per_gb: Mapping[str, float]
     """Seconds per step that one more GB of a tier takes off the lower bound, at the margin."""
@@ -53,8 +54,13 @@ class PlanResult:
     notes: tuple[str, ...] = field(default=())
     milp_gap: float | None = None
     """How far whole actions were above the bound of the program without integers; None where that was not solved."""
-    drive_lifetime_s: float | None = None
-    """Seconds of training until the drives have taken what they are rated for; None where nothing wears them."""
+    prediction: Prediction
+    """The same plan in the figures that all commands show: what limits it, how long the drives last."""
+
+    @property
+    def limited_by(self) -> str:
+        """What would save most of the step if it were twice as good."""
+        return self.prediction.limited_by
 
     @property
     def gap(self) -> float:

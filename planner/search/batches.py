@@ -1,7 +1,8 @@
 """The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
-The inner planner's cost hardly depends on the batch, and its lower bound is quick. So every division of the sequences
-is bounded first, and only those whose bound beats the best plan so far are planned, best bound first."""
+A lower bound is quick, a plan takes seconds. Every division of the sequences is bounded first, and the one with the
+best bound is planned: of those that are as good the one with the largest micro-batches, since the planner also cuts
+these into the smaller ones. Where it does not fit after all, the next one is planned."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
-from tierplan.planner.plan import Order, PlanError, Semantics, plain_semantics
+from tierplan.planner.plan import PlanError, Semantics, plain_semantics
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
@@ -23,8 +24,8 @@ from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Division", "plan_sequences"]
 
-SUB_BATCHES = (1, 2, 4, 8, 16)
-"""Into which a micro-batch may be cut, where its bound is asked for."""
+SUB_BATCHES = (1, 2, 4, 8)
+"""Into which the planner cuts a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class Division:
     workload: Workload
     result: PlanResult
     bounds_s: Mapping[int, float] = field(default_factory=dict)
-    """Lower bound by micro-batch size; infinite where it cannot fit."""
+    """Lower bound by micro-batch size, where all micro-batches go through a block before the next; infinite where that
+    cannot fit."""
     planned_s: Mapping[int, float] = field(default_factory=dict)
     """Step time by micro-batch size, for those that were planned."""
 
@@ -67,21 +69,22 @@ def plan_sequences(
         seed=seed,
         drive_lifetime_years=drive_lifetime_years,
     )
-    workloads: dict[int, Workload] = {}
-    bounds: dict[int, float] = {}
-    for batch in divisors(sequences):
-        workloads[batch] = make(batch, sequences // batch)
-        bounds[batch] = _bound_s(workloads[batch], machine, semantics, write_limit)
     num = machine.num_devices
+    workloads = {batch: make(batch, sequences // batch) for batch in divisors(sequences)}
+    if num > 1:
+        chosen = semantics or plain_semantics(workloads[1].training)
+        bounds = {b: compute_s(problem(w, machine, semantics=chosen)) / num for b, w in workloads.items()}
+    else:
+        bounds = _bounds_s(workloads, machine, semantics, write_limit)
 
     def rank(batch: int) -> tuple[float, float]:
-        """Best bound first, larger micro-batches first; on several devices, two micro-batches for each first."""
-        return (bounds[batch], -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
+        """Best bound first, to three digits, and larger micro-batches; on several devices, two for each first."""
+        return (float(f"{bounds[batch]:.3g}"), -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
 
     best: tuple[int, PlanResult] | None = None
     planned: dict[int, float] = {}
     for batch in sorted(bounds, key=rank):
-        if best is not None and bounds[batch] >= best[1].step_s:
+        if best is not None and (num == 1 or bounds[batch] >= best[1].step_s):
             continue
         accumulation = sequences // batch
         kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
@@ -107,24 +110,25 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // k for k in small)})
 
 
-def _bound_s(
-    workload: Workload, machine: Machine, semantics: Semantics | None, write_limit_bytes_per_s: float
-) -> float:
-    """The least bound over the shapes that the planner tries; of several devices, compute evenly shared."""
-    chosen, batch = semantics or plain_semantics(workload.training), workload.training.per_device_train_batch_size
-    shapes: list[tuple[Order, int]] = [("horizontal", 1), *(("vertical", n) for n in SUB_BATCHES if batch % n == 0)]
-    if (num := machine.num_devices) > 1:
-        return compute_s(problem(workload, machine, semantics=chosen)) / num
-    return min(
-        lower_bound(
-            problem(
-                workload,
-                machine,
-                semantics=chosen,
-                order=order,
-                sub_batches=num_sub_batches,
-                write_limit_bytes_per_s=write_limit_bytes_per_s,
-            )
-        ).step_s
-        for order, num_sub_batches in shapes
-    )
+def _bounds_s(
+    workloads: Mapping[int, Workload],
+    machine: Machine,
+    semantics: Semantics | None,
+    write_limit_bytes_per_s: float,
+) -> dict[int, float]:
+    """By micro-batch size: the least bound over the parts that the planner cuts it into, on one device."""
+
+    vertical = {}
+    for batch, workload in workloads.items():
+        asked = problem(
+            workload,
+            machine,
+            semantics=semantics or plain_semantics(workload.training),
+            order="vertical",
+            write_limit_bytes_per_s=write_limit_bytes_per_s,
+        )
+        vertical[batch] = lower_bound(asked).step_s
+    return {
+        batch: min(vertical[batch // n] for n in SUB_BATCHES if batch % n == 0 and batch // n in vertical)
+        for batch in workloads
+    }

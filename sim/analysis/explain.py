@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: what each stream waited for, the critical path, and what would help.
+"""Why a step takes as long as it does: what each stream waited for, the critical path, and what limits it.
 
 All figures come from a trace and the schedule that it executed. The critical path of a simulated trace is exact, since
 its times are whole nanoseconds. In a measured trace, an op's cause is the op whose end is nearest to its start: a good
@@ -7,8 +7,8 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -17,7 +17,7 @@ import networkx as nx
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
-from tierplan.sim.analysis.steady import steady_step
+from tierplan.sim.analysis.steady import SteadyStep, steady_step
 from tierplan.sim.columns import columns_of
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
@@ -27,8 +27,10 @@ __all__ = [
     "Sensitivity",
     "StreamTime",
     "Stretch",
+    "busy_fracs",
     "cause_graph",
     "critical_path",
+    "limited_by",
     "sensitivities",
     "stream_times",
     "time_on_path",
@@ -233,32 +235,50 @@ def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
     return {stream: ns / 1e9 for stream, ns in sorted(found_ns.items(), key=lambda item: -item[1])}
 
 
-# ---- what would help ----
+# ---- what limits ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The step time when one stream, one shared limit or one part is faster, everything else as it is."""
+    """One stream, shared limit, part or memory: how busy it is, and the step time when it is better."""
 
     name: str
-    kind: Literal["stream", "limit", "part"]
+    kind: Literal["stream", "limit", "part", "memory"]
+    busy_frac: float
+    """Of a step: what its ops take alone, of a limit what they take of it; of a memory, how full it is at most."""
     step_s: float
     gain_frac: float
     """Part of the step time that is saved; below 0 where a faster part makes the step slower."""
 
 
-def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) -> tuple[Sensitivity, ...]:
-    """Step times with each stream, each shared limit and each part `factor` times as fast; the largest gain first.
+NOTHING = "nothing alone"
+"""What limits a step that nothing makes shorter by itself."""
+LEAST_GAIN_FRAC = 0.01
 
-    A stream alone cannot exceed the limits that it shares, nor a limit alone the streams. So where all takers of a
-    limit belong to one part (`nvme.read` and `nvme.write` share what the drives do), that part is there as a whole too.
-    Each case is simulated anew in steady state. Latencies stay as they are.
+
+def limited_by(tried: Sequence[Sensitivity]) -> str:
+    """The name of what saves most of the step when it is twice as good; `nothing alone` where that is below 1 %."""
+    return tried[0].name if tried and tried[0].gain_frac >= LEAST_GAIN_FRAC else NOTHING
+
+
+def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 2.0) -> tuple[Sensitivity, ...]:
+    """What limits this schedule: each stream, shared limit, part and memory, the largest gain first.
+
+    Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
+    are latencies and the plan. Streams that do the same on several devices are one. A stream alone cannot exceed the
+    limits that it shares, nor a limit alone the streams. So where all takers of a limit belong to one part (`nvme.read`
+    and `nvme.write` share what the drives do), that part is there as a whole too.
     """
     if not factor > 0:
-        raise ValueError(f"factor is {factor}; it must be above 0, and 1.1 means 10 % faster")
-    used = set(schedule.streams)
+        raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
+    columns = columns_of(schedule)
+    now = steady_step(columns, machine)
+    busy = busy_fracs(schedule, machine, now.period_s)
+    alike: dict[str, set[str]] = {}
+    for stream in schedule.streams:
+        alike.setdefault(_on_any_device(stream, machine.num_devices), set()).add(stream)
     cases: list[tuple[Literal["stream", "limit", "part"], str, set[str]]] = []
-    cases += [("stream", s.name, {s.name}) for s in machine.streams if s.name in used]
+    cases += [("stream", name, streams) for name, streams in alike.items()]
     cases += [("limit", limit.name, {limit.name}) for limit in machine.shared_limits]
     inside: dict[str, set[str]] = {}
     for limit in machine.shared_limits:
@@ -267,11 +287,40 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 1.1) 
             inside.setdefault(parts.pop(), set()).add(limit.name)
     for part, limits in inside.items():
         cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
-    columns = columns_of(schedule)
-    now_s = steady_step(columns, machine).period_s
-    gains = []
+    tried = []
     for kind, name, changed in cases:
         step_s = steady_step(columns, with_faster(machine, changed, factor)).period_s
-        gain_frac = 1.0 - step_s / now_s if now_s else 0.0
-        gains.append(Sensitivity(name=name, kind=kind, step_s=step_s, gain_frac=gain_frac))
-    return tuple(sorted(gains, key=lambda s: -s.gain_frac))
+        busiest = max((busy.get(n, 0.0) for n in changed), default=0.0)
+        tried.append(Sensitivity(name=name, kind=kind, busy_frac=busiest, step_s=step_s, gain_frac=_gain(now, step_s)))
+    for tier in columns.tiers:
+        larger = replace(tier, capacity_bytes=int(tier.capacity_bytes * factor))
+        tiers = tuple(larger if t is tier else t for t in columns.tiers)
+        step_s = steady_step(replace(columns, tiers=tiers), machine).period_s
+        full = now.peak_bytes.get(tier.name, 0) / max(tier.capacity_bytes, 1)
+        gain = _gain(now, step_s)
+        tried.append(
+            Sensitivity(name=f"{tier.name} memory", kind="memory", busy_frac=full, step_s=step_s, gain_frac=gain)
+        )
+    return tuple(sorted(tried, key=lambda s: -s.gain_frac))
+
+
+def busy_fracs(schedule: Schedule, machine: Machine, step_s: float) -> dict[str, float]:
+    """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it."""
+    seconds: dict[str, float] = {}
+    limits = machine.limits
+    for op in schedule.ops:
+        cost = machine.cost(op.stream, op.work)
+        seconds[op.stream] = seconds.get(op.stream, 0.0) + cost.alone_s
+        for limit, per_s in cost.demand.items():
+            seconds[limit] = seconds.get(limit, 0.0) + per_s * cost.work_s / limits[limit]
+    return {name: busy / step_s for name, busy in seconds.items() if busy > 0}
+
+
+def _on_any_device(stream: str, num_devices: int) -> str:
+    """`gpu*.compute` for the compute streams of several devices."""
+    name = parse_stream(stream)
+    return stream if num_devices == 1 or name.device is None else f"gpu*.{name.task}"
+
+
+def _gain(now: SteadyStep, step_s: float) -> float:
+    return 1.0 - step_s / now.period_s if now.period_s else 0.0

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from math import floor, isfinite, log10
 
-__all__ = ["format_bytes", "format_count", "format_error", "format_frac", "format_rate", "format_s", "in_short"]
+__all__ = [
+    "columns",
+    "format_bytes",
+    "format_count",
+    "format_error",
+    "format_frac",
+    "format_rate",
+    "format_s",
+    "in_short",
+]
 
 
 def format_s(seconds: float, *, signed: bool = False) -> str:
@@ -70,6 +80,20 @@ def in_short(reason: str, size: Callable[[float], str] = format_bytes) -> str:
     return re.sub(
         r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?", lambda match: size(float(re.sub(r"[^\d]", "", match[0]))), text
     )
+
+
+def columns(rows: Sequence[Sequence[str]], *, width: int = 80) -> list[str]:
+    """Rows as aligned lines; the last column's text goes on below where it does not fit into `width`."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    indent = 2 + sum(w + 2 for w in widths)
+    lines = []
+    for row in rows:
+        head = "  " + "".join(f"{cell:{w}}  " for cell, w in zip(row[:-1], widths, strict=True))
+        parts = textwrap.wrap(row[-1], max(24, width - indent)) or [""]
+        lines += [(head + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
+    return lines
 
 
 def _digits(number: float) -> str:

@@ -57,3 +57,24 @@ def test_descriptions_survive_a_round_trip(name: str) -> None:
     text = files("tierplan.hwmodels").joinpath("catalog", "machines", f"{name}.toml").read_text(encoding="utf-8")
     description = parse_description(text, where=f"{name}.toml")
     assert parse_description(write_description(description), where=f"{name}.toml") == description
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_a_part_that_is_chosen_once_more_changes_nothing(name: str) -> None:
+    """Also in a machine that says more of it than the part does."""
+    given = load_description(name).values
+    for part in ("gpu.part", "nvme.part"):
+        if part in given:
+            assert load_machine(name, [f"{part}={given[part].value}"]).streams == load_machine(name).streams
+
+
+@pytest.mark.parametrize("name", catalog_names("gpus"))
+def test_a_card_computes_alike_wherever_it_is_chosen(name: str) -> None:
+    """Its rates are facts of the part, not of the machine that had it first."""
+    by_machine = [load_machine(m, [f"gpu.part={name}"]) for m in catalog_names() if f"{name}" not in FITTED.get(m, "")]
+    rates = [{kind: r for kind, r in m.stream("gpu0.compute").rates.items()} for m in by_machine]
+    assert all(r == rates[0] for r in rates)
+
+
+FITTED = {"fuyou-4090": "rtx-4090", "ssdtrain-a100": "a100-pcie-40gb"}
+"""Machines that have a card fitted to one system's steps, or with a locked clock: their file says so."""

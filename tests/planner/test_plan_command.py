@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
-from tierplan.commands.plan import EXIT_INFEASIBLE, record, text
+from tierplan.commands.plan import EXIT_INFEASIBLE
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
+from tierplan.studies.answer import answer_lines, answer_record
+from tierplan.studies.evaluate import BestPlan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
 
@@ -30,7 +33,7 @@ def test_json_has_what_scripts_need(model, tmp_path, capsys):
     arguments = ["plan", "--model", model, "--machine", "laptop", "--seq", "512", "--batch", "4", "--json"]
     assert main([*arguments, "--time-limit", "1", "-o", str(output)]) == 0
     found = json.loads(capsys.readouterr().out)
-    wanted = {"step_s", "lower_bound_s", "gap", "solve_s", "total_s", "policies", "bound_by", "status"}
+    wanted = {"step_s", "lower_bound_s", "gap", "solve_s", "total_s", "policies", "limited_by", "status"}
     assert wanted <= found.keys()
     assert found["fits"] is True
     assert found["lower_bound_s"] <= found["step_s"]
@@ -51,11 +54,13 @@ def test_sub_batches_say_whose_numbers_they_give():
     tiled_plan = uniform_plan(workload, UnitPlan(), order="vertical", sub_batches=2)
     tiled = replace(whole, plan=tiled_plan, schedule=lower(tiled_plan, workload, toy_machine()))
     assert whole.plan.sub_batches == 1
-    assert record(whole, workload)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}
-    assert record(tiled, workload)["numbers_of"] == {"micro_batch": 2, "accumulation": 2}
-    assert "2 sub-batches" in text(tiled, workload)
-    assert "numbers        of training in 2 micro-batches of 2 sequences" in text(tiled, workload)
-    assert "numbers  " not in text(whole, workload)
+    of_whole, of_tiled = (BestPlan(workload=workload, machine=toy_machine(), result=r) for r in (whole, tiled))
+    assert answer_record(of_whole)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}
+    assert answer_record(of_tiled)["numbers_of"] == {"micro_batch": 2, "accumulation": 2}
+    text = "\n".join(answer_lines(of_tiled))
+    assert "2 sub-batches" in text
+    assert re.search("numbers  +of training in 2 micro-batches of 2 sequences", text)
+    assert "numbers  " not in "\n".join(answer_lines(of_whole))
 
 
 def test_nothing_fits_is_an_answer(model, capsys):

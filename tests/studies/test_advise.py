@@ -1,142 +1,126 @@
-"""Advice: the arithmetic against hand calculation, and the answers for a machine and model that are known."""
+"""Advice: the arithmetic against hand calculation, what can be bought, and what is said when nothing fits."""
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tierplan.hwmodels import load_description
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, PriceList, _purchases, advise
-from tierplan.studies.evaluate import evaluate_point
+from tierplan.studies.advise import LARGEST, Advice, advise, answer_point, worthwhile
+from tierplan.studies.costs import TrainingJob, costs_of
+from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Point
 
-POLICIES = ("in-memory", "fuyou")
+CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
+TIGHT = {"gpu.reserve": 0, "host.reserve": 0, "gpu.capacity": "30 MiB", "host.capacity": "20 MiB"}
 
 
 @pytest.fixture(scope="module")
-def advice() -> Advice:
-    with ThreadPoolExecutor(2) as threads:
-        return advise("gpt-6.7b", "desktop-4090", batches=(1, 16), policies=POLICIES, planner_s=0, executor=threads)
+def point(tmp_path_factory: pytest.TempPathFactory) -> Point:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return Point(model=str(folder), machine="desktop-4090", batch=4, seq=256, overrides=TIGHT)
 
 
-def test_model_that_needs_the_drive_trains_with_fuyou_alone(advice: Advice) -> None:
-    assert advice.fits
-    assert advice.best["policy"] == "fuyou"
-    assert advice.best["batch"] == 16
-    assert {(r["policy"], r["fits"]) for r in advice.rows} == {("in-memory", False), ("fuyou", True)}
+@pytest.fixture(scope="module")
+def advice(point: Point) -> Advice:
+    return advise(point, quick=True, num_workers=1)
 
 
-def test_time_and_lifetime_are_those_of_the_best_step(advice: Advice) -> None:
-    best = advice.best
-    seconds = 1e9 / best["tokens_per_s"]
-    assert advice.days_per_billion_tokens == pytest.approx(seconds / 86_400)
-    assert best["tokens_per_s"] == pytest.approx(16 * 1024 / best["step_s"])
-    assert advice.written_bytes_per_step == best["bytes.nvme.write"]
-    # a 990 PRO of 2 TB is rated for 1200 TB
-    assert advice.drive_life_years == pytest.approx(
-        1200e12 / best["bytes.nvme.write"] * best["step_s"] / SECONDS_PER_YEAR
-    )
+def row(tokens_per_s: float, **figures: object) -> dict[str, Any]:
+    return {"fits": True, "tokens_per_s": tokens_per_s, "drive_lifetime_s": None, **figures}
 
 
-def test_cost_is_electricity_depreciation_and_wear(advice: Advice) -> None:
+def bought(what: str, price_usd: float) -> Purchase:
+    return Purchase(what=what, overrides={}, price_usd=price_usd)
+
+
+def test_costs_are_electricity_depreciation_and_wear() -> None:
     prices, description = PriceList(), load_description("desktop-4090")
-    seconds = 1e9 / advice.best["tokens_per_s"]
-    watts = 450 + (description.number("host.power") or prices.host_power_w) + (description.number("nvme.power") or 0)
-    electricity = watts / 1000 * seconds / 3600 * prices.electricity_usd_per_kwh
-    owned = (1599 + 1500) * seconds / (3 * SECONDS_PER_YEAR)
-    assert advice.drive_life_years is not None
-    worn = prices.drive_usd * seconds / (min(advice.drive_life_years, 3) * SECONDS_PER_YEAR)
-    assert advice.usd_per_billion_tokens == pytest.approx(electricity + owned + worn)
+    costs = costs_of(row(1000.0, drive_lifetime_s=5e4), description, prices, TrainingJob(tokens=1e8))
+    assert costs.seconds == 1e5
+    watts = 450 + 150 + (description.number("nvme.power") or 0)
+    assert costs.energy_kwh == pytest.approx(watts / 1000 * 1e5 / 3600)
+    assert costs.machine_usd == pytest.approx((1599 + 1500) * 1e5 / (3 * SECONDS_PER_YEAR))
+    assert costs.wear_frac == 2.0
+    assert costs.drives_usd == 2 * prices.drive_usd
+    unworn = costs_of(row(1000.0), description, prices, TrainingJob(tokens=1e8))
+    assert unworn.drives_usd == pytest.approx(prices.drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
+    assert unworn.wear_frac is None
 
 
-def test_another_drive_helps_where_the_drive_is_the_limit(advice: Advice) -> None:
-    assert str(advice.best["bound_by"]).startswith("nvme")
-    drives = next(c for c in advice.changes if c.what.startswith("2 drives"))
-    assert drives.gain_frac is not None
-    assert drives.gain_frac > 0.2
-    assert drives.gain_per_1000_usd == pytest.approx(drives.gain_frac * 100 / 160 * 1000)
-    gains = [c.gain_per_1000_usd or 0.0 for c in advice.changes if c.fits]
-    assert gains == sorted(gains, reverse=True)
+def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
+    things = [bought("slower", 10), bought("a bit", 10), bought("dear", 1000), bought("cheap", 100), bought("none", 1)]
+    rows = [row(90.0), row(100.5), row(200.0), row(150.0), {"error": "has no bf16"}]
+    changes = worthwhile(row(100.0), things, rows)
+    assert [(c.bought.what, c.gain_frac) for c in changes] == [("cheap", 0.5), ("dear", 1.0)]
+    assert changes[0].gain_per_1000_usd == pytest.approx(500.0)
+    made_to_fit = worthwhile({"fits": False}, things[2:], rows[2:])
+    assert [(c.bought.what, c.gain_frac) for c in made_to_fit] == [("cheap", None), ("dear", None)]
 
 
-def test_a_gpu_that_is_in_nothing_better_is_not_offered() -> None:
-    """A 3090 has the memory of a 4090 and half its speed; for a 1080 Ti it would be a gain in all figures."""
-    own = [what for what, _, _ in _purchases(load_description("desktop-4090"), PriceList())]
-    assert not any("GPU" in what for what in own)
-    older = load_description("desktop-4090", ["gpu.part=gtx-1080-ti"])
-    assert {what for what, _, _ in _purchases(older, PriceList()) if "GPU" in what} == {
-        "rtx-3090 as GPU",
-        "rtx-4090 as GPU",
-    }
+def test_what_shops_sell() -> None:
+    desktop = {p.what: p for p in purchases(load_description("desktop-4090"), PriceList())}
+    assert desktop["128 GiB of DRAM (4 x 32) in place of 60"].price_usd == 64 * 3
+    assert desktop["96 GiB of DRAM (2 x 48) in place of 60"].price_usd == 96 * 3
+    assert desktop["1 more drive, 2 in all"].overrides == {"nvme.drives": 2}
+    assert not any("GPU" in what for what in desktop)  # a 3090 has the memory of a 4090 and half its speed
+    older = purchases(load_description("desktop-4090", ["gpu.part=gtx-1080-ti"]), PriceList())
+    assert {p.overrides["gpu.part"] for p in older if "GPU" in p.what} >= {"rtx-3090", "rtx-4090"}
+    laptop = purchases(load_description("laptop"), PriceList())
+    assert laptop
+    assert not any("gpu.part" in p.overrides for p in laptop)
+    assert max(int(str(p.overrides.get("nvme.drives", 0))) for p in laptop) <= 2
 
 
-def test_nothing_is_simulated_whose_answer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In-memory training does not fit one sequence, so it is not tried with more, nor with a second drive."""
-    asked: list[Point] = []
-
-    def noted(point: Point) -> dict[str, object]:
-        asked.append(point)
-        return evaluate_point(point)
-
-    monkeypatch.setattr("tierplan.studies.evaluate.evaluate_point", noted)
-    found = advise("gpt-6.7b", "desktop-4090", batches=(1, 16), policies=POLICIES, planner_s=0)
-    mine = [p for p in asked if p.model == "gpt-6.7b"]
-    assert [p.batch for p in mine if p.policy == "in-memory" and not p.overrides] == [1]
-    assert {p.policy for p in mine if set(p.overrides) == {"nvme.drives"}} == {"fuyou"}
-    assert {p.policy for p in asked if p.model != "gpt-6.7b"} == {"fuyou"}
-    everything = {
-        m: evaluate_point(Point(model=m, machine="desktop-4090", policy="fuyou")) for m in ("gpt-135b", "gpt-175b")
-    }
-    assert [bool(row["fits"]) for row in everything.values()] == [True, False]
-    assert found.largest_model == "gpt-135b"
+def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:
+    assert advice.costs is not None
+    assert advice.costs.drive_life_s is not None
+    weary = replace(advice, costs=replace(advice.costs, drive_life_s=5 * 86_400.0, wear_frac=3.0))
+    assert any("worn out after 5 days" in " ".join(advice_lines(a)[2:6]) for a in (weary,))
+    lasting = replace(advice, costs=replace(advice.costs, drive_life_s=1e10))
+    assert "worn out" not in "\n".join(advice_lines(lasting))
 
 
-def test_what_does_not_fit_says_why_and_what_would() -> None:
-    found = advise("gpt-6.7b", "desktop-4090", batches=(1,), policies=("in-memory",), planner_s=0, num_workers=1)
+def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
+    small = replace(point, overrides={**TIGHT, "gpu.capacity": "1 MiB"})
+    found = advise(small, quick=True, num_workers=1)
     assert not found.fits
-    assert "gpu0" in found.why_not["in-memory"]
-    lines = advice_lines(found)
-    assert lines[2].startswith("No: it does not fit")
-    assert "GiB in tier 'gpu0'" in lines[4]
-    assert "held by" not in "".join(lines)
-    assert found.largest_model == ""
+    assert "device memory" in str(found.answer["reason"])
+    text = " ".join(advice_lines(found))
+    assert "No: it does not fit" in text
+    assert "Device memory" not in text  # it is in the middle of a sentence
+    assert found.record()["costs"] is None
 
 
-def test_the_planner_is_asked_at_the_best_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that fits anyway: quick to plan, and nothing beats keeping it in memory."""
-    monkeypatch.setattr("tierplan.studies.advise._purchases", lambda description, prices: [])
-    found = advise(
-        "gpt-6.7b",
-        "desktop-4090",
-        overrides={"gpu.capacity": "200 GiB"},
-        batches=(1,),
-        policies=("in-memory",),
-        planner_s=0.5,
-        num_workers=1,
-    )
-    planned = next(r for r in found.rows if r["policy"] == "planner")
-    in_memory = next(r for r in found.rows if r["policy"] == "in-memory")
-    assert planned["batch"] == 1
-    assert planned["step_s"] <= in_memory["step_s"] * 1.001
+def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
+    monkeypatch.setattr("tierplan.studies.advise.MODELS", ("gpt-6.7b", "gpt-135b", "gpt-175b"))
+    found = answer_point(Point(model="gpt-6.7b", machine="desktop-4090", policy=LARGEST))
+    assert found == {"largest_model": "gpt-135b"}
 
 
 def test_unknown_machine_or_model_is_an_error() -> None:
     with pytest.raises(ValueError, match="no machine 'desktop-4091'"):
-        advise("gpt-6.7b", "desktop-4091", policies=("in-memory",), planner_s=0, num_workers=1)
+        advise(Point(model="gpt-6.7b", machine="desktop-4091"), quick=True, num_workers=1)
     with pytest.raises(ValueError, match="gpt-9b"):
-        advise("gpt-9b", "desktop-4090", batches=(1,), policies=("in-memory",), planner_s=0, num_workers=1)
+        advise(Point(model="gpt-9b", machine="laptop"), quick=True, num_workers=1)
 
 
 def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None:
     write_advice(tmp_path / "advice.html", advice)
-    page = (tmp_path / "advice.html").read_text(encoding="utf-8")
+    page = (tmp_path / "advice.html").read_text(encoding="utf-8").replace("&#x27;", "'")
     lines = advice_lines(advice)
-    assert lines[2] in page.replace("&#x27;", "'")
-    assert all(f"Assumed: {a}." in lines for a in advice.assumptions)
+    assert all(len(line) <= 100 for line in lines)
     record = json.loads(json.dumps(advice.record()))
-    assert record["best"]["step_s"] == advice.best["step_s"]
-    assert record["changes"][0]["gain_per_1000_usd"] == advice.changes[0].gain_per_1000_usd
+    speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+    assert speed in lines[2]
+    assert speed in page
+    assert record["costs"] == asdict(advice.costs)  # type: ignore[call-overload]
+    assert all(change.bought.what in page for change in advice.changes)

@@ -1,8 +1,11 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
-Simulates the policies at several batch sizes on the machine as it is, asks the planner at the best of them, and
-simulates again with one thing changed at a time: a drive, DRAM, another GPU. Says time and cost per billion tokens,
-how long the drives live, and the largest model that fits.
+The best plan for the machine as it is, as `tierplan plan` finds it, and again with one thing bought at a time: DRAM,
+drives, another GPU. Lists what makes training quicker. Says time, energy and money, how long the drives live, and the
+largest model that fits.
+
+    tierplan advise --model gpt-6.7b --machine desktop-4090
+    tierplan advise --model gpt-6.7b --machine desktop-4090 --set gpu.part=rtx-3090 --tokens 10M -o advice.html
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, finite, new_file, whole
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import amount, finite, new_file, option, whole
 
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
@@ -21,51 +25,25 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="M", help="config.json, its folder, or a name such as gpt-13b"
-    )
-    parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
-    add_set(parser)
-    parser.add_argument("--seq", type=whole(1), default=1024, metavar="S", help="tokens in one sequence (default 1024)")
-    parser.add_argument("--batch", type=whole(1), action="append", metavar="B",
-                        help="micro-batch sizes to try, repeatable (default 1, 4, 16, 64)")  # fmt: skip
-    parser.add_argument("--planner-s", type=finite(least=0), default=3.0, metavar="S",
-                        help="time limit of the planner; 0 leaves it out (default 3)")  # fmt: skip
-    parser.add_argument(
-        "--electricity", type=finite(least=0), default=0.20, metavar="USD", help="per kWh (default 0.20)"
-    )
-    parser.add_argument(
-        "--years",
-        type=finite(above=0),
-        default=3.0,
-        metavar="YEARS",
-        help="over which the machine is written off (default 3)",
-    )
-    parser.add_argument(
-        "--workers", type=whole(1), metavar="N", help="processes (default 1: most questions take seconds)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
-    parser.add_argument(
-        "-o", "--output", "--out", dest="out", type=new_file(), metavar="PAGE.html", help="also write it as a page"
-    )
+    scenario.add_arguments(parser)
+    job = parser.add_argument_group("the job")
+    option(job, "--tokens N", "to train in all: 10M, 2.5B (default 1B)", amount)
+    option(job, "--dataset-tokens N", "of the data, with --epochs", amount)
+    option(job, "--epochs E", "how often the data are gone through", finite(above=0))
+    option(job, "--electricity USD", "per kWh", finite(least=0), 0.20)
+    option(job, "--years YEARS", "over which the machine is written off", finite(above=0), 3.0)
+    option(job, "--drive-lifetime-years Y", "leave out plans that wear drives out sooner", finite(above=0))
+    option(parser, "--quick", "search for a moment only: seconds, and a rougher answer")
+    option(parser, "--time-limit S", "seconds of each search, as for `plan` (default 4)", finite(above=0))
+    option(parser, "--workers N", "processes (default: one per core)", whole(1))
+    option(parser, "--json", "print the advice as one JSON object")
+    option(parser, "-o --output --out PAGE.html", "also write it as a page", new_file(), dest="out")
 
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advice_text import advice_lines, write_advice
-    from tierplan.studies.advise import BATCHES, PriceList, advise
 
-    overrides = dict(_pair(text) for text in args.overrides)
-    advice = advise(
-        args.model,
-        args.machine,
-        overrides=overrides,
-        batches=args.batch or BATCHES,
-        seq=args.seq,
-        planner_s=args.planner_s,
-        prices=PriceList(electricity_usd_per_kwh=args.electricity, years=args.years),
-        num_workers=args.workers,
-        progress=sys.stderr.isatty() and not args.json,
-    )
+    advice = ask(args, progress=sys.stderr.isatty() and not args.json)
     if args.out:
         write_advice(args.out, advice)
     if args.json:
@@ -74,16 +52,28 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(advice_lines(advice)))
         if args.out:
             print(f"\n{args.out}")
-    return _status(advice)
+    return 0 if advice.fits else 3
 
 
-def _status(advice: Advice) -> int:
-    """That a model does not fit is an answer, not an error."""
-    return 0 if advice.fits or advice.why_not else 1
+def ask(args: argparse.Namespace, *, progress: bool) -> Advice:
+    """The advice that the arguments ask for; what `plan` does not have is at its default."""
+    from tierplan.studies.advise import advise
+    from tierplan.studies.costs import TrainingJob
+    from tierplan.studies.purchases import PriceList
 
-
-def _pair(text: str) -> tuple[str, str]:
-    key, sep, value = text.partition("=")
-    if not sep or not key:
-        raise ValueError(f"--set {text!r}; write KEY=VALUE, e.g. nvme.drives=3")
-    return key.strip(), value.strip()
+    given = vars(args)
+    tokens = given.get("tokens")
+    if (given.get("epochs") is None) != (given.get("dataset_tokens") is None):
+        raise ValueError("--epochs and --dataset-tokens say together how much is trained; give both, or --tokens")
+    if given.get("epochs") is not None:
+        if tokens is not None:
+            raise ValueError("--tokens and --epochs both say how much is trained; give one of them")
+        tokens = args.epochs * args.dataset_tokens
+    return advise(
+        scenario.read_point(args),
+        prices=PriceList(electricity_usd_per_kwh=given.get("electricity", 0.20), years=given.get("years", 3.0)),
+        job=TrainingJob() if tokens is None else TrainingJob(tokens=tokens),
+        quick=given.get("quick", False),
+        num_workers=given.get("workers"),
+        progress=progress,
+    )

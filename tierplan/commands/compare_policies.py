@@ -1,6 +1,8 @@
-"""Compares all published systems' policies for one model and machine, side by side, with a plot.
+"""Compares all published systems' policies, and the planner, for one model and machine, side by side, with a plot.
 
-Each is simulated in steady state; one that does not fit says what is missing. `--plot FILE` writes the picture.
+Each is simulated in steady state, with the division of a step into micro-batches that suits it best unless --batch or
+--accumulation say which; one that does not fit says what is missing. The planner's row is what `tierplan plan` says.
+`--plot FILE` writes the picture.
 
 Example:
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
@@ -19,7 +22,6 @@ from tierplan.commands.options.arguments import PICTURES, new_file, option
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
-GB = 1e9
 OWN_SEMANTICS = ("harmony", "virtual-memory")
 """Policies that update in backward and in no other way."""
 
@@ -37,18 +39,21 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from tierplan.planner.plan import PLANNER
     from tierplan.planner.policies import POLICIES, check_name
-    from tierplan.planner.prediction import predict
+    from tierplan.studies.evaluate import machine_of, predict_point
 
-    names = args.policies or list(POLICIES)
+    names = args.policies or [PLANNER, *POLICIES]
     for name in names:
-        check_name(name)
-    given = scenario.read_scenario(args)
+        if name != PLANNER:
+            check_name(name)
+    point = scenario.read_point(args)
+    machine = machine_of(point)
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
-    options = {"semantics": args.semantics} if args.semantics else {}
-    predictions = [
-        predict(name, given.workload, given.machine, {} if name.startswith(OWN_SEMANTICS) else options) for name in bar
-    ]
+    predictions = []
+    for name in bar:
+        semantics = "" if name.startswith(OWN_SEMANTICS) else point.semantics
+        predictions.append(replace(predict_point(replace(point, policy=name, semantics=semantics)), policy=name))
     if args.plot:
         from tierplan.studies.policy_plot import plot_policies
 
@@ -56,49 +61,50 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
     else:
-        tokens = given.workload.training.tokens_per_step
-        print(f"{given.workload.name} on {given.machine.name}, {tokens:,} tokens per step")
+        tokens = (point.sequences or point.batch * point.accumulation) * point.seq
+        print(f"{predictions[0].model} on {machine.name}, {tokens:,} tokens per step")
         print(policy_table(predictions))
         for p in predictions:
             if p.fits and p.tokens != tokens:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
                 )
-        if given.machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(given.machine.nameplate)}")
+        if machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
         if args.plot:
             print(f"picture: {args.plot}")
     return 0
 
 
 def policy_table(predictions: Sequence[Prediction]) -> str:
-    """One line per policy, the most tokens per second first, those that do not fit at the end."""
+    """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
     from tierplan.hwmodels.names import HOST, NVME, device_index
+    from tierplan.sim.output.text import columns
 
-    columns = ("step s", "tokens/s", "TFLOP/s", "device GB", "host GB", "NVMe GB")
-    lines = [f"{'policy':16}" + "".join(f"{name:>11}" for name in columns) + "  bound by"]
+    heads = ("policy", "step s", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
+    rows = []
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
         if p.step_s is None or p.steady is None:
-            lines.append(f"{p.policy:16}{'-':>11}  {short_reason(p)}")
             continue
         peak = p.steady.trace.peak_bytes
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
-        held = [device / GB, *(peak.get(tier, 0) / GB for tier in (HOST, NVME))]
-        cells = "".join(f"{value:11.1f}" for value in (p.tokens_per_s or 0.0, p.flops / p.step_s / 1e12, *held))
-        lines.append(f"{p.policy:16}{p.step_s:11.3f}{cells}  {p.bound_by}")
-    return "\n".join(lines)
+        held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
+        batch = f"{p.micro_batch} x {p.accumulation}"
+        rows.append((p.policy, f"{p.step_s:.3f}", f"{p.tokens_per_s:,.1f}", batch, *held, p.limited_by))
+    missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
+    return "\n".join([*columns([heads, *rows]), *columns(missing)])
 
 
 def short_reason(prediction: Prediction) -> str:
     """Why it does not fit, in one line."""
+    from tierplan.sim.output.text import format_bytes, in_short
+
     shortage = prediction.shortage
     if shortage is None:
-        from tierplan.sim.output.text import in_short
-
-        return "does not run: " + in_short(prediction.why_not, lambda size: f"{size / GB:.1f} GB")
+        return "does not run: " + in_short(prediction.why_not)
     if shortage.short_bytes is None:
         return f"does not fit: {shortage.tier} is too small, and another tier as well"
     return (
-        f"does not fit: needs {shortage.short_bytes / GB:.1f} GB more in {shortage.tier} "
-        f"({(shortage.needed_bytes or 0) / GB:.1f} instead of {shortage.capacity_bytes / GB:.1f})"
+        f"does not fit: needs {format_bytes(shortage.short_bytes)} more in {shortage.tier} "
+        f"({format_bytes(shortage.needed_bytes or 0)} instead of {format_bytes(shortage.capacity_bytes)})"
     )

@@ -20,8 +20,6 @@ from tierplan.commands.options.arguments import new_file, option
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
-GB = 1e9
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = "fuyou, zero-infinity, ... (a wrong name lists all; `tierplan compare-policies` runs all)"
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--json", "print one JSON object")
     option(parser, "--max-model", "find the largest GPT-3-style model that fits, instead of --model")
     option(parser, "-o --output FILE", "write the schedule, if it fits, for `tierplan run`", new_file())
-    scenario.add_arguments(parser, needs_model=False)
+    scenario.add_arguments(parser, needs_model=False, searches=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return _largest(args, options)
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
-    given = scenario.read_scenario(args)
-    prediction = predict(args.policy, given.workload, given.machine, options)
+    workload, machine = scenario.read_scenario(args)
+    prediction = predict(args.policy, workload, machine, options)
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
@@ -59,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.sim.schedule_file import save_schedule
 
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
-        meta["machine_sha256"] = digest(given.machine)
+        meta["machine_sha256"] = digest(machine)
         save_schedule(replace(prediction.schedule, meta=meta), args.output)
     if args.json:
-        print(json.dumps({**prediction.record(), "nameplate": list(given.machine.nameplate)}, indent=2))
+        print(json.dumps({**prediction.record(), "nameplate": list(machine.nameplate)}, indent=2))
     else:
         print(text_of(prediction))
-        if given.machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(given.machine.nameplate)}")
+        if machine.nameplate:
+            print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
         if args.output:
             print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     return 0 if prediction.fits else 3
@@ -89,30 +87,33 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
-    from tierplan.sim.output.text import format_s
+    from tierplan.sim.output.text import columns, format_bytes, format_s
+    from tierplan.studies.answer import limit_rows, limited_text
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
     if prediction.step_s is None or prediction.steady is None or prediction.schedule is None:
         return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
-    lines = [
-        head,
-        f"  step time      {prediction.step_s:10.3f} s        bound by {prediction.bound_by}",
-        f"  throughput     {prediction.tokens_per_s:10.1f} tokens/s",
-        f"  of the model   {prediction.flops / prediction.step_s / 1e12:10.1f} TFLOP/s  "
-        f"({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per parameter and token)",
-        f"  semantics      {prediction.plan.semantics if prediction.plan else ''}",
-    ]
     trace = prediction.steady.trace
-    for tier, peak in trace.peak_bytes.items():
-        lines.append(f"  peak {tier:10s}{peak / GB:10.2f} GB of {trace.capacity_bytes[tier] / GB:.2f} GB")
-    for stream, size in prediction.schedule.bytes_moved().items():
-        busy = 100 * prediction.utilization.get(stream, 0)
-        lines.append(f"  moved {stream:14s}{size / GB:8.2f} GB  busy {busy:5.1f} % of the step")
+    rows = [
+        ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
+        ("limited by", limited_text(prediction.limits)),
+        (
+            "of the model",
+            f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s "
+            f"({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per parameter and token)",
+        ),
+        ("semantics", prediction.plan.semantics if prediction.plan else ""),
+    ]
+    rows += [
+        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(trace.capacity_bytes[tier])}")
+        for tier, peak in trace.peak_bytes.items()
+    ]
+    rows += [(f"moved {stream}", format_bytes(size)) for stream, size in prediction.schedule.bytes_moved().items()]
     if prediction.lifetime_s is not None:
-        lines.append(
-            f"  drives last    {format_s(prediction.lifetime_s)} of writing like this, by their rated endurance"
+        rows.append(
+            ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
         )
-    return "\n".join(lines)
+    return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits))])
 
 
 def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
@@ -120,9 +121,11 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     import json
 
     from tierplan.planner.questions.largest import largest_model
+    from tierplan.studies.evaluate import machine_of, training_of
 
-    machine = scenario.read_machine(args)
-    largest = largest_model(args.policy, machine, scenario.read_training(args, machine), options)
+    point = scenario.read_point(args)
+    machine = machine_of(point)
+    largest = largest_model(args.policy, machine, training_of(point, machine), options)
     if args.json:
         print(json.dumps(largest.record(), indent=2))
     elif largest.fits is None:

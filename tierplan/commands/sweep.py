@@ -26,7 +26,7 @@ from tierplan.commands.options.arguments import existing_file, new_folder, whole
 
 __all__ = ["add_arguments", "run"]
 
-SHOWN = ("fits", "step_s", "tokens_per_s", "bound_by")
+SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

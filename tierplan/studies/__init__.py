@@ -2,8 +2,11 @@
 
 study        a grid of scenarios, from a TOML file or made in code
 defaults     what `auto` means for training settings, and where a workload comes from
-evaluate     one scenario as a row of figures
+evaluate     one question, one answer: the best plan, or what a policy reaches
+answer       the best plan as JSON values and as lines
 sweep        many rows in parallel, each kept as soon as it is there
+purchases    what could be bought for a machine
+costs        what a training job takes: hours, energy, money, wear
 advise       can I train this, how fast, what limits it, what should I buy
 advice_text  the advice as text and as a page
 policy_plot  policies side by side as a picture

@@ -3,165 +3,180 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-from tierplan.sim.output.text import format_bytes, format_count, format_frac, format_s, in_short
-from tierplan.studies.advise import SECONDS_PER_YEAR, Advice, Change
-from tierplan.studies.sweep import Row
+from tierplan.hwmodels.names import NVME_WRITE
+from tierplan.sim.analysis.explain import Sensitivity
+from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short
+from tierplan.studies.advise import Advice, Change
+from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 
-__all__ = ["advice_lines", "write_advice"]
+__all__ = ["advice_lines", "change_lines", "write_advice"]
 
-CHANGE_COLUMNS = ("change", "price", "tokens/s", "gain", "gain per 1000 USD", "policy", "batch")
+CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000 USD", "then limited by")
+SOON_S = 2 * 31_557_600
+"""Drives that live less than this belong into the first lines."""
 
 
 def advice_lines(advice: Advice) -> list[str]:
     """The advice as lines for a terminal."""
-    lines = [_title(advice), "", _answer(advice), ""]
-    if not advice.fits:
-        lines += [f"  {policy:<16} {in_short(why)}" for policy, why in advice.why_not.items()]
-    for name, value in _figures(advice):
-        lines.append(f"  {name:<26} {value}")
+    lines = [
+        _title(advice),
+        "",
+        *_wrapped(_answer(advice)),
+        *(line for text in _alarms(advice) for line in _wrapped(text)),
+    ]
+    lines += ["", *columns(_figures(advice))]
     if advice.fits:
-        lines += ["", "By policy, each at its best batch", *_columns(_policy_rows(advice))]
-    if advice.changes:
-        columns = _change_columns(advice)
-        rows = [CHANGE_COLUMNS, *map(_cells, advice.changes)]
-        lines += ["", _changes_title(advice), *_columns([row[:columns] for row in rows])]
-    lines += ["", *(f"Assumed: {text}." for text in advice.assumptions)]
-    return lines
+        lines += ["", *columns(limit_rows(_limits(advice))), "", *columns(_policy_rows(advice))]
+    lines += ["", *change_lines(advice), ""]
+    return lines + [line for text in advice.assumptions for line in _wrapped(f"Assumed: {text}.")]
+
+
+def change_lines(advice: Advice) -> list[str]:
+    """What could be bought, as a table."""
+    if not advice.changes:
+        return _wrapped(_nothing_helps(advice))
+    return columns([CHANGE_COLUMNS, *map(_cells, advice.changes)])
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
     """Writes the advice as one self-contained page."""
-    parts = [paragraph(_answer(advice), "lead")]
+    parts = [paragraph(_answer(advice), "lead"), *(paragraph(text, "lead") for text in _alarms(advice))]
     if advice.fits:
-        best = advice.best
+        answer, costs = advice.answer, advice.costs
+        assert costs is not None
         parts += [
             cards(
                 [
-                    ("Step", format_s(best["step_s"]), f"{best['policy']}, batch {best['batch']}"),
-                    ("Speed", f"{format_count(best['tokens_per_s'])} tokens/s", _flops(best)),
-                    ("Limited by", str(best["bound_by"]), _busy(best, most=3)),
-                    ("One billion tokens", _days(advice), f"{advice.usd_per_billion_tokens:,.0f} USD"),
+                    (
+                        "Step",
+                        format_s(answer["step_s"]),
+                        f"micro-batch {answer['micro_batch']} x {answer['accumulation']}",
+                    ),
+                    ("Speed", f"{format_count(answer['tokens_per_s'])} tokens/s", _flops(answer)),
+                    ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice))),
+                    (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{costs.total_usd:,.0f} USD"),
                 ]
             ),
             section("Figures", facts(_figures(advice))),
-            section("By policy, each at its best batch", _html_table(_policy_rows(advice))),
+            section("What limits", _html(limit_rows(_limits(advice)))),
+            section("Published systems, for the same work", _html(_policy_rows(advice))),
         ]
     else:
-        parts += [
-            section("Why not", facts((policy, in_short(why)) for policy, why in advice.why_not.items())),
-            section("Figures", facts(_figures(advice))),
-        ]
+        parts.append(section("Figures", facts(_figures(advice))))
     if advice.changes:
         gains = _turned(bars([(c.gain_frac or 0.0) for c in advice.changes]))
-        columns = _change_columns(advice)
-        has_gains = any(c.gain_frac is not None for c in advice.changes)
-        rows = [
-            (*_cells(c)[:columns], *((bar,) if has_gains else ())) for c, bar in zip(advice.changes, gains, strict=True)
-        ]
-        heads = (*CHANGE_COLUMNS[:columns], *(("",) if has_gains else ()))
-        parts.append(section(_changes_title(advice), table(heads, rows)))
+        rows = [(*_cells(c), bar) for c, bar in zip(advice.changes, gains, strict=True)]
+        parts.append(section("What would help, most per price first", table((*CHANGE_COLUMNS, ""), rows)))
+    else:
+        parts.append(section("What would help", paragraph(_nothing_helps(advice))))
     parts.append(section("Assumed", facts((str(i), text) for i, text in enumerate(advice.assumptions, 1))))
     write_page(path, _title(advice), parts)
 
 
-def _change_columns(advice: Advice) -> int:
-    """How many columns of a change say something: where none makes it fit, there is neither speed nor gain."""
-    return len(CHANGE_COLUMNS) if any(c.fits for c in advice.changes) else 3
-
-
-def _changes_title(advice: Advice) -> str:
-    if any(c.fits for c in advice.changes):
-        return "What would help, most per price first"
-    return "Changes that were tried"
-
-
 def _title(advice: Advice) -> str:
-    return f"Training {advice.model} on {advice.machine}"
+    return f"Training {advice.point.model} on {advice.machine}"
 
 
 def _answer(advice: Advice) -> str:
+    answer = advice.answer
     if not advice.fits:
-        able = [c for c in advice.changes if c.fits]
-        if not able:
-            return "No: it does not fit under any policy, nor with any single change below."
-        cheapest = min(able, key=lambda c: c.price_usd)
-        return f"No: it does not fit. The cheapest change that makes it fit is {cheapest.what}."
-    best = advice.best
+        if not advice.changes:
+            return f"No: it does not fit, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
+        cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
+        return f"No: it does not fit. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
+    asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]))
     return (
-        f"Yes: {format_count(best['tokens_per_s'])} tokens/s with {best['policy']} at batch {best['batch']}, "
-        f"{format_s(best['step_s'])} per step of {best['batch']} x {advice.seq} tokens; limited by {best['bound_by']}."
+        f"Yes: {answer['tokens_per_s']:,.0f} tokens/s, {format_s(answer['step_s'])} per step ({asked}). "
+        f"Limited by {limited_text(_limits(advice))}."
     )
+
+
+def _why(advice: Advice) -> str:
+    text = in_short(str(advice.answer["reason"]))
+    return text[:1].upper() + text[1:] + "."
+
+
+def _alarms(advice: Advice) -> list[str]:
+    """What is grave enough for the first lines: drives that do not last."""
+    costs = advice.costs
+    if costs is None or costs.drive_life_s is None or costs.drive_life_s > SOON_S:
+        return []
+    job = format_count(costs.tokens)
+    return [
+        f"The drives are worn out after {format_s(costs.drive_life_s)} of this training: it writes "
+        f"{format_bytes(advice.answer['bytes'][NVME_WRITE])} in each step, and {job} tokens take "
+        f"{100 * (costs.wear_frac or 0):,.0f} % of their rated endurance. --drive-lifetime-years Y plans for drives "
+        "that last."
+    ]
 
 
 def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
-    if advice.fits:
-        best = advice.best
+    costs, answer = advice.costs, advice.answer
+    if costs is not None:
+        money = f"{costs.total_usd:,.0f} USD: electricity {costs.energy_usd:,.0f}, machine {costs.machine_usd:,.0f}"
+        money += f", drives {costs.drives_usd:,.0f}" if costs.drives_usd else ""
+        peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())
         figures += [
-            ("parameters", format_count(best["num_parameters"])),
-            ("busy, of the step", _busy(best)),
-            ("peak bytes", ", ".join(f"{t} {format_bytes(b)}" for t, b in _prefixed(best, "peak_bytes."))),
-            ("one billion tokens", f"{_days(advice)} and {advice.usd_per_billion_tokens:,.0f} USD"),
+            ("parameters", format_count(answer["num_parameters"])),
+            (f"{format_count(costs.tokens)} tokens", f"{format_s(costs.seconds)}, {costs.energy_kwh:,.0f} kWh"),
+            ("  cost", money),
+            ("peak memory", peaks),
         ]
-        if advice.written_bytes_per_step:
-            years = advice.drive_life_years
-            life = "not known" if years is None else f"{format_s(years * SECONDS_PER_YEAR)} of training"
-            figures.append(("drives live", f"{life}; {format_bytes(advice.written_bytes_per_step)} written per step"))
-    figures.append(("largest model that fits", advice.largest_model or "none of the named ones"))
+        if costs.drive_life_s is not None:
+            figures.append(("drives live", f"{format_s(costs.drive_life_s)} of training without pause"))
+    figures.append(("largest model", advice.largest_model or "not looked for, or none of the named ones"))
     return figures
 
 
-def _days(advice: Advice) -> str:
-    assert advice.days_per_billion_tokens is not None
-    return format_s(advice.days_per_billion_tokens * 86_400)
+def _limits(advice: Advice) -> list[Sensitivity]:
+    return [Sensitivity(**limit) for limit in advice.answer["limits"]]
 
 
-def _flops(row: Row) -> str:
-    return f"{format_count(row['model_flops_per_s'])} model FLOP/s"
-
-
-def _busy(row: Row, most: int | None = None) -> str:
-    parts = sorted(_prefixed(row, "utilization."), key=lambda item: -item[1])[:most]
-    return ", ".join(f"{name} {format_frac(part)}" for name, part in parts)
-
-
-def _prefixed(row: Row, prefix: str) -> list[tuple[str, float]]:
-    return [(k.removeprefix(prefix), v) for k, v in row.items() if k.startswith(prefix)]
+def _flops(answer: Any) -> str:
+    return f"{format_count(answer['model_flops_per_s'])} model FLOP/s"
 
 
 def _policy_rows(advice: Advice) -> list[Sequence[str]]:
-    """A header and, per policy, its fastest scenario."""
-    rows: list[Sequence[str]] = [("policy", "batch", "step", "tokens/s", "limited by")]
-    for policy in dict.fromkeys(str(row["policy"]) for row in advice.rows):
-        its_rows = [row for row in advice.rows if row["policy"] == policy]
-        fitting = [row for row in its_rows if row.get("fits")]
-        if fitting:
-            best = max(fitting, key=lambda row: float(row["tokens_per_s"]))
-            speed = format_count(best["tokens_per_s"])
-            rows.append((policy, str(best["batch"]), format_s(best["step_s"]), speed, best["bound_by"]))
-        else:
-            rows.append((policy, "-", "-", "-", "does not fit"))
-    return rows
+    """A header, the plan, and the published systems for the same work, quickest first."""
+    answer = advice.answer
+    rows: list[Sequence[str]] = [
+        ("system, same work", "step", "takes"),
+        ("this plan", format_s(answer["step_s"]), "1.00 x"),
+    ]
+    policies = answer["policies"]
+    for name in sorted(policies, key=lambda name: (policies[name]["same_work_s"] or float("inf"), name)):
+        if seconds := policies[name]["same_work_s"]:
+            other = "" if policies[name]["same_numbers"] else " (other numbers: delayed updates)"
+            rows.append((name, format_s(seconds), f"{seconds / answer['step_s']:.2f} x{other}"))
+    missing = [name for name in policies if not policies[name]["same_work_s"]]
+    return [*rows, ("does not run", "-", ", ".join(missing))] if missing else rows
+
+
+def _nothing_helps(advice: Advice) -> str:
+    if not advice.num_tried:
+        return "Nothing that is sold for this machine is known here."
+    return f"None of {advice.num_tried} single purchases makes this quicker, or possible."
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    price = f"{change.price_usd:,.0f} USD"
-    if not change.fits:
-        return (change.what, price, "does not fit", "", "", "", "")
+    answer = change.answer
     gain = "makes it fit" if change.gain_frac is None else f"{change.gain_frac * 100:+.0f} %"
     per = "" if change.gain_per_1000_usd is None else f"{change.gain_per_1000_usd:+.0f} %"
-    return (change.what, price, format_count(change.tokens_per_s), gain, per, change.policy, str(change.batch))
+    speed = f"{answer['tokens_per_s']:,.0f}"
+    return (change.bought.what, f"{change.bought.price_usd:,.0f}", speed, gain, per, str(answer["limited_by"]))
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
+def _html(rows: Sequence[Sequence[str]]) -> str:
     return table(rows[0], rows[1:])
 
 

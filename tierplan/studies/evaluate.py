@@ -1,61 +1,127 @@
-"""One scenario of a study, simulated, as a row of figures.
+"""One question, one answer: what is trained where, read from a point of a study, and the best plan for it.
 
-Columns have the names of `tierplan simulate --json`. A nested table (`peak_bytes`, `bytes`, `utilization`) becomes
-columns such as `peak_bytes.gpu0`.
+Every command asks here, so that `plan`, `advise`, `sweep` and `compare-policies` say the same of the same question.
+Columns of a row have the names of `tierplan simulate --json`. A nested table (`peak_bytes`, `bytes`, `utilization`)
+becomes columns such as `peak_bytes.gpu0`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import PLANNER
-from tierplan.planner.prediction import Prediction, predict, predicted
+from tierplan.planner.prediction import Prediction, predict
+from tierplan.planner.results import PlanResult
+from tierplan.planner.search.batches import divisors
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace
 from tierplan.studies.study import Point
 
-__all__ = ["evaluate", "evaluate_point", "training_for"]
+__all__ = ["BestPlan", "best_plan", "evaluate_point", "machine_of", "predict_point", "training_of", "workload_at"]
 
-LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage")
+LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits")
 """Of a prediction's record: columns of the point, and what is no figure."""
 
 
-def evaluate(
-    workload: Workload, machine: Machine, policy: str = PLANNER, options: Mapping[str, Any] | None = None
-) -> Prediction:
-    """What a policy, or the planner, makes of the workload on the machine.
+SEARCH_S = 4.0
+"""Time limit of the planner where nobody says: the same for every command, so that their answers are the same."""
 
-    That something does not fit is an answer. An unknown policy or option raises `PlanError`.
-    """
-    if policy != PLANNER:
-        return predict(policy, workload, machine, options)
-    from tierplan.planner.infeasible import InfeasiblePlan
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestPlan:
+    """The answer to a question, with the division into micro-batches that was chosen."""
+
+    workload: Workload
+    machine: Machine
+    result: PlanResult
+
+
+def machine_of(point: Point) -> Machine:
+    """The machine of a point, with its changes."""
+    return load_machine(point.machine, [f"{key}={value}" for key, value in point.overrides.items()])
+
+
+def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumulation: int = 0) -> Training:
+    """The training settings of a point; `auto` is what the machine has, and without one bf16 and CUDA's kernels."""
+    dtype = "bf16" if machine is None else default_precision(machine)
+    backend = "cuda" if machine is None else default_backend(machine)
+    return Training(
+        per_device_train_batch_size=batch or point.batch,
+        gradient_accumulation_steps=accumulation or point.accumulation,
+        sequence_length=point.seq,
+        dtype=dtype if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
+        master_weights=point.master_weights,
+        optimizer=point.optimizer,  # type: ignore[arg-type]
+        attention=point.attention,  # type: ignore[arg-type]
+        max_grad_norm=point.max_grad_norm,
+        backend=backend if point.backend == "auto" else point.backend,  # type: ignore[arg-type]
+    )
+
+
+def workload_at(point: Point, machine: Machine, *, batch: int = 0, accumulation: int = 0) -> Workload:
+    """What one step of a point computes, keeps and owns, perhaps with other micro-batches."""
+    training = training_of(point, machine, batch=batch, accumulation=accumulation)
+    return load_or_trace(point.model, training, exact=point.exact)
+
+
+def best_plan(point: Point) -> BestPlan:
+    """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits."""
     from tierplan.planner.planning import plan
+    from tierplan.planner.search.batches import plan_sequences
 
-    try:
-        planned = plan(workload, machine, **(options or {}))
-    except InfeasiblePlan as error:
-        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, why_not=error.what)
-    return predicted(planned.plan, planned.schedule, planned.steady, workload, machine)
+    machine = machine_of(point)
+    settings: dict[str, Any] = {
+        "seed": point.seed,
+        "drive_lifetime_years": point.drive_lifetime_years,
+        "semantics": point.semantics or None,
+        "time_limit_s": point.planner_s or SEARCH_S,
+    }
+    if not point.sequences:
+        workload = workload_at(point, machine)
+        return BestPlan(workload=workload, machine=machine, result=plan(workload, machine, **settings))
+
+    def divided(batch: int, accumulation: int) -> Workload:
+        return workload_at(point, machine, batch=batch, accumulation=accumulation)
+
+    found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
+    return BestPlan(workload=found.workload, machine=machine, result=found.result)
+
+
+def predict_point(point: Point) -> Prediction:
+    """What the point's policy, or the planner, reaches. That something does not fit is an answer.
+
+    A policy is asked with the division into micro-batches that suits it best. Raises what reading the model or the
+    machine raises, and `PlanError` for an unknown policy or option.
+    """
+    if point.policy == PLANNER:
+        try:
+            return best_plan(point).result.prediction
+        except InfeasiblePlan as error:
+            machine = machine_of(point)
+            return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, why_not=error.what)
+    machine = machine_of(point)
+    options = {"semantics": point.semantics} if point.semantics else {}
+    if not point.sequences:
+        return predict(point.policy, workload_at(point, machine), machine, options)
+    one, *others = divisors(point.sequences)
+    found: list[Prediction] = []
+    for batch in (one, *reversed(others)):
+        workload = workload_at(point, machine, batch=batch, accumulation=point.sequences // batch)
+        found.append(predict(point.policy, workload, machine, options))
+        if len(found) == 2 and not any(p.fits for p in found):
+            break  # neither one sequence at a time nor all at once
+    return max(found, key=lambda p: p.tokens_per_s or 0.0)
 
 
 def evaluate_point(point: Point) -> dict[str, object]:
-    """The figures of one point of a study. Raises what reading its model or machine raises."""
-    overrides = tuple(f"{key}={value}" for key, value in point.overrides.items())
-    machine = load_machine(point.machine, overrides)
-    workload = load_or_trace(point.model, training_for(point, machine))
-    options: dict[str, object] = {"semantics": point.semantics} if point.semantics else {}
-    if point.policy == PLANNER:
-        options["time_limit_s"] = point.planner_s
-    return _flat(evaluate(workload, machine, point.policy, options).record())
-
-
-def _flat(record: Mapping[str, object]) -> dict[str, object]:
+    """The figures of one point of a study, as columns."""
     row: dict[str, object] = {}
-    for name, value in record.items():
+    for name, value in predict_point(point).record().items():
         if name in LEFT_OUT:
             continue
         if isinstance(value, Mapping):
@@ -63,16 +129,3 @@ def _flat(record: Mapping[str, object]) -> dict[str, object]:
         elif value is not None:
             row[name] = value
     return row
-
-
-def training_for(point: Point, machine: Machine) -> Training:
-    """The training settings of a point, with `auto` resolved against the machine."""
-    return Training(
-        per_device_train_batch_size=point.batch,
-        gradient_accumulation_steps=point.accumulation,
-        sequence_length=point.seq,
-        dtype=default_precision(machine) if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
-        attention=point.attention,  # type: ignore[arg-type]
-        max_grad_norm=point.max_grad_norm,
-        backend=default_backend(machine),
-    )

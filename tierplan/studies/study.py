@@ -45,14 +45,23 @@ class Point:
     """A policy's name, or `planner`."""
     batch: int = 1
     accumulation: int = 1
+    sequences: int = 0
+    """Of one step, on all devices, where micro-batch and accumulation are to be searched; 0 where they are not."""
     seq: int = 1024
     dtype: str = "auto"
+    optimizer: str = "adamw"
+    master_weights: bool = True
     semantics: str = ""
     """Empty for the policy's own."""
     max_grad_norm: float | None = None
     attention: str = "flash"
-    planner_s: float = 10.0
-    """Time limit of the planner."""
+    backend: str = "auto"
+    exact: bool = False
+    """The model's class is run on fake tensors, where closed forms would do too."""
+    planner_s: float | None = None
+    """Time limit of the planner, if not its own."""
+    drive_lifetime_years: float | None = None
+    seed: int = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Changes to the machine's description, by key."""
 
@@ -75,12 +84,15 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     "policy": str,
     "batch": int,
     "accumulation": int,
+    "sequences": int,
     "seq": int,
     "dtype": str,
+    "optimizer": str,
     "semantics": str,
     "max_grad_norm": (int, float),
     "attention": str,
     "planner_s": (int, float),
+    "drive_lifetime_years": (int, float),
 }
 
 

@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_what_and_by_how_much_to_the_byte() -> None:
 
 def test_the_record_of_a_prediction_has_the_promised_keys() -> None:
     keys = {
-        "step_s", "fits", "tokens_per_s", "tflops_8nd", "model_flops_per_s", "peak_bytes", "bytes", "bound_by",
+        "step_s", "fits", "tokens_per_s", "tflops_8nd", "model_flops_per_s", "peak_bytes", "bytes", "limited_by",
     }  # fmt: skip
     fits = predict("fuyou", toy_workload(), toy_machine()).record()
     assert keys <= fits.keys()

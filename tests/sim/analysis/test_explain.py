@@ -17,7 +17,14 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.analysis.explain import cause_graph, critical_path, sensitivities, stream_times, time_on_path
+from tierplan.sim.analysis.explain import (
+    cause_graph,
+    critical_path,
+    limited_by,
+    sensitivities,
+    stream_times,
+    time_on_path,
+)
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, Tier
@@ -120,13 +127,15 @@ def test_slowed_by_a_shared_limit() -> None:
 
 
 def test_sensitivities_find_the_bottleneck() -> None:
-    """In a schedule bound by one stream alone, 10 % more there saves 1 - 1/1.1, and elsewhere nothing."""
+    """In a schedule bound by one stream alone, twice as much there saves half, and elsewhere nothing."""
     workload = toy_workload()
     machine = toy_machine(shared=True)
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
     assert schedule.streams == ("gpu0.compute",)
     found = {s.name: s for s in sensitivities(schedule, machine)}
-    assert found["gpu0.compute"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
+    assert found["gpu0.compute"].gain_frac == pytest.approx(0.5, abs=1e-6)
+    assert found["gpu0.compute"].busy_frac == pytest.approx(1.0)
+    assert limited_by(tuple(found.values())) == "gpu0.compute"
     assert found["drive"].gain_frac == pytest.approx(0.0, abs=1e-9)
     assert found["drive"].kind == "limit"
 
@@ -165,11 +174,34 @@ def test_a_drive_bound_step_gains_from_the_whole_drive() -> None:
     )
     two_slots = (Tier(name="host", capacity_bytes=8),)
     schedule = Schedule(name="x", tiers=two_slots, buffers=(buffer("x", size_bytes=4),), ops=ops)
-    found = {(s.kind, s.name): s for s in sensitivities(schedule, machine)}
+    found = {(s.kind, s.name): s for s in sensitivities(schedule, machine, factor=1.1)}
     assert found["part", "nvme"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
     assert found["limit", "drive"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
     assert found["stream", "nvme.read"].gain_frac == pytest.approx(0.0, abs=1e-6)
     assert found["part", "nvme"].step_s == pytest.approx(2.0 / 1.1)
+
+
+def test_more_memory_is_tried_too() -> None:
+    """One slot for two buffers: the second read waits until the first is used. With two slots reading hides."""
+    machine = Machine(
+        name="m",
+        tiers=(),
+        streams=tuple(Stream(name=n, rates={"bytes": Rate.constant(1e9)}) for n in ("nvme.read", "gpu0.compute")),
+    )
+    ops = tuple(
+        o
+        for k in "ab"
+        for o in (
+            op(f"r{k}", writes=f"x{k}", stream="nvme.read", work={"bytes": 1e9}),
+            op(f"c{k}", reads=f"x{k}", stream="gpu0.compute", work={"bytes": 1e9}),
+        )
+    )
+    buffers = tuple(buffer(f"x{k}", size_bytes=4) for k in "ab")
+    schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=4),), buffers=buffers, ops=ops)
+    found = {s.name: s for s in sensitivities(schedule, machine)}
+    assert found["host memory"].busy_frac == 1.0
+    assert found["host memory"].gain_frac == pytest.approx(0.5)  # from 4 s to 2 s
+    assert found["nvme.read"].gain_frac == pytest.approx(0.25)
 
 
 def test_the_steady_window_is_one_period_long() -> None:

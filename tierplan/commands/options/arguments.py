@@ -2,6 +2,7 @@
 
     parser.add_argument("--batch", type=whole(1))             a whole number of 1 or more
     parser.add_argument("--lr", type=finite(above=0))         a finite number above 0
+    parser.add_argument("--tokens", type=amount)              a number above 0, perhaps with k, M, B or T
     parser.add_argument("plan", type=existing_file)           a file that is there
     parser.add_argument("-o", type=new_file())                a file that can be written
     parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
@@ -21,7 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PICTURES", "add_device", "add_set", "existing_file", "finite", "new_file", "new_folder", "option", "whole"]
+__all__ = [
+    "PICTURES",
+    "add_device",
+    "add_set",
+    "amount",
+    "existing_file",
+    "finite",
+    "new_file",
+    "new_folder",
+    "option",
+    "whole",
+]
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -104,6 +116,18 @@ def finite(*, least: float = -math.inf, above: float = -math.inf, below: float =
         return value
 
     return read
+
+
+def amount(text: str) -> float:
+    """A number above 0, with k, M, B or T for thousands to trillions: `10M`."""
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    try:
+        value = float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text!r} is no amount; give a number above 0, such as 10M or 2.5B")
+    return value
 
 
 def existing_file(text: str) -> str:

@@ -1,9 +1,9 @@
-"""The arguments that say what is trained where, shared by `simulate`, `plan`, `compare-policies` and others.
+"""The arguments that say what is trained where, shared by `simulate`, `plan`, `advise`, `compare-policies` and others.
 
     add_arguments(parser)      --model --machine --set --batch --seq --accumulation --dtype ... --semantics
-    read_machine(args)         the machine, with its overrides
-    read_workload(args, m)     the workload, for that machine's precision and kernels
-    read_scenario(args)        both
+    read_point(args)           the question that they ask, as a point of a study
+    read_scenario(args)        its workload and machine
+    add_training(group)        the training settings alone, and read_training(args)
 
 This is no command: it is not listed in `COMMANDS`.
 """
@@ -12,41 +12,40 @@ from __future__ import annotations
 
 import argparse
 from argparse import _ActionsContainer
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_set, finite, option, whole
+from tierplan.hwmodels.machine import MachineError
+from tierplan.planner.plan import PLANNER
+from tierplan.sim.workloads.workload import WorkloadError
+from tierplan.studies.study import Point
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
     from tierplan.sim.workloads.workload import Training, Workload
 
-__all__ = [
-    "Scenario",
-    "add_arguments",
-    "read_machine",
-    "read_scenario",
-    "read_training",
-    "read_workload",
-]
+__all__ = ["add_arguments", "read_point", "read_scenario", "read_training", "settings"]
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
+SEQUENCES = 16
+"""Of one step, where nobody says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A model with its training settings, and the machine."""
+def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True, searches: bool = True) -> None:
+    """Adds the arguments of a scenario. `needs_model` makes `--model` required.
 
-    workload: Workload
-    machine: Machine
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) -> None:
-    """Adds the arguments of a scenario. `needs_model` makes `--model` required."""
+    Where the command `searches`, the division of a step into micro-batches is its to choose unless it is given.
+    """
     what = parser.add_argument_group("what is trained")
     option(what, "--model M", MODEL, required=needs_model)
-    add_training(what)
+    if searches:
+        option(
+            what, "--sequences N", "sequences per optimizer step, of all devices, divided into micro-batches as is "
+            f"quickest (default {SEQUENCES}, without --batch and --accumulation)", whole(1),
+        )  # fmt: skip
+    add_training(what, divided="searched" if searches else "1")
     option(
         what, "--semantics", "when updates happen (default: the policy's own; docs/design.md has the meanings)",
         choices=SEMANTICS,
@@ -56,11 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True) 
     add_set(where)
 
 
-def add_training(what: _ActionsContainer) -> None:
-    """Adds the training settings."""
-    one = whole(1)
-    option(what, "--batch --per_device_train_batch_size B", "sequences in one micro-batch, per device", one, 1)
-    option(what, "--accumulation --gradient_accumulation_steps G", "micro-batches in one optimizer step", one, 1)
+def add_training(what: _ActionsContainer, divided: str = "1") -> None:
+    """Adds the training settings; `divided` says what micro-batches are where they are not given."""
+    one, default = whole(1), f" (default {divided})"
+    option(what, "--batch --per_device_train_batch_size B", "sequences in one micro-batch, per device" + default, one)
+    batches = "micro-batches in one optimizer step" + default
+    option(what, "--accumulation --gradient_accumulation_steps G", batches, one)
     option(what, "--seq --sequence_length S", "tokens in one sequence", one, 1024)
     option(
         what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
@@ -81,41 +81,67 @@ def add_training(what: _ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def read_machine(args: argparse.Namespace) -> Machine:
-    """The machine that the arguments name, with the changes that `--set` asks for."""
-    from tierplan.hwmodels import load_machine
-
-    return load_machine(args.machine, args.overrides)
-
-
-def read_training(args: argparse.Namespace, machine: Machine | None = None) -> Training:
-    """The training settings, with `auto` resolved against the machine; without one, bf16 and CUDA's kernels."""
-    from tierplan.sim.workloads.workload import Training
-    from tierplan.studies.defaults import default_backend, default_precision
-
-    dtype = "bf16" if machine is None else default_precision(machine)
-    backend = "cuda" if machine is None else default_backend(machine)
-    return Training(
-        per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=args.accumulation,
-        sequence_length=args.seq,
-        dtype=dtype if args.dtype == "auto" else args.dtype,
-        master_weights=not args.no_master_weights,
+def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
+    """The question that the arguments ask."""
+    given = vars(args)
+    return Point(
+        model=args.model or "",
+        machine=given.get("machine", ""),
+        policy=policy,
+        batch=args.batch or 1,
+        accumulation=args.accumulation or 1,
+        sequences=_sequences(args),
+        seq=args.seq,
+        dtype=args.dtype,
         optimizer=args.optimizer,
-        attention=args.attention,
+        master_weights=not args.no_master_weights,
+        semantics=given.get("semantics") or "",
         max_grad_norm=args.max_grad_norm,
-        backend=backend if args.backend == "auto" else args.backend,
+        attention=args.attention,
+        backend=args.backend,
+        exact=args.exact,
+        planner_s=given.get("time_limit"),
+        drive_lifetime_years=given.get("drive_lifetime_years"),
+        seed=given.get("seed", 0),
+        overrides=dict(settings(given.get("overrides", ()))),
     )
 
 
-def read_workload(args: argparse.Namespace, machine: Machine) -> Workload:
-    """The workload that the arguments describe."""
-    from tierplan.studies.defaults import load_or_trace
+def _sequences(args: argparse.Namespace) -> int:
+    """Of one step, where micro-batch and accumulation are to be searched; else 0."""
+    divided = args.batch is not None or args.accumulation is not None
+    if "sequences" not in vars(args) or (args.sequences is None and divided):
+        return 0
+    if args.sequences is not None and divided:
+        raise WorkloadError(
+            f"--sequences {args.sequences} looks for the best micro-batch and accumulation; leave out --batch and "
+            "--accumulation, or give them without --sequences"
+        )
+    return args.sequences or SEQUENCES
 
-    return load_or_trace(args.model, read_training(args, machine), exact=args.exact)
+
+def settings(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """The settings of `--set`, as keys and values."""
+    pairs = []
+    for setting in overrides:
+        key, sign, value = setting.partition("=")
+        if not sign or not key.strip() or not value.strip():
+            raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
+        pairs.append((key.strip(), value.strip()))
+    return pairs
 
 
-def read_scenario(args: argparse.Namespace) -> Scenario:
-    """The machine, and the workload for it."""
-    machine = read_machine(args)
-    return Scenario(workload=read_workload(args, machine), machine=machine)
+def read_training(args: argparse.Namespace) -> Training:
+    """The training settings where no machine is asked about: `auto` is bf16 and CUDA's kernels."""
+    from tierplan.studies.evaluate import training_of
+
+    return training_of(read_point(args), None)
+
+
+def read_scenario(args: argparse.Namespace) -> tuple[Workload, Machine]:
+    """What is trained, and where."""
+    from tierplan.studies.evaluate import machine_of, workload_at
+
+    point = read_point(args)
+    machine = machine_of(point)
+    return workload_at(point, machine), machine

@@ -1,0 +1,88 @@
+"""The step time against device memory: every point is planned again, not read from a derivative."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import PlanError
+from tierplan.planner.planning import plan
+from tierplan.sim.workloads.workload import Workload
+
+__all__ = ["FrontierPoint", "frontier", "plot_frontier"]
+
+GB = 1e9
+FRONTIER_FRACS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One device memory on the frontier."""
+
+    device_bytes: int
+    step_s: float | None
+    """None where nothing fits."""
+    lower_bound_s: float | None
+
+
+def frontier(
+    workload: Workload,
+    machine: Machine,
+    *,
+    fracs: Sequence[float] = FRONTIER_FRACS,
+    time_limit_s: float = 5.0,
+    drive_lifetime_years: float | None = None,
+) -> list[FrontierPoint]:
+    """Step time and bound at fractions and multiples of the device's memory, from little to much.
+
+    A plan for less memory also runs with more, so the step time never rises along the frontier.
+    """
+    points: list[FrontierPoint] = []
+    best: float | None = None
+    for frac in sorted(fracs):
+        tiers = [
+            replace(t, capacity_bytes=int(t.capacity_bytes * frac)) if t.kind == "device" else t for t in machine.tiers
+        ]
+        size = next(t.capacity_bytes for t in tiers if t.kind == "device")
+        try:
+            result = plan(
+                workload,
+                replace(machine, tiers=tuple(tiers)),
+                time_limit_s=time_limit_s,
+                policies=(),
+                drive_lifetime_years=drive_lifetime_years,
+            )
+        except PlanError:
+            points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=None))
+            continue
+        best = result.step_s if best is None else min(best, result.step_s)
+        points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=min(result.lower_bound_s, best)))
+    return points
+
+
+def plot_frontier(
+    points: Sequence[FrontierPoint], path: str | os.PathLike[str], workload: Workload, machine: Machine
+) -> None:
+    """Writes the frontier as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    planned = [(p.device_bytes / GB, p.step_s) for p in points if p.step_s is not None]
+    bounded = [(p.device_bytes / GB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
+    axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", label="planned")
+    axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
+    for k, p in enumerate(p for p in points if p.step_s is None):
+        axes.axvline(p.device_bytes / GB, color="0.8", linewidth=1, label="" if k else "does not fit")
+    now = next(t.capacity_bytes for t in machine.tiers if t.kind == "device") / GB
+    axes.axvline(now, color="tab:green", linewidth=1, label="this machine")
+    axes.set(
+        xlabel="device memory (GB)",
+        ylabel="step time (s)",
+        title=f"{workload.name} on {machine.name}: step time against device memory",
+        ylim=(0, None),
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,104 @@
+"""`plan`, `advise`, `sweep` and `compare-policies` say the same of the same question."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.studies.advise import QUICKER_FRAC, advise
+from tierplan.studies.answer import answer_record
+from tierplan.studies.evaluate import best_plan, evaluate_point
+from tierplan.studies.purchases import purchases
+from tierplan.studies.study import Point
+
+SMALL = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 128}
+FIGURES = ("step_s", "tokens_per_s", "micro_batch", "accumulation", "limited_by", "policy")
+
+
+def question(rng: random.Random, folder: Path) -> Point:
+    """A small model on a machine that is too small for it, in one way or several."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**SMALL, "n_layer": rng.randint(1, 3)}))
+    overrides: dict[str, object] = {
+        "gpu.reserve": 0,
+        "host.reserve": 0,
+        "gpu.capacity": f"{rng.choice((2, 4, 16))} MiB",
+        "host.capacity": f"{rng.choice((1, 2, 8))} MiB",
+        "nvme.drives": rng.choice((1, 2)),
+    }
+    return Point(
+        model=str(folder),
+        machine=rng.choice(("laptop", "desktop-4090")),
+        sequences=rng.choice((0, 4)),
+        batch=2,
+        seq=rng.choice((64, 128)),
+        semantics=rng.choice(("", "delayed-1")),
+        planner_s=10.0,
+        overrides=overrides,
+    )
+
+
+def answers_agree(point: Point) -> int:
+    """Asks all, and returns how many purchases were compared."""
+    advice = advise(point, num_workers=1, quick=False)
+    if not advice.fits:
+        assert "fits" in evaluate_point(point)
+        assert not evaluate_point(point)["fits"]
+        return 0
+    planned = answer_record(best_plan(point))
+    swept = evaluate_point(point) if point.seq == 64 else planned  # one more search for each would take long
+    for name in FIGURES:
+        assert advice.answer[name] == planned[name]
+        assert name == "policy" or swept[name] == planned[name]
+    for change in advice.changes:
+        assert change.answer["tokens_per_s"] >= planned["tokens_per_s"] * (1 + QUICKER_FRAC)  # type: ignore[operator]
+        bought = replace(point, overrides={**point.overrides, **change.bought.overrides})
+        again = answer_record(best_plan(bought))
+        assert {name: change.answer[name] for name in FIGURES} == {name: again[name] for name in FIGURES}
+    return len(advice.changes)
+
+
+@pytest.fixture(autouse=True)
+def no_largest_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the question here, and takes seconds."""
+    monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
+
+
+def test_the_answers_agree_on_small_scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: purchases(d, p)[:1])
+    rng = random.Random(1)
+    assert sum(answers_agree(question(rng, tmp_path / str(k))) for k in range(6)) > 1
+
+
+@pytest.mark.nightly
+def test_the_answers_agree_on_many_scenarios(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    assert sum(answers_agree(question(rng, tmp_path / str(k))) for k in range(200)) > 100
+
+
+def test_the_commands_print_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: [])
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    asked = ["--model", str(tmp_path), "--machine", "laptop", "--seq", "128", "--batch", "2", "--json"]
+    found: list[dict[str, Any]] = []
+    for command in (["plan"], ["advise", "--workers", "1"], ["compare-policies", "--policies", "planner"]):
+        assert main([*command, *asked]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        found.append(printed.get("planner", printed))
+    assert len({tuple(one[name] for name in FIGURES[:-1]) for one in found}) == 1
+    limits = [[(limit["name"], limit["busy_frac"], limit["gain_frac"]) for limit in one["limits"]] for one in found]
+    assert limits[0] == limits[1] == limits[2]
+
+
+def test_the_card_that_is_in_the_machine_changes_nothing() -> None:
+    machine = Point(model="gpt-6.7b", machine="desktop-4090", policy="fuyou", batch=4)
+    chosen = replace(machine, overrides={"gpu.part": "rtx-4090"})
+    assert evaluate_point(machine)["step_s"] == evaluate_point(chosen)["step_s"]

@@ -1,0 +1,196 @@
+"""The best plan as every command says it: as JSON values, and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.results import PlanResult
+from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
+from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short
+from tierplan.studies.evaluate import BestPlan
+from tierplan.studies.study import Point
+
+__all__ = ["answer_lines", "answer_record", "impossible_record", "limit_rows", "limited_text", "question_text"]
+
+
+def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
+    """That nothing fits, as one JSON object."""
+    shortages = [{**asdict(s), "short_bytes": s.short_bytes} for s in error.shortages]
+    return {"fits": False, "reason": str(error), "shortages": shortages}
+
+
+def answer_record(best: BestPlan) -> dict[str, object]:
+    """The best plan as one JSON object: the figures of any prediction, and what the planner knows beyond them."""
+    result, training = best.result, best.workload.training
+    unitwise = result.plan if isinstance(result.plan, UnitwisePlan) else None
+    return {
+        **result.prediction.record(),
+        "kind": result.plan.kind,
+        "order": unitwise.order if unitwise else None,
+        "sub_batches": unitwise.sub_batches if unitwise else None,
+        "sequence_length": training.sequence_length,
+        "dtype": training.dtype,
+        "numbers_of": _numbers_of(best),
+        "devices": result.plan.devices,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "status": result.status,
+        "solve_s": result.solve_s,
+        "total_s": result.total_s,
+        "milp_gap": result.milp_gap,
+        "bound_shares": dict(result.bound_shares),
+        "s_per_gb": dict(result.s_per_gb),
+        "policies": {
+            name: {
+                "step_s": p.step_s,
+                "same_work_s": None if p.step_s is None else p.step_s * result.plan.num_batches / p.num_batches,
+                "reason": p.reason,
+                "same_numbers": p.same_numbers,
+            }
+            for name, p in result.policies.items()
+        },
+        "best_policy": result.best_policy,
+        "notes": list(result.notes),
+    }
+
+
+def answer_lines(best: BestPlan) -> list[str]:
+    """The best plan for people, in 80 columns."""
+    result, p = best.result, best.result.prediction
+    assert p.step_s is not None
+    capacity = result.steady.trace.capacity_bytes
+    peaks = [
+        f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}" for tier, peak in _peaks(result) if peak > 0
+    ]
+    rows = [
+        ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
+        ("", f"no schedule is quicker than {format_s(result.lower_bound_s)}: gap {format_frac(result.gap)}"),
+        ("limited by", limited_text(p.limits)),
+        ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
+        *_numbers(best),
+        *_placements(result),
+        *_on_devices(result),
+        *(("peak" if k == 0 else "", text) for k, text in enumerate(peaks)),
+    ]
+    if p.lifetime_s is not None:
+        rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
+    searched = f"{result.num_simulated} plans in {result.total_s:.1f} s ({result.status})"
+    return [*columns([*rows, ("searched", searched)]), "", *columns(limit_rows(p.limits)), "", *_policy_lines(result)]
+
+
+def question_text(point: Point, micro_batch: int, accumulation: int) -> str:
+    """What was asked, with the division into micro-batches that answers it."""
+    times = f" x {accumulation}" if accumulation > 1 else ""
+    searched = f", the best division of {point.sequences}" if point.sequences else ""
+    sequences = "sequence" if micro_batch == 1 else "sequences"
+    return f"micro-batch of {micro_batch} {sequences}{times}{searched}, {point.seq} tokens each"
+
+
+def limited_text(limits: Sequence[Sensitivity]) -> str:
+    """What limits, in a few words."""
+    name = limited_by(limits)
+    if name == NOTHING:
+        return f"{NOTHING}: twice of any one thing saves less than 1 %"
+    how = "large" if limits[0].kind == "memory" else "fast"
+    return f"{name}: twice as {how}, and a step takes {format_frac(limits[0].gain_frac)} less"
+
+
+def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
+    """What limits as rows: what each thing saves if it is twice as good, the plan as it is, and how busy it is."""
+    rows = [("what limits", "busy", "twice as good saves")]
+    shown: dict[str, tuple[str, str, str]] = {}
+    for s in limits:
+        name = f"{s.name} (all of it)" if s.kind == "part" else s.name
+        shown.setdefault(name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac:.1f} %"))
+    return [*rows, *shown.values()]
+
+
+def _peaks(result: PlanResult) -> list[tuple[str, int]]:
+    return list(result.steady.trace.peak_bytes.items())
+
+
+def _policy_lines(result: PlanResult) -> list[str]:
+    """The published systems beside the plan, for the same work."""
+    rows: list[Sequence[str]] = [("published systems, same work", "step", "takes")]
+    by_step = sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0]))
+    reasons: dict[str, list[str]] = {}
+    for name, policy in by_step:
+        if policy.step_s is None:
+            reasons.setdefault(in_short(policy.reason), []).append(name)
+            continue
+        same_work_s = policy.step_s * result.plan.num_batches / policy.num_batches
+        other = "" if policy.same_numbers else " (other numbers: delayed updates)"
+        rows.append((name, format_s(same_work_s), f"{same_work_s / result.step_s:.2f} x{other}"))
+    missing = [
+        (f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {why}",) for why, names in reasons.items()
+    ]
+    return [*columns(rows), *columns(missing)]
+
+
+def _shape(plan: Plan) -> str:
+    match plan:
+        case UnitwisePlan():
+            return f"{plan.order} order" + (f", {plan.sub_batches} sub-batches" if plan.sub_batches > 1 else "")
+        case PackPlan():
+            return "in packs of units"
+        case PagedPlan():
+            return "weights paged for every use"
+
+
+def _numbers_of(best: BestPlan) -> dict[str, int]:
+    """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
+    step = best.result.schedule.step
+    training = step.training if step else best.workload.training
+    return {
+        "micro_batch": training.per_device_train_batch_size,
+        "accumulation": training.gradient_accumulation_steps,
+    }
+
+
+def _numbers(best: BestPlan) -> list[tuple[str, str]]:
+    """What sub-batches change in the last bits."""
+    if not isinstance(best.result.plan, UnitwisePlan) or best.result.plan.sub_batches == 1:
+        return []
+    same_as = _numbers_of(best)
+    numbers = f"of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences"
+    return [("numbers", numbers)]
+
+
+def _on_devices(result: PlanResult) -> list[tuple[str, str]]:
+    """How several devices divide the work."""
+    match result.plan:
+        case PackPlan(packs=packs) if packs.devices > 1:
+            how = "go round" if packs.form == "pipeline" else "visit each of"
+            sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
+            return [
+                ("devices", f"packs of units {how} {packs.devices} devices, which share the micro-batches"),
+                ("  forward", sizes[0] or "in the first backward pack"),
+                ("  backward", sizes[1]),
+            ]
+        case UnitwisePlan(devices=devices) if devices > 1:
+            return [("devices", f"{devices}, each with micro-batches of its own and a part of the states")]
+        case _:
+            return []
+
+
+def _placements(result: PlanResult) -> list[tuple[str, str]]:
+    """How many units have what where, and what happens to activations."""
+    if not isinstance(result.plan, UnitwisePlan):
+        return []
+    places: dict[str, int] = {}
+    for unit in result.plan.units:
+        name = f"params {unit.params}, states {unit.states}" + (" (late)" if unit.late_update else "")
+        places[name] = places.get(name, 0) + 1
+    acts: dict[str, int] = {}
+    assert result.schedule.step is not None, "a unit-wise schedule says what it trains"
+    for spec in result.schedule.step.units:
+        for tensor in spec.saved:
+            acts[tensor.action] = acts.get(tensor.action, 0) + tensor.size_bytes
+    total = sum(acts.values()) or 1
+    by_number = sorted(places.items(), key=lambda item: -item[1])
+    rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(by_number)]
+    kept = ", ".join(f"{format_frac(size / total)} {name}" for name, size in acts.items() if size / total >= 0.005)
+    return [*rows, ("activations", kept)]

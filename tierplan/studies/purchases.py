@@ -1,0 +1,102 @@
+"""What could be bought for a machine: modules of DRAM, drives, cards that fit the case, each with its price.
+
+Sizes are those that shops sell. Prices that no description gives are in `PriceList`, with their date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierplan.hwmodels import Description
+from tierplan.hwmodels.catalog import catalog_names, load_part
+
+__all__ = ["FORMS", "Form", "PriceList", "Purchase", "purchases"]
+
+GIB = 2**30
+GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """What parts and power cost, where the machine's description does not say."""
+
+    drive_usd: float = 160.0
+    """One 2 TB NVMe drive, 2024."""
+    dram_usd_per_gib: float = 3.0
+    """Modules of DDR5, 2024."""
+    host_power_w: float = 150.0
+    """The machine without GPUs and drives, under load."""
+    electricity_usd_per_kwh: float = 0.20
+    years: float = 3.0
+    """Over which the machine's price is written off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What fits into a kind of case."""
+
+    dram_gib: Mapping[int, str]
+    """Sizes of all modules together, and what they are."""
+    drives: int
+    cards: bool
+    """Whether the GPU is a card that can be changed."""
+
+
+FORMS: Mapping[str, Form] = {
+    "laptop": Form(dram_gib={32: "2 x 16", 64: "2 x 32", 96: "2 x 48"}, drives=2, cards=False),
+    "desktop": Form(dram_gib={64: "2 x 32", 96: "2 x 48", 128: "4 x 32", 192: "4 x 48"}, drives=4, cards=True),
+    "server": Form(
+        dram_gib={128: "8 x 16", 256: "8 x 32", 512: "16 x 32", 1024: "16 x 64", 2048: "32 x 64"},
+        drives=24,
+        cards=True,
+    ),
+}
+"""By `host.form`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purchase:
+    """One thing that can be bought."""
+
+    what: str
+    overrides: Mapping[str, object]
+    """What it changes of the machine."""
+    price_usd: float
+
+
+def purchases(description: Description, prices: PriceList) -> list[Purchase]:
+    """What could be bought for the machine, one thing at a time; no card that is in nothing better than its own."""
+    form = FORMS[str(description.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
+    found: list[Purchase] = []
+    drives = int(description.number("nvme.drives") or 0)
+    if drives and description.number("nvme.read"):
+        price = description.number("nvme.price") or prices.drive_usd
+        for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
+            if drives < number <= form.drives:
+                what = f"{number - drives} more drive{'s' * (number > drives + 1)}, {number} in all"
+                found.append(
+                    Purchase(what=what, overrides={"nvme.drives": number}, price_usd=(number - drives) * price)
+                )
+    capacity = description.number("host.capacity") or 0.0
+    larger = [gib for gib in form.dram_gib if gib * GIB > 1.1 * capacity]
+    for gib in larger[:3] if len(larger) > 1 else larger:
+        what = f"{gib} GiB of DRAM ({form.dram_gib[gib]}) in place of {capacity / GIB:.0f}"
+        bought_gib = gib / 2 if gib == 2 * min(form.dram_gib, key=lambda g: abs(g * GIB - capacity)) else gib
+        usd = bought_gib * prices.dram_usd_per_gib
+        found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
+    part = description.quantity("gpu.part")
+    for name in catalog_names("gpus") if form.cards else ():
+        other = load_part("gpu", name)
+        its_price = other.number("gpu.price")
+        if its_price and (part is None or name != part.value) and not _is_lesser(other, description):
+            number = int(description.number("gpu.count") or 1)
+            what = f"{name} as GPU" if number == 1 else f"{number} x {name} as GPUs"
+            found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * its_price))
+    return found
+
+
+def _is_lesser(gpu: Description, description: Description) -> bool:
+    """Whether the GPU is in nothing better than the machine's own, by the figures of its data sheet."""
+    own = {key: value for key in GPU_FIGURES if (value := description.number(key))}
+    return bool(own) and all((gpu.number(key) or 0.0) <= 1.01 * value for key, value in own.items())
