@@ -78,7 +78,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["sweep", "a-folder"], "a-folder is a folder; give a file"),
         (["sweep", "study.toml", "-o", "a-file"], "a-file is a file, not a folder"),
         (["sweep", "study.toml", "--workers", "0"], "--workers: 0 is too small"),
-        (["advise", *SCENARIO, "--batch", "0"], "--batch: 0 is too small"),
+        (["advise", *SCENARIO, "--batch", "0"], "batch_size: 0 is too small"),
         (["advise", *SCENARIO, "--years", "0"], "--years: 0 is out of range; give a number above 0"),
         (["advise", *SCENARIO, "--electricity", "-1"], "--electricity: -1 is out of range; give a number 0 or more"),
         (["advise", *SCENARIO, "--time-limit", "-1"], "--time-limit: -1 is out of range"),
