@@ -25,6 +25,7 @@ from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
+from tierplan.runtime.data.ahead import AheadBatches, Batch
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import Executor
@@ -41,8 +42,6 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
 __all__ = ["RunResult", "Trainer", "TrainingError", "train"]
-
-Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,8 @@ class Trainer:
         self._placement: Placement
         self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
         self._hooks: ModelHooks | None = None
-        self._batches: Iterator[Batch] = iter(())
+        self._batches = AheadBatches(iter(()), 0)
+        self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
         """What `close` changes back in the model."""
         self._give_buffers_back: Callable[[], None] = lambda: None
@@ -194,16 +194,18 @@ class Trainer:
 
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
-        self._batches = iter(batches)
+        before, self._source = self._source, iter(batches)
+        source = self._batches.rest() if self._source is before else self._source  # the same iterator goes on
         if self._bodies is None:
             used = 0 if self.start is not None else self.num_steps_done * self._num_micro_batches
             if used and hasattr(batches, "starting_at"):
-                self._batches, used = iter(batches.starting_at(used)), 0
-            first = next(self._batches, None)
+                source, used = iter(batches.starting_at(used)), 0
+            first = next(source, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
-            self._batches = itertools.islice(itertools.chain([first], self._batches), used, None)
+            source = itertools.islice(itertools.chain([first], source), used, None)
             self._set_up(first)
+        self._batches = AheadBatches(source, steps * self._num_micro_batches)
         torch.set_num_threads(self._threads)
         wanted = self.num_steps_done + steps
         try:
@@ -373,6 +375,7 @@ class Trainer:
             max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: lr),
             begin_micro_batch=self._begin_micro_batch,
+            while_computing=self._fetch_ahead,
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
             updates_of_step_before=self._step.updates_of_step_before,
@@ -447,7 +450,7 @@ class Trainer:
     # ---- during the run ----
 
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
-        batch = next(self._batches, None)
+        batch = self._batches.next()
         if batch is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
@@ -468,6 +471,10 @@ class Trainer:
             device=self._device,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
         )
+
+    def _fetch_ahead(self) -> None:
+        if self.seed is not None:  # else fetching and forward draw from the same generators, in turns
+            self._batches.fetch()
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:

@@ -27,7 +27,8 @@ class ModelHooks:
 
     def __init__(self, units: Sequence[ModelUnit]) -> None:
         self._local = threading.local()
-        self._blocks: list[nn.Module] = []
+        self._blocks: list[tuple[nn.Module, dict[str, Any]]] = []
+        """With the `forward` that was set on the instance, if there was one."""
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
         """How to make what a block has dropped again, by block and shapes, once it is known."""
         self.are_replays_timed = False
@@ -44,8 +45,8 @@ class ModelHooks:
             run: RunsBlocks | None = getattr(self._local, "run", None)
             return original(*args, **kwargs) if run is None else run.block(index, original, args, kwargs)
 
+        self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
         block.forward = forward
-        self._blocks.append(block)
 
     @contextmanager
     def of(self, run: RunsBlocks) -> Iterator[None]:
@@ -58,6 +59,7 @@ class ModelHooks:
 
     def remove(self) -> None:
         """Gives the model its own `forward`s back."""
-        for block in self._blocks:
+        for block, own in self._blocks:
             del block.forward
+            vars(block).update(own)
         self._blocks.clear()

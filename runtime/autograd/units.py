@@ -121,6 +121,12 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit]:
     """The units of the model, in the order in which a forward on such a batch runs them."""
     blocks = find_blocks(model)
+    for name, module in (("the model", model), *blocks):
+        if _is_compiled(module):
+            raise ModelError(
+                f"{name} is compiled, but a schedule executes block by block, with its own hooks on what each saves; "
+                "compile modules inside of the blocks, or nothing"
+            )
     in_block = {id(p): name for name, block in blocks for p in block.parameters()}
     used = _used_outside(model, [name for name, _ in blocks], batch)
     parameters = dict(model.named_parameters())
@@ -155,6 +161,12 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
         units.append(_unit(f"L{i}", block, own))
     units.append(_unit("head", None, outside[last], shares="embed" if last in sharing else None))
     return units
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile`, by the module's own `compile`, or as to its `forward`."""
+    is_wrapped = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return is_wrapped or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def _unit(

@@ -31,6 +31,11 @@ def executable_step(schedule: Schedule) -> StepSpec:
         )
     if schedule.step is None:
         raise TrainingError(f"schedule {schedule.name!r} does not say what it trains; make it with `tierplan plan`")
+    if schedule.step.training.dtype == "fp16":
+        raise TrainingError(
+            f"schedule {schedule.name!r} trains in fp16, whose small gradients would become zero without a gradient "
+            "scaler, which the runtime has not; plan with dtype bf16 or fp32"
+        )
     tile = next((unit.name for unit in schedule.step.units if is_tile(unit.name)), None)
     if tile is not None:
         raise TrainingError(

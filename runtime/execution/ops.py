@@ -71,6 +71,8 @@ class Bodies:
     """By step, from 0."""
     begin_micro_batch: Callable[[int, int], MicroBatchRun]
     """Starts micro-batch m of a step."""
+    while_computing: Callable[[], None]
+    """Called when the device has been told to run a forward, and may still be at it."""
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
     """In the model's order, which is that of the global norm."""
@@ -116,6 +118,8 @@ class Bodies:
     def __call__(self, call: Call) -> None:
         with self.device.on(call.op.stream):
             self._kinds[call.op.kind](call)
+            if call.op.kind == "forward":
+                self.while_computing()
             self.device.finish()
 
     def close(self) -> None:

@@ -1,0 +1,45 @@
+"""Micro-batches that are fetched while the device still computes, so that a slow data loader is hidden behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["AheadBatches", "Batch"]
+
+Batch = Mapping[str, Any]
+
+
+class AheadBatches:
+    """An iterator's next micro-batches, one of them before it is wanted; never more than `num_wanted` in all.
+
+    They are fetched in the thread that asks, in order, so an iterator that draws random numbers draws the same ones.
+    """
+
+    def __init__(self, source: Iterator[Batch], num_wanted: int) -> None:
+        self._source, self._num_left = source, num_wanted
+        self._waiting: tuple[Batch | None, Exception | None] | None = None
+
+    def fetch(self) -> None:
+        """Takes the next one from the iterator if none waits. Errors are raised when it is wanted."""
+        if self._waiting is None and self._num_left:
+            self._num_left -= 1
+            try:
+                self._waiting = next(self._source, None), None
+            except Exception as error:
+                self._waiting = None, error
+
+    def next(self) -> Batch | None:
+        """The next one; None where the iterator has ended."""
+        self.fetch()
+        assert self._waiting is not None, "more micro-batches are begun than were announced"
+        (batch, error), self._waiting = self._waiting, None
+        if error is not None:
+            raise error
+        return batch
+
+    def rest(self) -> Iterator[Batch]:
+        """What was not given out: the one that waits, then the iterator's own."""
+        if self._waiting is not None:
+            yield self.next()  # type: ignore[misc]
+        yield from self._source

@@ -1,0 +1,154 @@
+"""A model that somebody has changed, data that comes slowly: honoured, or refused by name, and left as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.trainer import Trainer, TrainingError, train
+from tierplan.sim.schedule import Schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def schedule_of(model: nn.Module | None = None, **changes: Any) -> Schedule:
+    training = replace(CPU, **changes)
+    workload = observed_workload(model or make_model("gpt2"), make_batches(1)[0], training)
+    return lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+
+
+def test_fp16_is_refused_for_want_of_a_gradient_scaler() -> None:
+    with pytest.raises(TrainingError, match=r"trains in fp16, whose .* without a gradient scaler.*bf16"):
+        Trainer(schedule_of(dtype="fp16"), make_model("gpt2").half())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_that_was_set_on_a_block_is_called_and_kept(fails: bool) -> None:
+    """As tools do that wrap a module without its knowledge."""
+    models = make_model("gpt2"), make_model("gpt2")
+    own: list[Callable[..., Any]] = []
+    for model in models:
+        for block in model.transformer.h:  # type: ignore[union-attr]
+            before = block.forward
+
+            def forward(*args: Any, before: Callable[..., Any] = before, **kwargs: Any) -> Any:
+                return before(args[0] * 2, *args[1:], **kwargs)
+
+            block.forward = forward
+            own.append(forward)
+    schedule = schedule_of(models[0])
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            train(schedule, models[0], make_batches(2), steps=2, loss=lambda out, batch: out.loss / (1 // 0))
+    else:
+        expected = train_plainly(models[1], make_batches(2), steps=2)
+        assert train(schedule, models[0], make_batches(2), steps=2).losses == tuple(expected)
+    assert [vars(block)["forward"] for model in models for block in model.transformer.h] == own  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["the model", "its compile", "block.compile", "forward", "block"])
+def test_compiled_blocks_are_refused(what: str) -> None:
+    model: nn.Module = make_model("gpt2")
+    blocks: Any = model.transformer.h  # type: ignore[union-attr]
+    if what == "the model":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif what == "its compile":
+        model.compile(backend="eager")
+    for k, block in enumerate(blocks):
+        if what == "block.compile":
+            block.compile(backend="eager")
+        elif what == "forward":
+            block.forward = torch.compile(block.forward, backend="eager")
+        elif what == "block":
+            blocks[k] = torch.compile(block, backend="eager")
+    with pytest.raises(ModelError, match=r"(the model|h\.0) is compiled, but .* compile modules inside of the blocks"):
+        train(schedule_of(), model, make_batches(1), steps=1)
+    if what not in ("forward", "block"):
+        assert all("forward" not in vars(block) for block in blocks)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_modules_inside_of_blocks_work() -> None:
+    models = make_model("gpt2"), make_model("gpt2")
+    for model in models:
+        for block in model.transformer.h:  # type: ignore[union-attr]
+            block.mlp.compile(backend="aot_eager")
+    expected = train_plainly(models[1], make_batches(3), steps=3)
+    assert train(schedule_of(models[0]), models[0], make_batches(3), steps=3).losses == tuple(expected)
+
+
+class Source:
+    """Batches, and when each was taken: after how many of them had begun to be used."""
+
+    def __init__(self, batches: list[Any], fails_at: int | None = None) -> None:
+        self.batches, self.fails_at = batches, fails_at
+        self.taken: list[int] = []
+        self.num_used = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for k, batch in enumerate(self.batches):
+            if k == self.fails_at:
+                raise OSError("the data is gone")
+            self.taken.append(self.num_used)
+            yield batch
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        self.num_used += 1
+        return output.loss
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_batches_are_fetched_while_the_device_computes(seed: int | None) -> None:
+    """Each is there when the one before is still used, and no more are taken than trained on. With generators that
+    fetching and forward share, each is fetched in its turn."""
+    batches = make_batches(9)
+    source = Source(batches)
+    with Trainer(
+        schedule_of(gradient_accumulation_steps=2), make_model("gpt2"), loss=source.loss, seed=seed
+    ) as trainer:
+        taking = iter(source)
+        trainer.run(taking, 3)
+        assert source.taken == ([0, *range(5)] if seed is not None else list(range(6)))
+        trainer.run(taking, 1)  # goes on where it ended
+        assert len(source.taken) == 8
+        found = trainer.result().losses
+    plain = make_model("gpt2")
+    expected = train_plainly(plain, batches, steps=4, gradient_accumulation_steps=2, seed=seed)
+    assert found == tuple(expected)
+
+
+def test_data_that_fails_ends_the_run_when_it_is_needed() -> None:
+    """What came before is trained: an error of the third batch is one of the third step."""
+    source = Source(make_batches(5), fails_at=2)
+    losses = []
+    with (
+        Trainer(
+            schedule_of(), make_model("gpt2"), loss=source.loss, on_step=lambda step, loss: losses.append(loss)
+        ) as trainer,
+        pytest.raises(OSError, match="the data is gone") as caught,
+    ):
+        trainer.run(source, 5)
+    assert caught.value.__notes__ == ["in op 'fwd/embed/mb0' of step 2"]
+    assert len(losses) == 2
+
+
+def test_a_batch_that_was_fetched_ahead_of_a_stop_is_used_next() -> None:
+    batches = make_batches(6)
+    with Trainer(schedule_of(), make_model("gpt2"), on_step=lambda step, loss: trainer.request_stop()) as trainer:
+        taking = iter(batches)
+        while trainer.num_steps_done < 5:
+            trainer.run(taking, 5 - trainer.num_steps_done)
+        assert trainer.result().losses == tuple(train_plainly(make_model("gpt2"), batches, steps=5))
