@@ -43,6 +43,7 @@ from pathlib import Path
 
 import torch
 
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
@@ -55,7 +56,7 @@ from tierplan.planner.search.knobs import SETTINGS
 from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
-from tierplan.runtime.measure.machine import measure
+from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.analysis.explain import StreamTime, stream_times
@@ -342,7 +343,7 @@ def _shown(ratios: Ratios) -> str:
 
 def busiest(nvme_dir: Path, *, predict_only: bool = False) -> dict[str, object]:
     """All configurations on this machine, as it is measured now."""
-    machine = measure(nvme_dir, budget_s=30, device="cpu", dtypes=("bf16", "fp32"), save=False)
+    machine = build_machine(measure_description(nvme_dir, budget_s=30, device="cpu", dtypes=("bf16", "fp32")))
     rates = {s.name: {kind: rate.points[-1][1] for kind, rate in s.rates.items()} for s in machine.streams}
     found: dict[str, object] = {
         "machine": {"rates_per_s": rates, "limits": {x.name: x.limit for x in machine.shared_limits}}

@@ -2,7 +2,6 @@
 
 trainer     trains a model on a schedule
 reference   plain in-memory training: the numbers that every schedule must give, bit for bit
-two_runs    one model trained twice from the same start: on a schedule, and plainly
 execution   the four rules on threads, and what each kind of op does
 autograd    an unmodified model, run unit by unit; what it saves, kept, moved or made again
 memory      host memory, and the NVMe tier as files

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from tierplan.runtime.optim.adam import OptimizerSettings
 
-__all__ = ["loss_of", "micro_batch_seed", "train_plainly", "without_cache"]
+__all__ = ["loss_of", "micro_batch_seed", "same_weights", "train_plainly", "train_with_tracked_memory", "without_cache"]
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -119,6 +120,39 @@ def train_plainly(
             losses.append(total)
             on_step(step, total)
     return losses
+
+
+def train_with_tracked_memory(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    num_threads: int,
+    on_step: Callable[[int, float], None],
+    **settings: Any,
+) -> tuple[list[float], int]:
+    """As `train_plainly` on so many cores: the losses, and the highest sum of live tensors in bytes.
+
+    Parameters, gradients, states and activations count, by PyTorch's memory tracker.
+    """
+    tracker, threads = MemTracker(), torch.get_num_threads()
+    tracker.track_external(model)
+
+    def after_step(step: int, loss: float) -> None:
+        tracker.reset_mod_stats()  # it takes one iteration at a time
+        on_step(step, loss)
+
+    torch.set_num_threads(num_threads)
+    try:
+        with tracker:
+            losses = train_plainly(model, batches, on_step=after_step, **settings)
+    finally:
+        torch.set_num_threads(threads)
+    return losses, sum(int(by_kind["Total"]) for by_kind in tracker.get_tracker_snapshot("peak").values())
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two models have the same parameters, bit for bit."""
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def _optimizer(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:

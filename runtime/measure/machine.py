@@ -1,6 +1,6 @@
 """Measures this machine: what every stream does alone, and how much those that run together slow each other down.
 
-    machine = measure("/mnt/nvme/scratch", budget_s=60)       # also kept as the machine named `here`
+    description = measure_description("/mnt/nvme/scratch", budget_s=60)
 
 Everything runs in rounds, so that drift of the machine shows as spread. Rates are medians over rounds; limits are
 fitted to the speeds of every pair of streams (`tierplan.runtime.measure.limits`). Errors:
@@ -22,19 +22,16 @@ from pathlib import Path
 
 import torch
 
-from tierplan.hwmodels.build import build_machine
-from tierplan.hwmodels.catalog import HERE, here_path
-from tierplan.hwmodels.description import Description, write_description
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.catalog import HERE
+from tierplan.hwmodels.description import Description
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, existing
 from tierplan.runtime.measure.timing import StreamThreads
-from tierplan.sim.trace import write_atomically
 
-__all__ = ["MeasurementError", "Progress", "measure", "measure_description"]
+__all__ = ["MeasurementError", "Progress", "measure_description"]
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the part that is done, 0 to 1."""
@@ -64,17 +61,16 @@ class _Plan:
     sizes: Sizes
 
 
-def measure(
+def measure_description(
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
     *,
     budget_s: float = 60.0,
     device: str = "auto",
     dtypes: Sequence[str] = (),
     name: str = HERE,
-    save: bool = True,
     progress: Progress | None = None,
-) -> Machine:
-    """This machine, measured in about `budget_s` seconds; `save` keeps it as the machine named `here`.
+) -> Description:
+    """This machine, measured in about `budget_s` seconds: every number with its spread.
 
     Parameters
     ----------
@@ -89,24 +85,6 @@ def measure(
     dtypes
         Of compute, the first also of the optimizer's gradients; default: what the machine is good at.
     """
-    description = measure_description(
-        nvme_dir, budget_s=budget_s, device=device, dtypes=dtypes, name=name, progress=progress
-    )
-    if save:
-        write_atomically(here_path(), write_description(description))
-    return build_machine(description)
-
-
-def measure_description(
-    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-    *,
-    budget_s: float = 60.0,
-    device: str = "auto",
-    dtypes: Sequence[str] = (),
-    name: str = HERE,
-    progress: Progress | None = None,
-) -> Description:
-    """As `measure`, but the description: every number with its spread. Saves nothing."""
     began = time.monotonic()
     if budget_s < LEAST_BUDGET_S:
         raise MeasurementError(

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
@@ -185,9 +186,13 @@ def run_demo(
     progress
         Called with what is being done, and the part of it that is done.
     """
-    from tierplan.runtime.measure.machine import measure
+    from tierplan.runtime.data.synthetic import seeded_model
+    from tierplan.runtime.data.text import TokenBatches
+    from tierplan.runtime.measure.machine import measure_description
+    from tierplan.runtime.measure.units import profile_workload
     from tierplan.runtime.optim.adam import OptimizerSettings
-    from tierplan.runtime.two_runs import TrainingSetup, same_weights
+    from tierplan.runtime.reference import same_weights, train_with_tracked_memory
+    from tierplan.runtime.trainer import train
 
     if steps < 4:
         raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
@@ -197,44 +202,53 @@ def run_demo(
     _check_folder(out)
     _check_folder(nvme)
     training = Training(per_device_train_batch_size=BATCH, sequence_length=SEQUENCE, dtype="fp32", backend="cpu")
-    setup = TrainingSetup(
-        workload=load_workload(demo_config(), training),
-        tokens=byte_tokens(),
-        optimizer=OptimizerSettings(lr=LEARNING_RATE),
-        seed=seed,
-        num_threads=num_threads,
-    )
+    modelled = load_workload(demo_config(), training)
+    batches, optimizer = TokenBatches(byte_tokens(), BATCH, SEQUENCE, seed), OptimizerSettings(lr=LEARNING_RATE)
     with _timed("measure", seconds):
-        base = measure(
+        description = measure_description(
             nvme,
             budget_s=measure_s,
             device="cpu",
             dtypes=("fp32",),
-            save=False,
             progress=lambda what, part: progress(f"measuring this machine: {what}", part),
         )
     with _timed("profile", seconds):
-        workload = setup.profile(
+        workload = profile_workload(
+            modelled,
+            seeded_model(modelled.config, training, seed),
+            batches,
             num_steps=PROFILE_STEPS,
+            num_threads=num_threads,
             on_step=lambda k, _: progress("timing the model's blocks", (k + 1) / PROFILE_STEPS),
         )
     with _timed("plan", seconds):
         progress("planning", 0.0)
-        in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(base))
+        in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(build_machine(description)))
         # no sub-batches: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)
     with _timed("train with the plan", seconds):
-        run, model = setup.train(
+        model = seeded_model(modelled.config, training, seed)
+        run = train(
             planned.schedule,
+            model,
+            batches,
             steps=steps,
             nvme_dir=nvme,
+            optimizer=optimizer,
+            seed=seed,
+            num_threads=num_threads,
             on_step=lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps),
         )
     with _timed("train in memory", seconds):
-        plain = setup.train_plainly(
+        reference = seeded_model(modelled.config, training, seed)
+        reference_losses, reference_bytes = train_with_tracked_memory(
+            reference,
+            batches,
             steps=steps,
-            track_memory=True,
+            optimizer=optimizer,
+            seed=seed,
+            num_threads=num_threads,
             on_step=lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps),
         )
     comparison = compare(
@@ -250,10 +264,10 @@ def run_demo(
         planned=planned,
         comparison=comparison,
         losses=run.losses,
-        reference_losses=plain.losses,
-        weights_equal=same_weights(model, plain.model),
+        reference_losses=tuple(reference_losses),
+        weights_equal=same_weights(model, reference),
         in_memory_device_bytes=in_memory_bytes,
-        in_memory_measured_bytes=plain.peak_bytes,
+        in_memory_measured_bytes=reference_bytes,
         notes=(*load_notes(load, os.cpu_count() or 1), *run.notes),
         seconds=seconds,
     )

@@ -6,54 +6,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 
 from tierplan.sim.trace import write_atomically
 
 __all__ = ["bars", "cards", "facts", "page", "paragraph", "section", "table", "write_page"]
 
-STYLE = """
-:root { --ink: #1b1f24; --soft: #59636e; --line: #d1d9e0; --wash: #f6f8fa; --accent: #0b5cad; --bad: #a33a00; }
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
-body { margin: 0 auto; max-width: 70rem; padding: 1.5rem 1.25rem 4rem; color: var(--ink); background: #fff;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
-p { margin: .5rem 0; max-width: 46rem; }
-.lead { font-size: 1.1rem; }
-.soft, small { color: var(--soft); font-size: .875rem; }
-.scroll { overflow-x: auto; max-width: 100%; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; margin: .5rem 0; }
-th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
-  white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; font-weight: 600; color: var(--soft);
-  border-bottom: 2px solid var(--line); }
-td:first-child { white-space: normal; min-width: 6.5rem; }
-th:first-child, td:first-child, .left { text-align: left; padding-left: 0; }
-.bar { text-align: left; width: 12rem; min-width: 6rem; }
-.bar svg { display: block; width: 100%; height: .9rem; margin-top: .25rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
-.card { background: var(--wash); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
-.card b { display: block; font-size: 1.25rem; line-height: 1.25; overflow-wrap: anywhere;
-  font-variant-numeric: tabular-nums; }
-.card span { color: var(--soft); font-size: .85rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; font-size: .9rem; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-svg.plot { display: block; width: 100%; min-width: 44rem;
-  -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-@media (max-width: 40rem) {
-  body { padding: 1rem .8rem 3rem; }
-  th, td { padding: .25rem .4rem; } table { font-size: .82rem; } .bar { width: 6rem; }
-  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
-}
-@media print {
-  body { max-width: none; padding: 0; font-size: 10.5pt; } .scroll { overflow: visible; }
-  svg.plot { min-width: 0; } h2 { break-after: avoid; } table, svg.plot, .cards { break-inside: avoid; }
-  @page { margin: 15mm; }
-}
-"""
+STYLE = files("tierplan.validation.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def page(title: str, sections: Iterable[str]) -> str:
@@ -62,7 +21,7 @@ def page(title: str, sections: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>{STYLE}</style>\n</head>\n<body>\n'
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
         f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from tierplan.cli import main
-from tierplan.hwmodels import MachineError, load_description, load_machine
+from tierplan.hwmodels import Machine, MachineError, load_description, load_machine
+from tierplan.hwmodels.build import build_machine
+from tierplan.hwmodels.catalog import here_path
+from tierplan.hwmodels.description import write_description
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
-from tierplan.runtime.measure.machine import MeasurementError, measure
+from tierplan.runtime.measure.machine import MeasurementError, measure_description
 from tierplan.runtime.measure.timing import LEAST_SPREAD, StreamThreads, summary
+from tierplan.sim.trace import write_atomically
 
 TINY = Sizes(
     copy_bytes=(4096, 1 << 16, 1 << 18),
@@ -27,6 +31,14 @@ TINY = Sizes(
     area_bytes=1 << 20,
     file_area_bytes=1 << 20,
 )
+
+
+def measure(nvme_dir: Path | None, *, save: bool = True, **settings: object) -> Machine:
+    """As `tierplan machine measure` does it."""
+    description = measure_description(nvme_dir, **settings)  # type: ignore[arg-type]
+    if save:
+        write_atomically(here_path(), write_description(description))
+    return build_machine(description)
 
 
 @pytest.fixture
