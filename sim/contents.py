@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from tierplan.hwmodels.names import device, device_index
 
@@ -128,36 +129,59 @@ class CastGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class TiedGradients:
+class _OfMicroBatch:
+    """Something of a unit in one micro-batch."""
+
+    unit: str
+    micro_batch: int
+    FORM: ClassVar[tuple[str, str]]
+    """What stands before and behind these two: `acts/L3/mb0/keep`."""
+
+    def __str__(self) -> str:
+        kind, end = self.FORM
+        return _path(kind, self.unit, micro_batch_name(self.micro_batch), end)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGradients(_OfMicroBatch):
     """What a tied head adds to the gradient of the parameters of `unit`."""
 
-    unit: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return _path("tied", self.unit, micro_batch_name(self.micro_batch))
+    FORM = ("tied", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class Input(_OfMicroBatch):
     """A unit's input."""
 
-    unit: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return _path("x", self.unit, micro_batch_name(self.micro_batch))
+    FORM = ("x", "")
 
 
 @dataclass(frozen=True, slots=True)
-class InputGradient:
+class InputGradient(_OfMicroBatch):
     """The gradient of a unit's input."""
 
-    unit: str
-    micro_batch: int
+    FORM = ("dx", "")
 
-    def __str__(self) -> str:
-        return _path("dx", self.unit, micro_batch_name(self.micro_batch))
+
+@dataclass(frozen=True, slots=True)
+class KeptActs(_OfMicroBatch):
+    """All saved tensors of a unit that stay on the device, together."""
+
+    FORM = ("acts", "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedActs(_OfMicroBatch):
+    """All saved tensors of a unit that were dropped and recomputed, together."""
+
+    FORM = ("acts", "re")
+
+
+@dataclass(frozen=True, slots=True)
+class PackActs(_OfMicroBatch):
+    """All that the recomputation of a pack makes; `unit` is the pack's name."""
+
+    FORM = ("acts", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,39 +195,6 @@ class SavedActs:
 
     def __str__(self) -> str:
         return _path("acts", self.unit, micro_batch_name(self.micro_batch), str(self.index))
-
-
-@dataclass(frozen=True, slots=True)
-class KeptActs:
-    """All saved tensors of a unit that stay on the device, together."""
-
-    unit: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return _path("acts", self.unit, micro_batch_name(self.micro_batch), "keep")
-
-
-@dataclass(frozen=True, slots=True)
-class RecomputedActs:
-    """All saved tensors of a unit that were dropped and recomputed, together."""
-
-    unit: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return _path("acts", self.unit, micro_batch_name(self.micro_batch), "re")
-
-
-@dataclass(frozen=True, slots=True)
-class PackActs:
-    """All that a pack's recomputation makes."""
-
-    pack: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return _path("acts", self.pack, micro_batch_name(self.micro_batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,24 +236,10 @@ class Transient:
         return _path("work", self.key)
 
 
-Content = (
-    Params
-    | States
-    | Gradients
-    | CastGradients
-    | TiedGradients
-    | Input
-    | InputGradient
-    | SavedActs
-    | KeptActs
-    | RecomputedActs
-    | PackActs
-    | Shared
-    | Norm
-    | Clip
-    | Transient
-)
-
+Content = Params | States | Gradients | CastGradients | _OfMicroBatch | SavedActs | Shared | Norm | Clip | Transient
+_OF_MICRO_BATCH = {
+    kind.FORM: kind for kind in (TiedGradients, Input, InputGradient, KeptActs, RecomputedActs, PackActs)
+}
 _MICRO_BATCH = re.compile(r"mb(\d+)")
 _PART = re.compile(r"(\d+)of(\d+)")
 
@@ -294,20 +271,10 @@ def parse_content(text: str) -> Content:
             content = Gradients(unit, _number(batch), _device_of(copy))
         case "grads", [unit, *copy]:
             content = Gradients(unit, None, _device_of(copy))
-        case "tied", [unit, batch]:
-            content = TiedGradients(unit, _number(batch))
-        case "x", [unit, batch]:
-            content = Input(unit, _number(batch))
-        case "dx", [unit, batch]:
-            content = InputGradient(unit, _number(batch))
-        case "acts", [unit, batch, "keep"]:
-            content = KeptActs(unit, _number(batch))
-        case "acts", [unit, batch, "re"]:
-            content = RecomputedActs(unit, _number(batch))
         case "acts", [unit, batch, index] if index.isdecimal():
             content = SavedActs(unit, _number(batch), int(index))
-        case "acts", [pack, batch]:
-            content = PackActs(pack, _number(batch))
+        case _, [unit, batch, *end] if of_batch := _OF_MICRO_BATCH.get((kind, "/".join(end))):
+            content = of_batch(unit, _number(batch))
     if content is None or str(content) != text:
         raise ContentError(
             f"{text!r} is no content of a training step; docs/design.md lists them under 'Contents of buffers'"
