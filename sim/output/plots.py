@@ -97,17 +97,12 @@ def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -
         seen |= _draw_ops(ax, excerpt, centres, height, per_s, length_s)
         if num_lanes > 1:
             _name_lanes(ax, name, excerpt, centres, height, per_s)
-    ax.set_yticks(range(len(streams)), streams)
-    ax.set_ylim(len(streams) - 0.5, -0.5)
-    ax.set_xlim(0, length_s * per_s)
-    ax.set_xlabel(f"time ({unit})")
+    _lanes(ax, streams, length_s * per_s, unit)
     labels: dict[str, list[str]] = {}  # updates and the states that they need share a colour
     for name in [name for name in COLOURS if name in seen]:
         labels.setdefault(COLOURS[name], []).append(name)
     handles = [Patch(facecolor=colour, label=", ".join(names)) for colour, names in labels.items()]
-    for what, colour in WAITS.items():
-        if what in seen:
-            handles.append(Patch(facecolor=colour, label=what))
+    handles += [Patch(facecolor=colour, label=what) for what, colour in WAITS.items() if what in seen]
     _finish(ax, handles)
     return fig
 
@@ -157,15 +152,7 @@ def _name_lanes(
     times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
     for stream, centre in centres.items():
         busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
-        ax.annotate(
-            f"{name} {busy_frac:.0%}",
-            (1, centre),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
+        _beside(ax, centre, f"{name} {busy_frac:.0%}")
         end = excerpt.length_s * per_s
         ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
 
@@ -223,27 +210,16 @@ def plot_memory(
         if capacity <= 2.5 * peak:
             ax.axhline(capacity, color=INK, linewidth=1.2, linestyle="--")
             ax.set_ylim(0, capacity * 1.12)
-            ax.annotate(
-                f"capacity {capacity:.3g} {size_unit}",
-                (0, capacity),
-                xytext=(4, 3),
-                textcoords="offset points",
-                fontsize="small",
-            )
+            text, above = f"capacity {capacity:.3g} {size_unit}", (4, 3)
+            ax.annotate(text, (0, capacity), xytext=above, textcoords="offset points", fontsize="small")
         else:
             ax.set_ylim(0, peak * 1.25)
-        ax.set_title(
-            f"{tier}: peak {peak:.3g} {size_unit} of {_sized(trace.capacity_bytes[tier])}",
-            fontsize="medium",
-            loc="left",
-        )
-        ax.set_ylabel(size_unit)
-        ax.set_xlim(0, (end_s - begin_s) * per_s)
+        title = f"{tier}: peak {peak:.3g} {size_unit} of {_sized(trace.capacity_bytes[tier])}"
+        ax.set_title(title, fontsize="medium", loc="left")
+        ax.set(ylabel=size_unit, xlim=(0, (end_s - begin_s) * per_s))
         _finish(ax, handles[::-1])
     axes[-1].set_xlabel(f"time ({unit})")
-    figure = axes[0].figure
-    assert isinstance(figure, Figure)
-    return figure
+    return _figure_of(axes[0])
 
 
 def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figure:
@@ -262,11 +238,8 @@ def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figu
         if capacity <= 2 * peak:
             ax.axhline(capacity / size, color=INK, linewidth=1, linestyle=":")
         ax.set_title(f"{tier}: at most {_sized(peak)} of {_sized(capacity)}", fontsize="medium", loc="left")
-        ax.set(
-            ylabel=size_unit,
-            xlim=(0, length_s * per_s),
-            ylim=(0, 1.08 * max(peak, capacity * (capacity <= 2 * peak)) / size),
-        )
+        top = max(peak, capacity * (capacity <= 2 * peak)) / size
+        ax.set(ylabel=size_unit, xlim=(0, length_s * per_s), ylim=(0, 1.08 * top))
     handles = [
         Line2D([], [], color=colour, linestyle=dash, label=name)
         for name, colour, dash in zip(excerpts, TRACE_COLOURS, ("--", "-"), strict=False)
@@ -275,9 +248,7 @@ def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figu
     for ax in axes[1:]:
         _finish(ax, [])
     axes[-1].set_xlabel(f"time ({time_unit})")
-    figure = axes[0].figure
-    assert isinstance(figure, Figure)
-    return figure
+    return _figure_of(axes[0])
 
 
 def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
@@ -304,25 +275,14 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
         if not any(widths):
             continue
         ax.barh(range(len(streams)), widths, left=left, height=0.66, color=colour, hatch=hatch, edgecolor="#ffffff")
-        handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#8a919c" if colour == "#ffffff" else "white"))
-        handles[-1].set_label(label)
+        edge = "#8a919c" if colour == "#ffffff" else "white"
+        handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor=edge, label=label))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for lane, stream in enumerate(streams):
         busy_s = times[stream].busy_s
         frac = busy_s / (end_s - begin_s) if end_s > begin_s else 0.0
-        ax.annotate(
-            f"busy {busy_s * per_s:.3g} {unit}, {frac:.0%}",
-            (1, lane),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
-    ax.set_yticks(range(len(streams)), streams)
-    ax.set_ylim(len(streams) - 0.5, -0.5)
-    ax.set_xlim(0, (end_s - begin_s) * per_s)
-    ax.set_xlabel(f"time ({unit})")
+        _beside(ax, lane, f"busy {busy_s * per_s:.3g} {unit}, {frac:.0%}")
+    _lanes(ax, streams, (end_s - begin_s) * per_s, unit)
     _finish(ax, handles)
     return fig
 
@@ -341,12 +301,29 @@ def _axes_of_tiers(tiers: Sequence[str]) -> list[Axes]:
 
 def _axes(ax: Axes | None, *, height: float) -> tuple[Figure, Axes]:
     if ax is not None:
-        figure = ax.figure
-        assert isinstance(figure, Figure)
-        return figure, ax
+        return _figure_of(ax), ax
     fig, ax = plt.subplots(figsize=(10, height), layout="constrained")
     plt.close(fig)  # a notebook shows the returned figure; left open, it would show it twice
     return fig, ax
+
+
+def _figure_of(ax: Axes) -> Figure:
+    assert isinstance(ax.figure, Figure), "drawn into a part of a figure"
+    return ax.figure
+
+
+def _lanes(ax: Axes, streams: Sequence[str], length: float, unit: str) -> None:
+    """One lane per stream from top to bottom, and the axis of time."""
+    ax.set_yticks(range(len(streams)), streams)
+    ax.set(ylim=(len(streams) - 0.5, -0.5), xlim=(0, length), xlabel=f"time ({unit})")
+
+
+def _beside(ax: Axes, lane: float, text: str) -> None:
+    """Writes at the right of a lane."""
+    ax.annotate(
+        text, (1, lane), xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points",
+        va="center", fontsize="small",
+    )  # fmt: skip
 
 
 def _finish(ax: Axes, handles: Sequence[Patch | Line2D]) -> None:
