@@ -102,13 +102,9 @@ def load_plan(
 ) -> PlanFile:
     """The plan in the file.
 
-    Raises
-    ------
-    PlanFileError
-        When a field is missing, unknown or of the wrong kind, when the schedule is not the one that was written, or
-        when `workload` or `machine` are given and are not those of the plan.
-    ScheduleError
-        When it is not a schedule file at all.
+    Raises `PlanFileError` when a field is missing, unknown or of the wrong kind, when the schedule is not the one that
+    was written, or when `workload` or `machine` are given and are not those of the plan; `ScheduleError` when it is not
+    a schedule file at all.
     """
     schedule = load_schedule(path)
     if KEY not in schedule.meta:

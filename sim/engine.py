@@ -33,12 +33,8 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
 
     The schedule is taken to be valid (`schedule.validate`).
 
-    Raises
-    ------
-    OutOfMemory
-        When the schedule cannot complete, for whatever costs.
-    SimulationError
-        When a cost is missing, negative or not finite, or takes of a limit that is unknown or 0.
+    Raises `OutOfMemory` when the schedule cannot complete, for whatever costs; `SimulationError` when a cost is
+    missing, negative or not finite, or takes of a limit that is unknown or 0.
     """
     with collector_paused():
         return _Run(graph_of(schedule), costs, limits or {}).trace()

@@ -89,12 +89,9 @@ def steady_state(
 
     Simulates `num_steps` steps (3 or more), and twice as many, up to `MAX_STEPS`, while no repetition is found.
 
-    Raises
-    ------
-    ScheduleError
-        When an initial buffer has no successor in the next step (see `columns.unroll`).
-    OutOfMemory
-        When the steps do not fit; the first may fit alone, where the second needs memory that the first still holds.
+    Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
+    `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still
+    holds.
     """
     if not schedule.ops:
         raise ValueError(f"schedule {schedule.name!r} has no ops; nothing repeats")

@@ -71,11 +71,8 @@ def vary(
 
     Factors are log-normal with mean 1, since times scatter to the long side and are never negative.
 
-    Raises
-    ------
-    ValueError
-        When nothing varies, a spread is not a number of 0 or more, or names no stream or limit of the machine; when
-        `num_steps` is 2 or below 1.
+    Raises `ValueError` when nothing varies, a spread is not a number of 0 or more, or names no stream or limit of the
+    machine; when `num_steps` is 2 or below 1.
     """
     if num_steps < 1 or num_steps == 2:
         raise ValueError(f"num_steps is {num_steps}; give 1, or 3 or more: the first and the last do not count")

@@ -19,12 +19,8 @@ __all__ = ["prices_by_key", "prices_on", "run", "simulate_columns"]
 def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
     """What happens on a machine.
 
-    Raises
-    ------
-    OutOfMemory
-        When the schedule cannot complete, for whatever costs.
-    SimulationError
-        For what no op can cost, and where the clock would go beyond `rules.TOO_LATE`.
+    Raises `OutOfMemory` when the schedule cannot complete, for whatever costs; `SimulationError` for what no op can
+    cost, and where the clock would go beyond `rules.TOO_LATE`.
     """
     return run(columns, graph_columns(columns), prices_on(columns, machine))
 

@@ -52,10 +52,7 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     machine
         Other tiers have the capacities that they have here.
 
-    Raises
-    ------
-    OutOfMemory
-        Where the other tiers are too small.
+    Raises `OutOfMemory` where the other tiers are too small.
     """
     peak = peak_bytes(tier, plan, workload, machine)
     if level == "roomy":

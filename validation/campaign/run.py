@@ -100,10 +100,7 @@ def run_campaign(
     report
         Called with lines about the progress.
 
-    Raises
-    ------
-    CampaignError
-        Where the campaign is for another device, or no run's name contains `only`.
+    Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
     """
     if campaign.device == "cuda" and not device.startswith("cuda"):
         raise CampaignError(

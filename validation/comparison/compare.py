@@ -173,10 +173,7 @@ def compare(
     skipped_steps
         Numbers of more measured steps that are left out of every figure: the first after each pause of a run in turns.
 
-    Raises
-    ------
-    ValueError
-        When a trace lacks ops of the schedule or has others: it is of another schedule.
+    Raises `ValueError` when a trace lacks ops of the schedule or has others: it is of another schedule.
     """
     steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, skipped_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
