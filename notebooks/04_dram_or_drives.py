@@ -46,7 +46,7 @@ for bought in sold:
     found = answer(bought)
     speed[bought.what] = found["tokens_per_s"]
     gain = found["tokens_per_s"] / as_is["tokens_per_s"] - 1
-    print(f"{bought.what:40} {bought.price_usd:5.0f} USD {gain:+5.0%}, then limited by {found['limited_by']}")
+    print(f"{bought.what:24} {bought.price_usd:5.0f} USD {gain:+5.0%}, then limited by {found['limited_by']}")
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")

@@ -28,6 +28,10 @@ SUB_BATCHES = (1, 2, 4, 8)
 """Into which the planner cuts a micro-batch."""
 
 
+CLOSE_FRAC = 0.1
+"""On several devices that have micro-batches of their own: so close to their compute, sharing is not tried too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """The best division of a step's sequences into micro-batches."""
@@ -84,13 +88,15 @@ def plan_sequences(
     best: tuple[int, PlanResult] | None = None
     planned: dict[int, float] = {}
     for batch in sorted(bounds, key=rank):
-        if best is not None and (num == 1 or bounds[batch] >= best[1].step_s):
-            continue
+        if best is not None:
+            break
         accumulation = sequences // batch
         kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
         if num > 1 and accumulation % num == 0:
-            kinds.append((make(batch, accumulation // num), "each"))
+            kinds.insert(0, (make(batch, accumulation // num), "each"))
         for workload, batches in kinds:
+            if best is not None and best[1].step_s <= bounds[batch] * (1 + CLOSE_FRAC):
+                continue
             try:
                 result = planned_for(workload, batches=batches)
             except InfeasiblePlan:

@@ -67,12 +67,12 @@ def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
 
 def test_what_shops_sell() -> None:
     desktop = {p.what: p for p in purchases(load_description("desktop-4090"), PriceList())}
-    assert desktop["128 GiB of DRAM (4 x 32) in place of 60"].price_usd == 64 * 3
-    assert desktop["96 GiB of DRAM (2 x 48) in place of 60"].price_usd == 96 * 3
-    assert desktop["1 more drive, 2 in all"].overrides == {"nvme.drives": 2}
-    assert not any("GPU" in what for what in desktop)  # a 3090 has the memory of a 4090 and half its speed
+    assert desktop["128 GiB DRAM (4 x 32)"].price_usd == 64 * 3
+    assert desktop["96 GiB DRAM (2 x 48)"].price_usd == 96 * 3
+    assert desktop["1 more drive"].overrides == {"nvme.drives": 2}
+    assert not any("gpu.part" in p.overrides for p in desktop.values())  # a 3090 has the memory of a 4090 and half its speed
     older = purchases(load_description("desktop-4090", ["gpu.part=gtx-1080-ti"]), PriceList())
-    assert {p.overrides["gpu.part"] for p in older if "GPU" in p.what} >= {"rtx-3090", "rtx-4090"}
+    assert {p.overrides["gpu.part"] for p in older if "gpu.part" in p.overrides} >= {"rtx-3090", "rtx-4090"}
     laptop = purchases(load_description("laptop"), PriceList())
     assert laptop
     assert not any("gpu.part" in p.overrides for p in laptop)
@@ -117,7 +117,7 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
     write_advice(tmp_path / "advice.html", advice)
     page = (tmp_path / "advice.html").read_text(encoding="utf-8").replace("&#x27;", "'")
     lines = advice_lines(advice)
-    assert all(len(line) <= 100 for line in lines)
+    assert all(len(line) <= 80 for line in lines)
     record = json.loads(json.dumps(advice.record()))
     speed = f"{record['tokens_per_s']:,.0f} tokens/s"
     assert speed in lines[2]

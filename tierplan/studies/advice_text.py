@@ -16,7 +16,7 @@ from tierplan.validation.report.page import bars, cards, facts, paragraph, secti
 
 __all__ = ["advice_lines", "change_lines", "write_advice"]
 
-CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000 USD", "then limited by")
+CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000", "then limited by")
 SOON_S = 2 * 31_557_600
 """Drives that live less than this belong into the first lines."""
 

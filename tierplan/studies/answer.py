@@ -83,10 +83,9 @@ def answer_lines(best: BestPlan) -> list[str]:
 
 def question_text(point: Point, micro_batch: int, accumulation: int) -> str:
     """What was asked, with the division into micro-batches that answers it."""
-    times = f" x {accumulation}" if accumulation > 1 else ""
-    searched = f", the best division of {point.sequences}" if point.sequences else ""
-    sequences = "sequence" if micro_batch == 1 else "sequences"
-    return f"micro-batch of {micro_batch} {sequences}{times}{searched}, {point.seq} tokens each"
+    sequences = "1 sequence" if micro_batch == 1 else f"{micro_batch} sequences"
+    times = f"{accumulation} micro-batches of {sequences}" if accumulation > 1 else f"one micro-batch of {sequences}"
+    return f"{times}, {point.seq} tokens each"
 
 
 def limited_text(limits: Sequence[Sensitivity]) -> str:
@@ -104,7 +103,7 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
     shown: dict[str, tuple[str, str, str]] = {}
     for s in limits:
         name = f"{s.name} (all of it)" if s.kind == "part" else s.name
-        shown.setdefault(name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac:.1f} %"))
+        shown.setdefault(name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0")))
     return [*rows, *shown.values()]
 
 

@@ -74,14 +74,14 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
         price = description.number("nvme.price") or prices.drive_usd
         for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
             if drives < number <= form.drives:
-                what = f"{number - drives} more drive{'s' * (number > drives + 1)}, {number} in all"
+                what = f"{number - drives} more drive{'s' * (number > drives + 1)}"
                 found.append(
                     Purchase(what=what, overrides={"nvme.drives": number}, price_usd=(number - drives) * price)
                 )
     capacity = description.number("host.capacity") or 0.0
     larger = [gib for gib in form.dram_gib if gib * GIB > 1.1 * capacity]
     for gib in larger[:3] if len(larger) > 1 else larger:
-        what = f"{gib} GiB of DRAM ({form.dram_gib[gib]}) in place of {capacity / GIB:.0f}"
+        what = f"{gib} GiB DRAM ({form.dram_gib[gib]})"
         bought_gib = gib / 2 if gib == 2 * min(form.dram_gib, key=lambda g: abs(g * GIB - capacity)) else gib
         usd = bought_gib * prices.dram_usd_per_gib
         found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
@@ -91,7 +91,7 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
         its_price = other.number("gpu.price")
         if its_price and (part is None or name != part.value) and not _is_lesser(other, description):
             number = int(description.number("gpu.count") or 1)
-            what = f"{name} as GPU" if number == 1 else f"{number} x {name} as GPUs"
+            what = name if number == 1 else f"{number} x {name}"
             found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * its_price))
     return found
 
