@@ -52,7 +52,8 @@ def family(training: Training) -> list[Workload]:
         "attn_pdrop": 0.0,
     }
     models = [workload_of(name, {**common, **shape}, training) for name, shape in small.items()]
-    models += [load_workload(name, training) for name in named_models() if name.startswith("gpt-")]
+    named = [name for name, config in named_models().items() if name.startswith("gpt-") and "n_layer" in config]
+    models += [load_workload(name, training) for name in named]
     return sorted(models, key=lambda workload: workload.num_parameters)
 
 

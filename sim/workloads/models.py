@@ -10,17 +10,19 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module, resources
 from pathlib import Path
+from typing import Any
 
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
-from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
 __all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
 
@@ -43,30 +45,46 @@ POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_emb
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
 
 
+SIZES: Sequence[Sequence[str]] = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("num_key_value_heads",),
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("vocab_size",),
+    ("intermediate_size", "n_inner"),
+)
+"""One thing each, under the names that families give it."""
+
+
 @lru_cache(maxsize=1)
-def named_models() -> dict[str, dict[str, object]]:
+def named_models() -> dict[str, dict[str, Any]]:
     """The configurations that the package knows by name."""
     text = resources.files("tierplan.sim.workloads").joinpath("named_models.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, object]]:
-    """Name and config of a model: a `config.json`, a folder that holds one, or a known name."""
+    """Name and config of a model: a `config.json`, a folder that holds one, a known name, or one in the hub's cache."""
     path = Path(model)
     named = named_models()
     if not path.exists() and str(model) in named:
-        config = dict(named[str(model)])
+        entry = named[str(model)]
+        config = {key: value for key, value in entry.items() if key not in ("source", "null")}
+        config |= dict.fromkeys(entry.get("null", ()))
         kind = str(config["model_type"])
         common: dict[str, object] = {"vocab_size": 50257, "tie_word_embeddings": True} if kind == "gpt2" else {}
-        if kind in POSITIONS:
+        if kind in POSITIONS and "source" not in entry:
             common[POSITIONS[kind]] = training.sequence_length
-        return str(model), {**common, **dict.fromkeys(NO_DROPOUT[kind], 0.0), **config}
+        return str(model), {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
     file = path / "config.json" if path.is_dir() else path
+    if not path.exists() and (cached := _cached(str(model))):
+        file = cached
     if not file.is_file():
         close = get_close_matches(str(model), named, n=1)
         meant = f"did you mean {close[0]!r}? " if close else ""
         raise WorkloadError(
-            f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name; {meant}"
+            f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name, nor in the "
+            f"cache of the Hugging Face hub; {meant}"
             f"known names: {', '.join(named)}"
         )
     try:
@@ -76,7 +94,40 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return name or file.stem, config
+    if path.exists():
+        _check_shape(file, config)
+        return name or file.stem, config
+    _check_shape(model, config)
+    return str(model), config
+
+
+def _cached(model: str) -> Path | None:
+    """The `config.json` of `org/name` in the hub's cache, the newest snapshot's."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}" / "snapshots"
+    found = folder.glob("*/config.json") if model.count("/") == 1 else ()
+    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def _check_shape(where: str | Path, raw: Mapping[str, object]) -> None:
+    """Refuses sizes that no model has, by name, before anything is computed or traced from them."""
+    for names in SIZES:
+        for name in names:
+            value = raw.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise WorkloadError(f"{where}: {name} is {value!r}; it must be a whole number of 1 or more")
+    (hidden_name, hidden), (heads_name, heads), (kv_name, kv) = (
+        next(((name, raw[name]) for name in names if raw.get(name) is not None), ("", 0)) for names in SIZES[:3]
+    )
+    if hidden and heads and not ("head_dim" in raw or "d_kv" in raw) and int(hidden) % int(heads):  # type: ignore[call-overload]
+        raise WorkloadError(
+            f"{where}: {hidden_name} is {hidden}, which {heads_name}, {heads}, does not divide; attention's heads have "
+            "all the same width, so change one of the two, or give head_dim"
+        )
+    if heads and kv and int(heads) % int(kv):  # type: ignore[call-overload]
+        raise WorkloadError(
+            f"{where}: {heads_name} is {heads}, which {kv_name}, {kv}, does not divide; as many heads share each key"
+        )
 
 
 def load_workload(model: str | Path, training: Training) -> Workload:
@@ -92,7 +143,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     """The same for a config that is at hand."""
     family, config = family_of(raw), Config(raw)
     if training.attention == "plain":
-        raise WorkloadError("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
+        raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)
     positions = config.raw.get("n_positions", config.raw.get("max_position_embeddings"))
     if isinstance(positions, int) and training.sequence_length > positions:
@@ -123,7 +174,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
 def family_of(raw: Mapping[str, object]) -> Family:
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
-        raise WorkloadError(
+        raise NotCovered(
             f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
             "Tracing (--exact) covers every transformer class of `transformers`"
         )

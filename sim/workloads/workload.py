@@ -3,7 +3,8 @@
 A `Workload` describes one micro-batch through an ordered chain of units: `embed`, blocks `L0` ... `Ln`, `head` (final
 norm, output projection and loss). The planner decides what happens to each amount; nothing here says where it lives.
 
-    WorkloadError(ValueError)   a model or setting that cannot be described; says which and what is supported
+    WorkloadError(ValueError)     a model or setting that cannot be described; says which and what is supported
+      NotCovered(WorkloadError)   one that the closed forms do not cover; tracing may
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 
 from tierplan.hwmodels.records import Count
 
-__all__ = ["SavedTensor", "Training", "Unit", "Workload", "WorkloadError", "total_work"]
+__all__ = ["NotCovered", "SavedTensor", "Training", "Unit", "Workload", "WorkloadError", "total_work"]
 
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -24,6 +25,10 @@ DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 class WorkloadError(ValueError):
     """A model or a training setting that cannot be described."""
+
+
+class NotCovered(WorkloadError):
+    """What the closed forms do not cover. Tracing may cover it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,9 @@ def test_what_shops_sell() -> None:
     assert desktop["128 GiB DRAM (4 x 32)"].price_usd == 64 * 3
     assert desktop["96 GiB DRAM (2 x 48)"].price_usd == 96 * 3
     assert desktop["1 more drive"].overrides == {"nvme.drives": 2}
-    assert not any("gpu.part" in p.overrides for p in desktop.values())  # a 3090 has the memory of a 4090 and half its speed
+    assert not any(
+        "gpu.part" in p.overrides for p in desktop.values()
+    )  # a 3090 has the memory of a 4090 and half its speed
     older = purchases(load_description("desktop-4090", ["gpu.part=gtx-1080-ti"]), PriceList())
     assert {p.overrides["gpu.part"] for p in older if "gpu.part" in p.overrides} >= {"rtx-3090", "rtx-4090"}
     laptop = purchases(load_description("laptop"), PriceList())

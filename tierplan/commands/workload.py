@@ -10,6 +10,7 @@ tierplan workload deepspeed ds.json --model gpt-13b   what a DeepSpeed configura
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = commands.add_parser("list", help="the models known by name")
+    option(listing, "--json", "as one JSON object")
     listing.set_defaults(act=_list)
 
     show = commands.add_parser("show", help="per unit and in total: parameters, states, activations, FLOPs")
@@ -58,11 +60,17 @@ def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from tierplan.sim.output.text import columns
     from tierplan.sim.workloads.models import SUPPORTED, named_models
 
-    for name, config in named_models().items():
-        print(f"{name:24} {config['model_type']}")
-    print(f"\nclosed forms: {', '.join(SUPPORTED)}; --exact: every transformer class of `transformers`")
+    models = named_models()
+    if args.json:
+        print(json.dumps(models, indent=1))
+        return 0
+    from_where = {name: str(c.get("source", "its paper")).split(".co/")[-1] for name, c in models.items()}
+    rows = [(name, str(c["model_type"]), from_where[name].split("/blob")[0]) for name, c in models.items()]
+    print("\n".join(columns([("name", "model_type", "from"), *rows])))
+    print(f"\nBy closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced.")
     return 0
 
 
@@ -71,7 +79,6 @@ def _show(args: argparse.Namespace) -> int:
 
     workload = _read(args.model, scenario.read_training(args), args)
     if args.json:
-        import json
         from dataclasses import asdict
 
         print(json.dumps(asdict(workload), indent=1))

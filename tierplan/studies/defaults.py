@@ -9,8 +9,8 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
-from tierplan.sim.workloads.models import SUPPORTED, read_config, workload_of
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.models import read_config, workload_of
+from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 
 __all__ = ["default_backend", "default_precision", "load_or_trace"]
 
@@ -30,11 +30,15 @@ def default_backend(machine: Machine) -> Literal["cuda", "cpu"]:
 def load_or_trace(model: str, training: Training, *, exact: bool = False) -> Workload:
     """The workload of a model by closed forms, or from its own class on fake tensors.
 
-    The latter where `exact` asks for it, and for families without closed forms where torch is installed.
+    The latter where `exact` asks for it, and for what the closed forms do not cover where torch is installed.
     """
     name, config = read_config(model, training)
-    if not exact and (config["model_type"] in SUPPORTED or not (find_spec("torch") and find_spec("transformers"))):
-        return workload_of(name, config, training)
+    if not exact:
+        try:
+            return workload_of(name, config, training)
+        except NotCovered:
+            if not (find_spec("torch") and find_spec("transformers")):
+                raise
     return _traced(name, json.dumps(config), training)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, cross_entropy, embedding
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training
 
 __all__ = ["FAMILY"]
 
@@ -68,13 +68,13 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 def check(config: Config, training: Training) -> None:
     """Refuses attention dropout on a CPU, and BERT as a decoder."""
     if training.backend == "cpu" and config.fraction("attention_probs_dropout_prob", DROPOUT) > 0:
-        raise WorkloadError(
+        raise NotCovered(
             "attention_probs_dropout_prob is above 0: attention with dropout has no fused kernel on a CPU, which the "
             "closed forms do not cover; set it to 0 in the config, or use tracing (--exact)"
         )
     for name in ("is_decoder", "add_cross_attention"):
         if config.flag(name, default=False):
-            raise WorkloadError(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
+            raise NotCovered(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
 
 
 FAMILY = Family(embed=embed, block=block, head=head, check=check)

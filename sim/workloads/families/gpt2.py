@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear, split
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training
 
 __all__ = ["FAMILY"]
 
@@ -60,13 +60,13 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 def check(config: Config, training: Training) -> None:
     """Refuses attention dropout on a CPU, which computes attention in another way then, and unusual attention."""
     if training.backend == "cpu" and attention_drops(config):
-        raise WorkloadError(
+        raise NotCovered(
             f"attn_pdrop is {config.fraction('attn_pdrop', DROPOUT)}: attention with dropout has no fused kernel on a "
             "CPU, which the closed forms do not cover; set attn_pdrop to 0 in the config, or use tracing (--exact)"
         )
     for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         if config.flag(name, default=False):
-            raise WorkloadError(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
+            raise NotCovered(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
 
 
 FAMILY = Family(embed=embed, block=block, head=head, check=check)

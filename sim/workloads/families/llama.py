@@ -15,7 +15,7 @@ from tierplan.sim.workloads.families.ops import (
 )
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training
 
 __all__ = ["FAMILY"]
 
@@ -122,7 +122,7 @@ def check(config: Config, training: Training) -> None:
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:
-        raise WorkloadError(
+        raise NotCovered(
             f"sequence_length is {training.sequence_length}, longer than the attention window of {window}: that takes "
             "a mask, which the closed forms do not cover; use tracing (--exact)"
         )
@@ -131,7 +131,7 @@ def check(config: Config, training: Training) -> None:
         and training.dtype == "fp32"
         and config.number("num_key_value_heads", config.heads) != config.heads
     ):
-        raise WorkloadError(
+        raise NotCovered(
             "fp32 attention with grouped queries on CUDA is not covered by the closed forms; "
             "use bf16, or tracing (--exact)"
         )

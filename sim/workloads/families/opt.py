@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear, scale
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training
 
 __all__ = ["FAMILY"]
 
@@ -80,11 +80,11 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 def check(config: Config, training: Training) -> None:
     """Refuses the variants of the smallest and the 350 M models."""
     if config.number("word_embed_proj_dim", config.hidden) != config.hidden:
-        raise WorkloadError("word_embed_proj_dim differs from hidden_size, which takes tracing (--exact)")
+        raise NotCovered("word_embed_proj_dim differs from hidden_size, which takes tracing (--exact)")
     if not config.flag("do_layer_norm_before", default=True):
-        raise WorkloadError("do_layer_norm_before is false, which takes tracing (--exact)")
+        raise NotCovered("do_layer_norm_before is false, which takes tracing (--exact)")
     if config.fraction("attention_dropout", 0.0) > 0:
-        raise WorkloadError("attention_dropout is above 0, which takes tracing (--exact)")
+        raise NotCovered("attention_dropout is above 0, which takes tracing (--exact)")
 
 
 FAMILY = Family(embed=embed, block=block, head=head, check=check)

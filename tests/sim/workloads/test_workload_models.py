@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.configs import config_of
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, named_models, read_config, workload_of
-from tierplan.sim.workloads.workload import Training, Unit, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training, Unit, WorkloadError
+from tierplan.studies.defaults import load_or_trace
 
 BASE = Training(sequence_length=32)
 
@@ -115,6 +116,79 @@ def test_every_named_model_can_be_read() -> None:
         else:
             with pytest.raises(WorkloadError, match=r"--exact"):
                 load_workload(name, Training(sequence_length=128))
+
+
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800, "mistral-7b-v0.3": 7_248_023_552, "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624, "gemma-3-1b": 999_885_952, "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v2-lite": 15_706_484_224, "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}  # fmt: skip
+"""Parameters, as the model cards and the files of weights say."""
+TRACED_HERE = ("qwen3-8b", "qwen3-30b-a3b")
+
+
+QUICK = {name for name in PUBLISHED if named_models()[name]["model_type"] in SUPPORTED} | {*TRACED_HERE}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in PUBLISHED]
+)
+def test_a_model_by_name_has_its_published_size(name: str) -> None:
+    assert load_or_trace(name, Training(sequence_length=64)).num_parameters == PUBLISHED[name]
+
+
+def test_at_least_25_models_that_people_have_are_known_with_their_source() -> None:
+    sources = [str(config["source"]) for config in named_models().values() if "source" in config]
+    assert len(sources) >= 25
+    assert all(source.startswith("https://huggingface.co/") for source in sources)
+
+
+def test_a_model_of_the_hubs_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(WorkloadError, match="nor in the cache of the Hugging Face hub"):
+        load_workload("some/model", BASE)
+    folder = tmp_path / "models--some--model" / "snapshots" / "1a2b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config_of("llama")))
+    assert load_workload("some/model", BASE).units == load_workload(folder, BASE).units
+    assert load_workload("some/model", BASE).name == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt2", {"n_head": 3, "n_embd": 64}, "n_embd is 64, which n_head, 3, does not divide"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of 1 or more"),
+        ("llama", {"num_key_value_heads": 3}, "which num_key_value_heads, 3, does not divide"),
+        ("mixtral", {"vocab_size": -1}, "vocab_size is -1"),
+        ("gpt2", {"n_embd": "64"}, "n_embd is '64'; it must be a whole number"),
+    ],
+)
+def test_an_impossible_model_is_refused_by_name(
+    tmp_path: Path, family: str, change: dict[str, object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(family), **change}))
+    with pytest.raises(WorkloadError, match=message):
+        load_or_trace(str(tmp_path), BASE)
+
+
+def test_what_the_closed_forms_do_not_cover_is_traced_without_being_asked(tmp_path: Path) -> None:
+    """GPT-2's own dropout on a CPU, which has no fused attention with dropout."""
+    pytest.importorskip("transformers")
+    raw = {**config_of("gpt2"), "attn_pdrop": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    on_cpu = replace(BASE, backend="cpu")
+    with pytest.raises(NotCovered, match="attn_pdrop"):
+        load_workload(tmp_path, on_cpu)
+    assert load_or_trace(str(tmp_path), on_cpu).num_parameters == load_workload(tmp_path, BASE).num_parameters
 
 
 def test_a_folder_and_a_file_give_the_same(tmp_path: Path) -> None:
