@@ -205,6 +205,7 @@ class Chain:
         self._facts = [known[u] for u in first]
         self._num_facts = 0
         self._cells: dict[tuple[object, ...], int] = {}
+        self._cells_of: dict[tuple[object, ...], list[tuple[str, int]]] = {}
         self._drawn: dict[Terms, Drawn] = {}
         names = ("grads", "old grads", "due", "norm", "clip")
         self.cells = {name: [self._cell(name, u, 0, 0) for u in range(len(units))] for name in names}
@@ -232,7 +233,10 @@ class Chain:
         self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool
     ) -> list[tuple[str, int]]:
         """What a turn of unit u may reach for, by name and number."""
-        cells = []
+        key = (turn, u, m, flag, len(facts.spec.moved), facts.num_parts, is_vertical)
+        if (cells := self._cells_of.get(key)) is not None:
+            return cells
+        cells = self._cells_of[key] = []
         for name in turn.cells:
             names = [name.replace("#", str(flag))]
             if name.endswith("*"):

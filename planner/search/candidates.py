@@ -8,25 +8,31 @@ the clock unless the time limit is reached."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering import Lowering
+from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.milp.amounts import GB
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.steady import steady_step
+from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["Candidate", "PlanSimulator"]
 
 PlanT = TypeVar("PlanT", bound=Plan)
+OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
+"""What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 
 
@@ -39,7 +45,9 @@ class Candidate(Generic[PlanT_co]):
     why: Callable[[], str] = str
     """Says why it does not run: names and sizes, which take longer to put together than a simulation."""
     short_tier: str = ""
-    short_bytes: int = 0
+    """Kind of the tier that it has too little of."""
+    room_gb: Mapping[str, float] = field(default_factory=dict)
+    """By kind of tier: what is always free when its ops run one by one, below 0 for what they would need more."""
     wear: float = 0.0
     """What it writes to NVMe per second, over what it may for the drives to last; above 1 it has no step time."""
 
@@ -80,15 +88,20 @@ class PlanSimulator:
         self.num_simulated += 1
         if too_large := self._too_large(plan):
             return too_large
+        room_gb: dict[str, float] = {}
         try:
-            columns = self.lowering.columns(plan)
-            self.budget.ops_left -= 2 * columns.num_ops  # what the ordering costs
+            columns = self.lowering.columns(plan, refine=False)
+            room_gb = self._room_gb(columns)
+            columns = refine_columns(columns, self.machine, num_devices=plan.devices)
+            self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
             check_memory(columns)  # known for one step without simulating several
-            self.budget.ops_left -= 4 * columns.num_ops
+            self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
             step_s = steady_step(columns, self.machine).period_s
         except OutOfMemory as error:
-            short = error.wanted_bytes - error.free_bytes
-            return Candidate(plan, None, partial(self._what_is_short, plan), short_tier=error.tier, short_bytes=short)
+            kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
+            short_gb = (error.wanted_bytes - error.free_bytes) / GB
+            room_gb[kind] = min(room_gb.get(kind, 0.0), -short_gb)
+            return Candidate(plan, None, partial(self._what_is_short, plan), short_tier=kind, room_gb=room_gb)
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, partial(str, error))
@@ -100,7 +113,12 @@ class PlanSimulator:
                 "drives may take to last as long as was asked"
             )
             return Candidate(plan, None, partial(str, reason), wear=wear)
-        return Candidate(plan, step_s, wear=wear)
+        return Candidate(plan, step_s, wear=wear, room_gb=room_gb)
+
+    def _room_gb(self, columns: ScheduleColumns) -> dict[str, float]:
+        kinds = [t.kind for t in self.machine.tiers]
+        free_gb = (least_free(graph_columns(columns)) / GB).tolist()
+        return {kind: min(gb for of, gb in zip(kinds, free_gb, strict=True) if of == kind) for kind in kinds}
 
     def _what_is_short(self, plan: Plan) -> str:
         """Why a plan runs out of memory, found once more: schedules are not kept."""
@@ -139,7 +157,7 @@ class PlanSimulator:
                     plan,
                     None,
                     partial(str, reason),
-                    short_tier=tier.name,
-                    short_bytes=size - tier.capacity_bytes,
+                    short_tier=kind,
+                    room_gb={of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()},
                 )
         return None

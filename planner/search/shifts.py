@@ -27,6 +27,10 @@ ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: units[::-1],
 )
 """Which of the units that have a choice are changed first: spread over the chain, the first, the last."""
+HOLDS = {"keep": "device", "host": "host", "nvme": "nvme"}
+"""Kind of tier that holds a tensor, by the action on it."""
+MISJUDGED = 0.02
+"""By so much of a tier's capacity, estimates of what is free there may be wrong."""
 NUM_RELIEFS = 3
 """Ways to free memory that are tried for one shift."""
 
@@ -119,12 +123,10 @@ def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
                     able = {"keep": True, "recompute": own.recomputable and bool(own.slots)}.get(new, own.movable)
                     return acting(choice, problem, u, g, new) if now == old and able else None
 
-                frees = {"device": group.gb if old == "keep" else 0.0}
-                if new == "keep":
-                    frees["device"] -= group.gb
-                for tier, sign in ((old, 1.0), (new, -1.0)):
-                    if tier in ("host", "nvme"):
-                        frees[tier] = frees.get(tier, 0.0) + sign * group.gb
+                frees: dict[str, float] = {}
+                for action, sign in ((old, 1.0), (new, -1.0)):
+                    if action in HOLDS:
+                        frees[HOLDS[action]] = frees.get(HOLDS[action], 0.0) + sign * group.gb * problem.turn
                 yield Shift(f"act {g} {old} {new}", change, frees, _cost_s(problem, group.gb, group.recompute_s, new))
 
 
@@ -170,7 +172,14 @@ def descend_by_shifts(
 class _Descent:
     def __init__(self, problem: Problem, simulate_plan: PlanSimulator) -> None:
         self.problem, self.simulate_plan = problem, simulate_plan
-        self.kinds = {tier.name: tier.kind for tier in simulate_plan.machine.tiers}
+        self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
+        self.of_plan: UnitwisePlan | None = None
+        self.menu: list[Shift] = []
+        self.units: dict[str, list[int]] = {}
+        self.freeing: dict[str, list[Shift]] = {}
+        self.capacity_gb: dict[str, float] = {
+            t.kind: t.capacity_bytes / GB for t in reversed(simulate_plan.machine.tiers)
+        }
         self.gains: dict[str, float] = {}
         """By shift: what it has saved lately, in seconds."""
 
@@ -193,10 +202,10 @@ class _Descent:
                     yield best
 
     def _level(self, best: Candidate[UnitwisePlan], level: int) -> Iterator[Candidate[UnitwisePlan]]:
-        ranked = sorted(shifts(self.problem, best.plan), key=lambda s: -self.gains.get(s.name, 0.0))
+        ranked = sorted(self._menu(best.plan), key=lambda s: -self.gains.get(s.name, 0.0))
         for shift in ranked:
             for order in ORDERS:
-                while units := shift.units(best.plan):
+                while units := self._units(best.plan, shift):
                     before = best
                     for tried in self._tries(before, shift, order(units)[: max(1, len(units) >> level)]):
                         best = tried
@@ -209,21 +218,79 @@ class _Descent:
     def _tries(
         self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]
     ) -> Iterator[Candidate[UnitwisePlan]]:
-        """The shift made, and where it is short of memory, made with others that free some, until one is better."""
-        tried = self.simulate_plan(applied(best.plan, shift, units))
-        yield self._better(best, tried)
-        if tried.fits or not tried.short_tier:
-            return
-        kind = self.kinds[tried.short_tier]
-        for relief in reliefs(self.problem, best.plan, kind)[:NUM_RELIEFS]:
-            able = ORDERS[0]([u for u in relief.units(tried.plan) if u not in units])
-            num = max(1, ceil(tried.short_bytes / GB / relief.frees_gb[kind]))
-            if len(able) < num:
-                continue
-            relieved = self._better(best, self.simulate_plan(applied(tried.plan, relief, able[:num])))
-            yield relieved
-            if relieved is not best:
+        """The shift made, and where it is short of memory, made with others that free some, until one is better.
+
+        What is far too large by what it holds throughout is not simulated without such another one.
+        """
+        made, room_gb = applied(best.plan, shift, units), self._room_gb(best, shift, units)
+        short = [kind for kind, gb in room_gb.items() if gb < -MISJUDGED * self.capacity_gb[kind]]
+        if not short:
+            tried = self.simulate_plan(made)
+            yield self._better(best, tried)
+            if tried.fits or not tried.short_tier:
                 return
+            short, room_gb = [tried.short_tier], {**room_gb, **tried.room_gb}
+        if len(short) > 1:
+            return
+        kind = short[0]
+        num_tried = 0
+        for relief in self._reliefs(best.plan, kind):
+            able = ORDERS[0]([u for u in self._units(best.plan, relief) if u not in units])
+            num = max(1, ceil(-room_gb[kind] / relief.frees_gb[kind]))
+            if len(able) < num or any(
+                room_gb[of] + num * gb < -MISJUDGED * self.capacity_gb[of]
+                for of, gb in relief.frees_gb.items()
+                if gb < 0
+            ):
+                continue
+            relieved = self._better(best, self.simulate_plan(applied(made, relief, able[:num])))
+            yield relieved
+            num_tried += 1
+            if relieved is not best or num_tried == NUM_RELIEFS:
+                return
+
+    def _menu(self, plan: UnitwisePlan) -> list[Shift]:
+        """All shifts of a plan; what is known of the one before it is forgotten."""
+        if plan is not self.of_plan:
+            self.of_plan, self.menu = plan, shifts(self.problem, plan)
+            self.units, self.freeing = {}, {}
+        return self.menu
+
+    def _units(self, plan: UnitwisePlan, shift: Shift) -> list[int]:
+        self._menu(plan)
+        if shift.name not in self.units:
+            self.units[shift.name] = shift.units(plan)
+        return self.units[shift.name]
+
+    def _reliefs(self, plan: UnitwisePlan, kind: str) -> list[Shift]:
+        self._menu(plan)
+        if kind not in self.freeing:
+            self.freeing[kind] = reliefs(self.problem, plan, kind)
+        return self.freeing[kind]
+
+    def _room_gb(self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]) -> dict[str, float]:
+        """By kind of tier: what would be free of it with the shift made, as far as what is held throughout says."""
+        room_gb = dict(best.room_gb)
+        for u in units:
+            before = best.plan.units[u]
+            for choice, sign in ((before, 1.0), (shift.change(u, before) or before, -1.0)):
+                for kind, gb in self._held_gb(u, choice):
+                    room_gb[kind] = room_gb.get(kind, 0.0) + sign * gb
+        return room_gb
+
+    def _held_gb(self, u: int, choice: UnitPlan) -> tuple[tuple[str, float], ...]:
+        """What a unit holds by kind of tier: parameters, states, old gradients, activations at the end of forward."""
+        if (u, choice) not in self.held:
+            unit = self.problem.units[u]
+            parts: list[tuple[str, float]] = [(choice.params, unit.params_gb), (choice.states, unit.states_gb)]
+            if choice.late_update:
+                parts.append(("host", unit.grads_gb))
+            for group in unit.groups:
+                action = choice.action(group.slots[0]) if group.slots else choice.input
+                if action in HOLDS:
+                    parts.append((HOLDS[action], group.gb * self.problem.turn))
+            self.held[u, choice] = tuple(parts)
+        return self.held[u, choice]
 
     def _better(self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
         return tried if tried.fits and _step_s(tried) < _step_s(best) * BETTER else best

@@ -12,7 +12,7 @@ from tierplan.sim.columns import Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
-__all__ = ["ready_order"]
+__all__ = ["least_free", "ready_order"]
 
 
 @compiled
@@ -47,6 +47,17 @@ def _slack(graph: GraphColumns) -> Int64:
             if is_freed[b] and readers_left[b] == 0:
                 free_bytes[buffer_tier[b]] += held_bytes[b]
     return slack
+
+
+@compiled
+def least_free(graph: GraphColumns) -> Int64:
+    """Per tier: the least that is ever free when ops run one by one in list order; negative where they do not fit."""
+    slack = _slack(graph)
+    least = graph.capacity_bytes - graph.initial_bytes
+    for tier in range(len(least)):
+        for free_bytes in slack[tier]:
+            least[tier] = min(least[tier], free_bytes)
+    return least
 
 
 @compiled
