@@ -7,12 +7,14 @@ of their own file, and use no constant of another one.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 try:
     import numba
+    from numba.core import event
 except ImportError:
     numba = None
     warnings.warn(
@@ -23,6 +25,23 @@ except ImportError:
     )
 
 __all__ = ["compiled"]
+
+if numba is not None:
+
+    class _Announcement(event.Listener):  # type: ignore[misc]
+        """Says once that machine code is being made, which takes a while and happens once in each installation."""
+
+        is_made = False
+
+        def on_start(self, event: object) -> None:
+            if not self.is_made:
+                self.is_made = True
+                print("compiling the simulator, once, for some 20 seconds", file=sys.stderr, flush=True)
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    event.register("numba:compile", _Announcement())
 
 F = TypeVar("F", bound=Callable[..., Any])
 

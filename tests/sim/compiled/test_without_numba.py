@@ -86,3 +86,17 @@ def test_the_parser_sees_compiled_functions() -> None:
     """The test above would pass if it found none."""
     for module in (rules, readiness, graph_columns):
         assert "\n@compiled\ndef " in Path(module.__file__).read_text(encoding="utf-8")
+
+
+def test_the_first_compilation_is_announced_once(tmp_path: Path) -> None:
+    """It takes seconds without a sign of life; with machine code kept, the next process has nothing to announce."""
+    code = """
+import sys, io
+sys.stderr = io.StringIO()
+from tierplan.sim.compiled.rules import _pull
+import numpy as np
+for _ in range(2):
+    _pull(0, np.zeros(1, np.int32), np.ones(1), np.full((1, 1), 3.0), np.ones(1, np.bool_))
+print(sys.stderr.getvalue().count("compiling the simulator, once"))
+"""
+    assert [run(code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == ["1", "0"]

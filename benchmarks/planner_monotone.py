@@ -1,0 +1,174 @@
+"""Whether more of any resource ever gives a slower plan, and a wider search a worse one: random pairs of questions.
+
+    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --pairs 500     # runs what the file lacks
+    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --table docs/planner_grid.md
+
+A pair is a machine of the catalog, or a small one, with a model and a batch, and the same with more of one resource:
+memory of a tier, the rate of a stream, or all. A wider search has a longer limit, or both orders of micro-batches
+instead of one. Pair n is the same in every run: its random numbers come from n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_grid import SMALL, one_device, read, replace_part, version
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
+from tierplan.hwmodels.scaling import private_limits, with_capacity, with_faster
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.planning import plan
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
+
+MACHINES: Mapping[str, tuple[str, ...]] = {
+    "desktop-4090": ("gpt-1.3b", "gpt-6.7b", "gpt-13b"),
+    "fuyou-4090": ("gpt-6.7b", "gpt-13b", "gpt-30b"),
+    "zero-offload-v100": ("gpt-6.7b", "gpt-13b"),
+    "server-8xh100": ("gpt-6.7b", "gpt-30b"),
+    "laptop": ("gpt-0.35b", "gpt-1.3b"),
+}
+MEDIUM = SMALL | {"n_embd": 1024, "n_layer": 24, "n_positions": 1024}
+"""GPT-2 medium."""
+CONFIGS = {"gpt-1.3b": SMALL, "gpt-0.35b": MEDIUM}
+STREAMS = {
+    "drives": (NVME_READ, NVME_WRITE),
+    "link": (h2d(0), d2h(0)),
+    "compute": (compute(0),),
+    "host Adam": (HOST_ADAM,),
+}
+FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0)
+WIDER_EVERY = 4
+"""Of so many pairs, one is of searches and not of machines."""
+TIME_LIMIT_S = 10.0
+SAME = 1e-9
+CLEARLY = 1.005
+PART = "monotone"
+
+
+def question(rng: random.Random) -> tuple[str, Workload, Machine]:
+    """A model on a machine, often one where memory binds: its name, and both."""
+    name = rng.choice(list(MACHINES))
+    machine = one_device(load_machine(name, ()))
+    model, batch = rng.choice(MACHINES[name]), rng.choice((2, 4, 8, 16, 32))
+    less = {t.name: rng.choice((0.5, 0.75, 1.0)) for t in machine.tiers if t.kind != "nvme"}
+    machine = with_capacity(machine, {t.name: int(t.capacity_bytes * less.get(t.name, 1.0)) for t in machine.tiers})
+    dtype = "bf16" if "matmul_bf16_flops" in machine.stream(compute(0)).rates else "fp16"
+    training = Training(per_device_train_batch_size=batch, sequence_length=1024, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        source: str | Path = model
+        if model in CONFIGS:
+            source = Path(folder) / "config.json"
+            source.write_text(json.dumps(CONFIGS[model]))
+        return f"{model}, batch {batch}, {name} {sorted(less.values())}", load_workload(source, training), machine
+
+
+def more_of(machine: Machine, rng: random.Random) -> tuple[str, Machine]:
+    """What there is more of, and the machine with it."""
+    tiers = {t.kind: t for t in machine.tiers}
+    changes: dict[str, Callable[[float], Machine]] = {
+        f"{kind} memory": lambda by, t=tier: with_capacity(machine, {t.name: int(t.capacity_bytes * by)})  # type: ignore[misc]
+        for kind, tier in tiers.items()
+        if kind != "nvme"
+    }
+    for name, streams in STREAMS.items():
+        if all(any(s.name == stream for s in machine.streams) for stream in streams):
+            names = {*streams, *private_limits(machine, streams)}
+            changes[name] = lambda by, names=names: with_faster(machine, names=names, factor=by)  # type: ignore[misc]
+    what, by = rng.choice(list(changes)), rng.choice(FACTORS)
+    return f"{what} x {by}", changes[what](by)
+
+
+def pair(number: int, time_limit_s: float) -> dict[str, Any]:
+    """Both steps of one pair; None where nothing fits."""
+    rng = random.Random(number)
+    name, workload, machine = question(rng)
+    asked: dict[str, Any] = {"time_limit_s": time_limit_s}
+    more: dict[str, Any] = dict(asked)
+    better = machine
+    if number % WIDER_EVERY == 0:
+        what = rng.choice(("time", "orders", "policies"))
+        if what == "time":
+            asked["time_limit_s"] = time_limit_s * rng.choice((0.1, 0.3, 0.7))
+        elif what == "orders":
+            asked["orders"] = (rng.choice(("horizontal", "vertical")),)
+        else:
+            asked["policies"] = ()
+        what = f"wider search: {what}"
+    else:
+        what, better = more_of(machine, rng)
+    started = time.process_time()
+    steps_s = [step_s(workload, machine, asked), step_s(workload, better, more)]
+    return {
+        "number": number,
+        "question": name,
+        "more": what,
+        "less_s": steps_s[0],
+        "more_s": steps_s[1],
+        "computed_s": time.process_time() - started,
+        "version": version(),
+        "time_limit_s": time_limit_s,
+    }
+
+
+def step_s(workload: Workload, machine: Machine, asked: Mapping[str, Any]) -> float | None:
+    try:
+        return plan(workload, machine, **asked).step_s
+    except InfeasiblePlan:
+        return None
+
+
+def ratio(record: Mapping[str, Any]) -> float:
+    """The step with more over the step with less: above 1, more was worse."""
+    less_s, more_s = record["less_s"], record["more_s"]
+    if less_s is None:
+        return 0.0 if more_s is not None else 1.0
+    return float("inf") if more_s is None else float(more_s / less_s)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    lines = [
+        "| more of | pairs | slower | by over 0.5 % | at most by |",
+        "|---|---|---|---|---|",
+    ]
+    kinds: dict[str, list[float]] = {}
+    for r in records:
+        kinds.setdefault(r["more"].split(" x ")[0], []).append(ratio(r))
+    kinds = dict(sorted(kinds.items())) | {"all": [ratio(r) for r in records]}
+    for kind, ratios in kinds.items():
+        worse = [x for x in ratios if x > 1 + SAME]
+        most = f"{max(worse) - 1:.1%}" if worse else ""
+        lines.append(f"| {kind} | {len(ratios)} | {len(worse)} | {sum(x > CLEARLY for x in worse)} | {most} |")
+    return "\n".join([*lines, "", f"Version {', '.join(sorted({r['version'] for r in records}))}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--pairs", type=int, default=500, metavar="N")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of each search")
+    parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
+    args = parser.parse_args()
+    if args.table:
+        replace_part(args.table, PART, table(read(args.results)))
+        return
+    known = {record["number"] for record in read(args.results)}
+    for number in range(args.pairs):
+        if number not in known:
+            record = pair(number, args.time_limit)
+            with args.results.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{number}: {record['question']}: {record['more']}: {ratio(record):.4f}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
