@@ -56,7 +56,7 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine is guessed; everything else is real."""
     monkeypatch.setattr(campaign_run, "measure_description", lambda *args, **kwargs: None)
     monkeypatch.setattr(campaign_run, "write_description", lambda description: "")
-    monkeypatch.setattr(campaign_run, "build", lambda description: guessed_machine())
+    monkeypatch.setattr(campaign_run, "build_machine", lambda description: guessed_machine())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
