@@ -36,7 +36,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.analysis.completion import check_memory
-from tierplan.sim.analysis.steady import SteadyStep, steady_step
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute
@@ -64,10 +64,10 @@ def plan_of_gpt3(machine: Machine) -> tuple[Lowering, UnitwisePlan]:
     return Lowering(workload, machine), UnitwisePlan(policy="benchmark", units=units)
 
 
-def steady_of(columns: ScheduleColumns, machine: Machine) -> SteadyStep:
+def steady_of(columns: ScheduleColumns, machine: Machine) -> SteadyState:
     """What the search asks of a candidate."""
     check_memory(columns)
-    return steady_step(columns, machine)
+    return steady_state(columns, machine)
 
 
 COLD = """

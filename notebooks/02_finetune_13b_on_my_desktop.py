@@ -48,7 +48,7 @@ print("what the bound rests on:", {name: f"{part:.0%}" for name, part in planned
 
 # %%
 hours = 3 * 10e6 / (tokens / planned.step_s) / 3600
-peaks = {tier: f"{peak / 1e9:.1f} GB" for tier, peak in planned.steady.trace.peak_bytes.items()}
+peaks = {tier: f"{peak / 1e9:.1f} GB" for tier, peak in planned.steady.peak_bytes.items()}
 print(f"{hours:.0f} hours; peaks {peaks}")
 
 # %% [markdown]
@@ -59,5 +59,5 @@ fitting = {name: p.step_s for name, p in found.items() if p.fits}
 assert "in-memory" not in fitting
 assert "zero-offload" not in fitting
 assert planned.lower_bound_s <= planned.step_s <= 1.0001 * min(fitting.values())
-assert planned.steady.trace.peak_bytes["nvme"] > 100e9
+assert planned.steady.peak_bytes["nvme"] > 100e9
 assert hours < 24 * 7

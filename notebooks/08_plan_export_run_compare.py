@@ -57,7 +57,7 @@ def machine(device_mib):
 
 from tierplan.planner.prediction import predict
 
-plain = predict("in-memory", workload, machine(1000)).steady.trace.peak_bytes["gpu0"]
+plain = predict("in-memory", workload, machine(1000)).steady.peak_bytes["gpu0"]
 device_mib = int(0.5 * plain / MIB)
 print(f"plain training takes {plain / MIB:.0f} MiB on the device; it gets {device_mib} MiB, and host memory 12 MiB")
 
@@ -67,7 +67,7 @@ tp.save_schedule(planned.schedule, "plan.json")
 schedule = tp.load_schedule("plan.json")
 print(
     f"{len(schedule.ops)} ops; predicted peaks",
-    {tier: f"{size / MIB:.1f} MiB" for tier, size in planned.steady.trace.peak_bytes.items()},
+    {tier: f"{size / MIB:.1f} MiB" for tier, size in planned.steady.peak_bytes.items()},
 )
 
 # %%

@@ -285,15 +285,11 @@ class _Loop:
         self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, PolicyResult], status: Status
     ) -> PlanResult:
         assert best.step_s is not None
-        schedule = self.simulate_plan.lowering.columns(best.plan).schedule()
-        steady = steady_state(schedule, self.machine)
-        assert steady.period_s == best.step_s, "SimPy and the compiled engine disagree"
+        columns = self.simulate_plan.lowering.columns(best.plan)
+        steady = steady_state(columns, self.machine)
         is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
         return PlanResult(
-            plan=best.plan,
-            schedule=schedule,
-            steady=steady,
-            step_s=best.step_s,
+            prediction=predicted(best.plan, columns, steady, self.workload, self.machine),
             lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
             solve_s=self.bound_s + self.from_program.solve_s,
             total_s=time.perf_counter() - self.started,
@@ -306,5 +302,4 @@ class _Loop:
             seed=self.seed,
             notes=tuple(self.notes),
             milp_gap=self.from_program.milp_gap,
-            prediction=predicted(best.plan, schedule, steady, self.workload, self.machine),
         )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import lower
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
@@ -26,6 +26,7 @@ from tierplan.sim.analysis.explain import (
     time_on_path,
 )
 from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
@@ -57,7 +58,8 @@ class Prediction:
     machine: str
     plan: Plan | None
     """None where the policy has no plan for this workload and machine."""
-    schedule: Schedule | None = None
+    columns: ScheduleColumns | None = field(default=None, repr=False)
+    """One step of the schedule, as numbers."""
     steady: SteadyState | None = None
     shortage: MemoryShortage | None = None
     why_not: str = ""
@@ -86,6 +88,11 @@ class Prediction:
         return None if self.steady is None else self.steady.period_s
 
     @cached_property
+    def schedule(self) -> Schedule | None:
+        """One step of the plan; None where there is no plan."""
+        return None if self.columns is None else self.columns.schedule()
+
+    @cached_property
     def critical_path_s(self) -> Mapping[str, float]:
         """Seconds of one step's critical path by stream, the longest first: what the step time is made of."""
         if self.steady is None:
@@ -96,9 +103,9 @@ class Prediction:
     @cached_property
     def limits(self) -> tuple[Sensitivity, ...]:
         """What each stream, shared limit, part and memory would save if it were twice as good, most first."""
-        if self.hardware is None or self.schedule is None:
+        if self.hardware is None or self.columns is None:
             return ()
-        return sensitivities(self.schedule, self.hardware)
+        return sensitivities(self.columns, self.hardware)
 
     @property
     def limited_by(self) -> str:
@@ -116,7 +123,7 @@ class Prediction:
 
     def record(self) -> dict[str, object]:
         """The prediction as JSON values."""
-        moved = {} if self.schedule is None or not self.fits else self.schedule.bytes_moved()
+        moved = {} if self.columns is None or not self.fits else self.columns.bytes_moved()
         record: dict[str, object] = {
             "policy": self.policy,
             "model": self.model,
@@ -126,7 +133,7 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "tflops_8nd": self.tflops_8nd,
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
-            "peak_bytes": {} if self.steady is None else dict(self.steady.trace.peak_bytes),
+            "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "bytes": moved,
             "limited_by": self.limited_by or None,
             "limits": [asdict(limit) for limit in self.limits],
@@ -173,27 +180,29 @@ def predict(
 def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction:
     """The prediction for a plan, in steady state. That it does not fit is an answer, not an error."""
     base = _facts(plan, workload, machine)
-    schedule: Schedule | None = None
+    columns: ScheduleColumns | None = None
     try:
-        schedule = lower(plan, workload, machine)
-        steady = steady_state(schedule, machine)
+        columns = Lowering(workload, machine).columns(plan)
+        steady = steady_state(columns, machine)
     except OutOfMemory as error:
         shortage = MemoryShortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes)
-        return Prediction(**base, schedule=schedule, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
+        return Prediction(**base, columns=columns, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]
-    return predicted(plan, schedule, steady, workload, machine)
+    return predicted(plan, columns, steady, workload, machine)
 
 
-def predicted(plan: Plan, schedule: Schedule, steady: SteadyState, workload: Workload, machine: Machine) -> Prediction:
+def predicted(
+    plan: Plan, columns: ScheduleColumns, steady: SteadyState, workload: Workload, machine: Machine
+) -> Prediction:
     """The prediction for a plan whose schedule has been simulated already, as the planner's has."""
     return Prediction(
         **_facts(plan, workload, machine),  # type: ignore[arg-type]
-        schedule=schedule,
+        columns=columns,
         steady=steady,
-        utilization=busy_fracs(schedule, machine, steady.period_s),
+        utilization=busy_fracs(columns, machine, steady.period_s),
         hardware=machine,
-        lifetime_s=lifetime_s(machine, written_bytes(schedule), steady.period_s),
+        lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
 
 

@@ -33,11 +33,8 @@ class PolicyResult:
 class PlanResult:
     """The best plan found, with its schedule, its step time, and how much better any other could be."""
 
-    plan: Plan
-    schedule: Schedule
-    steady: SteadyState
-    step_s: float
-    """Simulated, in steady state."""
+    prediction: Prediction
+    """The plan in the figures that all commands show: its step time, what limits it, how long the drives last."""
     lower_bound_s: float
     solve_s: float
     """Seconds in solvers."""
@@ -54,8 +51,27 @@ class PlanResult:
     notes: tuple[str, ...] = field(default=())
     milp_gap: float | None = None
     """How far whole actions were above the bound of the program without integers; None where that was not solved."""
-    prediction: Prediction
-    """The same plan in the figures that all commands show: what limits it, how long the drives last."""
+
+    @property
+    def plan(self) -> Plan:
+        assert self.prediction.plan is not None
+        return self.prediction.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """One step, in objects."""
+        assert self.prediction.schedule is not None
+        return self.prediction.schedule
+
+    @property
+    def steady(self) -> SteadyState:
+        assert self.prediction.steady is not None
+        return self.prediction.steady
+
+    @property
+    def step_s(self) -> float:
+        """Simulated, in steady state."""
+        return self.steady.period_s
 
     @property
     def limited_by(self) -> str:

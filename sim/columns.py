@@ -123,10 +123,21 @@ class ScheduleColumns:
     def bytes_moved(self) -> dict[str, int]:
         """As `Schedule.bytes_moved`."""
         moved: dict[str, int] = {}
-        for work, num in zip(self.works, np.bincount(self.op_work, minlength=len(self.works)).tolist(), strict=True):
-            if "bytes" in work.amounts and num:
+        for work, num in self.counted_works():
+            if "bytes" in work.amounts:
                 moved[work.stream] = moved.get(work.stream, 0) + num * int(work.amounts["bytes"])
         return moved
+
+    def counted_works(self) -> list[tuple[Work, int]]:
+        """What ops do, and how many do it."""
+        counts = np.bincount(self.op_work, minlength=len(self.works)).tolist()
+        return [(work, num) for work, num in zip(self.works, counts, strict=True) if num]
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """As `Schedule.streams`."""
+        used, first = np.unique(self.op_work, return_index=True)
+        return tuple(dict.fromkeys(self.works[w].stream for w in used[np.argsort(first)].tolist()))
 
     def reordered(self, order: Int32) -> ScheduleColumns:
         """The same ops listed in another order: op `order[k]` at place k."""

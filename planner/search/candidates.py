@@ -21,7 +21,7 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, Unitwise
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
-from tierplan.sim.analysis.steady import steady_step
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import least_free
@@ -96,7 +96,7 @@ class PlanSimulator:
             self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
             check_memory(columns)  # known for one step without simulating several
             self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
-            step_s = steady_step(columns, self.machine).period_s
+            step_s = steady_state(columns, self.machine).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
             short_gb = (error.wanted_bytes - error.free_bytes) / GB
@@ -125,7 +125,7 @@ class PlanSimulator:
         columns = self.lowering.columns(plan)
         try:
             check_memory(columns)
-            steady_step(columns, self.machine)
+            steady_state(columns, self.machine)
         except OutOfMemory as error:
             # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
             return error.what

@@ -17,8 +17,8 @@ import networkx as nx
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
-from tierplan.sim.analysis.steady import SteadyStep, steady_step
-from tierplan.sim.columns import columns_of
+from tierplan.sim.analysis.steady import Repetition, steady_state
+from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
@@ -261,7 +261,9 @@ def limited_by(tried: Sequence[Sensitivity]) -> str:
     return tried[0].name if tried and tried[0].gain_frac >= LEAST_GAIN_FRAC else NOTHING
 
 
-def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 2.0) -> tuple[Sensitivity, ...]:
+def sensitivities(
+    schedule: Schedule | ScheduleColumns, machine: Machine, *, factor: float = 2.0
+) -> tuple[Sensitivity, ...]:
     """What limits this schedule: each stream, shared limit, part and memory, the largest gain first.
 
     Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
@@ -271,11 +273,11 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 2.0) 
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
-    columns = columns_of(schedule)
-    now = steady_step(columns, machine)
-    busy = busy_fracs(schedule, machine, now.period_s)
+    columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
+    now = steady_state(columns, machine)
+    busy = busy_fracs(columns, machine, now.period_s)
     alike: dict[str, set[str]] = {}
-    for stream in schedule.streams:
+    for stream in columns.streams:
         alike.setdefault(_on_any_device(stream, machine.num_devices), set()).add(stream)
     cases: list[tuple[Literal["stream", "limit", "part"], str, set[str]]] = []
     cases += [("stream", name, streams) for name, streams in alike.items()]
@@ -289,13 +291,13 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 2.0) 
         cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
     tried = []
     for kind, name, changed in cases:
-        step_s = steady_step(columns, with_faster(machine, changed, factor)).period_s
+        step_s = steady_state(columns, with_faster(machine, changed, factor)).period_s
         busiest = max((busy.get(n, 0.0) for n in changed), default=0.0)
         tried.append(Sensitivity(name=name, kind=kind, busy_frac=busiest, step_s=step_s, gain_frac=_gain(now, step_s)))
     for tier in columns.tiers:
         larger = replace(tier, capacity_bytes=int(tier.capacity_bytes * factor))
         tiers = tuple(larger if t is tier else t for t in columns.tiers)
-        step_s = steady_step(replace(columns, tiers=tiers), machine).period_s
+        step_s = steady_state(replace(columns, tiers=tiers), machine).period_s
         full = now.peak_bytes.get(tier.name, 0) / max(tier.capacity_bytes, 1)
         gain = _gain(now, step_s)
         tried.append(
@@ -304,15 +306,15 @@ def sensitivities(schedule: Schedule, machine: Machine, *, factor: float = 2.0) 
     return tuple(sorted(tried, key=lambda s: -s.gain_frac))
 
 
-def busy_fracs(schedule: Schedule, machine: Machine, step_s: float) -> dict[str, float]:
+def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dict[str, float]:
     """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it."""
     seconds: dict[str, float] = {}
     limits = machine.limits
-    for op in schedule.ops:
-        cost = machine.cost(op.stream, op.work)
-        seconds[op.stream] = seconds.get(op.stream, 0.0) + cost.alone_s
+    for work, num in columns.counted_works():
+        cost = machine.cost(work.stream, work.amounts)
+        seconds[work.stream] = seconds.get(work.stream, 0.0) + num * cost.alone_s
         for limit, per_s in cost.demand.items():
-            seconds[limit] = seconds.get(limit, 0.0) + per_s * cost.work_s / limits[limit]
+            seconds[limit] = seconds.get(limit, 0.0) + num * per_s * cost.work_s / limits[limit]
     return {name: busy / step_s for name, busy in seconds.items() if busy > 0}
 
 
@@ -322,5 +324,5 @@ def _on_any_device(stream: str, num_devices: int) -> str:
     return stream if num_devices == 1 or name.device is None else f"gpu*.{name.task}"
 
 
-def _gain(now: SteadyStep, step_s: float) -> float:
+def _gain(now: Repetition, step_s: float) -> float:
     return 1.0 - step_s / now.period_s if now.period_s else 0.0

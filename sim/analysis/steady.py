@@ -8,19 +8,20 @@ step, as in the step before (or two or three steps before: a delayed update may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.sim.columns import Int64, ScheduleColumns, columns_of, unroll
+from tierplan.sim.columns import Int64, ScheduleColumns, collector_paused, columns_of
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
-__all__ = ["Repetition", "SteadyState", "SteadyStep", "steady_state", "steady_step"]
+__all__ = ["Repetition", "SteadyState", "steady_state"]
 
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
@@ -60,65 +61,76 @@ class Repetition:
         return (self.step_ends_s[first - 1] if first > 0 else 0.0, self.step_ends_s[last])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SteadyState(Repetition):
-    """The steps that repeat, with all that happened."""
+    """The steps that repeat. Schedule and trace are made when they are first asked for."""
 
-    trace: Trace
-    """All simulated steps; the ops of step k are `sk/...`."""
-    schedule: Schedule
-    """What the trace executed: the schedule, unrolled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteadyStep(Repetition):
-    """The steps that repeat, in numbers only."""
-
+    columns: ScheduleColumns = field(repr=False, compare=False)
+    """The simulated steps in one; the ops of step k are `sk/...`."""
     peak_bytes: Mapping[str, int]
     """By tier, over all simulated steps."""
+    trace_of: Callable[[Schedule], Trace] = field(repr=False, compare=False)
+    """Simulates `schedule`."""
+
+    @property
+    def capacity_bytes(self) -> dict[str, int]:
+        """By tier."""
+        return {tier.name: tier.capacity_bytes for tier in self.columns.tiers}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What the trace executed: the schedule, unrolled."""
+        with collector_paused():
+            return self.columns.schedule()
+
+    @cached_property
+    def trace(self) -> Trace:
+        """All simulated steps, by SimPy."""
+        return self.trace_of(self.schedule)
 
 
 def steady_state(
-    schedule: Schedule,
+    schedule: Schedule | ScheduleColumns,
     machine: Machine,
     *,
     num_steps: int = 4,
-    simulate: Callable[[Schedule, Machine], Trace] = simulate_on,
+    simulate: Callable[[Schedule, Machine], Trace] | None = None,
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
 
-    Simulates `num_steps` steps (3 or more), and twice as many, up to `MAX_STEPS`, while no repetition is found.
+    Simulates `num_steps` steps (3 or more), and twice as many, up to `MAX_STEPS`, while no repetition is found. By the
+    compiled engine; or by `simulate`, where ops cost something else than the machine says.
 
     Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
     `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still
     holds.
     """
-    if not schedule.ops:
-        raise ValueError(f"schedule {schedule.name!r} has no ops; nothing repeats")
-    if simulate is simulate_on:  # the compiled engine finds out how many steps it takes, so SimPy runs once
-        num_steps = steady_step(columns_of(schedule), machine, num_steps=num_steps).num_steps
-    for steps in _tries(num_steps):
-        unrolled = unroll(schedule, steps)
-        trace = simulate(unrolled, machine)
-        spans = trace.by_key()
-        times = np.array([(spans[op.key].start_ns, spans[op.key].end_ns) for op in unrolled.ops], np.int64)
-        repetition = _repetition(times[:, 0], times[:, 1], steps, machine)
-        if repetition.is_periodic:
-            break
-    return SteadyState(**_fields(repetition), trace=trace, schedule=unrolled)
-
-
-def steady_step(columns: ScheduleColumns, machine: Machine, *, num_steps: int = 4) -> SteadyStep:
-    """As `steady_state`, in numbers only, by the compiled engine. Raises what that raises."""
+    columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
+    trace_of: Callable[[Schedule], Trace] = partial(simulate_on, machine=machine)
     for steps in _tries(num_steps):
-        execution = simulate_columns(columns.unrolled(steps), machine)
-        repetition = _repetition(execution.start_ns, execution.end_ns, steps, machine)
+        unrolled = columns.unrolled(steps)
+        if simulate is None:
+            execution = simulate_columns(unrolled, machine)
+            start_ns, end_ns = execution.start_ns, execution.end_ns
+            peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
+        else:
+            executed = unrolled.schedule()
+            trace = simulate(executed, machine)
+            spans = trace.by_key()
+            times = np.array([(spans[op.key].start_ns, spans[op.key].end_ns) for op in executed.ops], np.int64)
+            start_ns, end_ns = times[:, 0], times[:, 1]
+            peak_bytes = dict(trace.peak_bytes)
+            trace_of = partial(_known, trace)
+        repetition = _repetition(start_ns, end_ns, steps, machine)
         if repetition.is_periodic:
             break
-    peaks = zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True)
-    return SteadyStep(**_fields(repetition), peak_bytes=dict(peaks))
+    return SteadyState(**_fields(repetition), columns=unrolled, peak_bytes=peak_bytes, trace_of=trace_of)
+
+
+def _known(trace: Trace, _: Schedule) -> Trace:
+    return trace
 
 
 def _tries(num_steps: int) -> Iterator[int]:
@@ -131,7 +143,7 @@ def _tries(num_steps: int) -> Iterator[int]:
 
 
 def _fields(repetition: Repetition) -> dict[str, Any]:
-    return {f.name: getattr(repetition, f.name) for f in fields(repetition)}
+    return {f.name: getattr(repetition, f.name) for f in fields(Repetition)}
 
 
 def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> Repetition:

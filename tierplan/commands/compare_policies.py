@@ -86,7 +86,7 @@ def policy_table(predictions: Sequence[Prediction]) -> str:
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
         if p.step_s is None or p.steady is None:
             continue
-        peak = p.steady.trace.peak_bytes
+        peak = p.steady.peak_bytes
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"

@@ -91,9 +91,8 @@ def text_of(prediction: Prediction) -> str:
     from tierplan.studies.answer import limit_rows, limited_text
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
-    if prediction.step_s is None or prediction.steady is None or prediction.schedule is None:
+    if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
         return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
-    trace = prediction.steady.trace
     rows = [
         ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
         ("limited by", limited_text(prediction.limits)),
@@ -105,10 +104,10 @@ def text_of(prediction: Prediction) -> str:
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
     ]
     rows += [
-        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(trace.capacity_bytes[tier])}")
-        for tier, peak in trace.peak_bytes.items()
+        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")
+        for tier, peak in prediction.steady.peak_bytes.items()
     ]
-    rows += [(f"moved {stream}", format_bytes(size)) for stream, size in prediction.schedule.bytes_moved().items()]
+    rows += [(f"moved {stream}", format_bytes(size)) for stream, size in prediction.columns.bytes_moved().items()]
     if prediction.lifetime_s is not None:
         rows.append(
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")

@@ -61,7 +61,7 @@ def answer_lines(best: BestPlan) -> list[str]:
     """The best plan for people, in 80 columns."""
     result, p = best.result, best.result.prediction
     assert p.step_s is not None
-    capacity = result.steady.trace.capacity_bytes
+    capacity = result.steady.capacity_bytes
     peaks = [
         f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}" for tier, peak in _peaks(result) if peak > 0
     ]
@@ -110,7 +110,7 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
 
 
 def _peaks(result: PlanResult) -> list[tuple[str, int]]:
-    return list(result.steady.trace.peak_bytes.items())
+    return list(result.steady.peak_bytes.items())
 
 
 def _policy_lines(result: PlanResult) -> list[str]:

@@ -86,7 +86,7 @@ def raise_capacities(plan: Plan, workload: Workload, machine: Machine) -> tuple[
 def peak_bytes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> int:
     """The most that the plan's schedule holds in `tier` in steady state on `machine`."""
     _, _, steady = raise_capacities(plan, workload, machine)
-    return steady.trace.peak_bytes[tier]
+    return steady.peak_bytes[tier]
 
 
 def _completes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> bool:

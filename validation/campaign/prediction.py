@@ -37,7 +37,7 @@ def predict_run(run: Run, workload: Workload, machine: Machine) -> RunPrediction
         # Sub-batches would run at sizes that were not profiled. Without "vertical", micro-batches are not cut.
         orders = ("horizontal",) if run.accumulation == 1 else ("horizontal", "vertical")
         planned = plan(workload, machine, orders=orders, **dict(run.options))  # type: ignore[arg-type]
-        held = planned.steady.trace.peak_bytes
+        held = planned.steady.peak_bytes
         schedule = with_room(planned.schedule, {tier: held[tier] for tier in (DEVICE, HOST)})
         steady = steady_state(schedule, machine)
         return RunPrediction(workload=workload, machine=machine, schedule=schedule, steady=steady)

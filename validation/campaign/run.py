@@ -303,7 +303,7 @@ def _with_comparison(artifact: Artifact, campaign: Campaign, predicted: RunPredi
         capacity_bytes={t.name: t.capacity_bytes for t in predicted.schedule.tiers},
         measured_steps_s=comparison.measured_steps_s,
         warmup_steps=comparison.warmup_steps,
-        predicted_peak_bytes=dict(predicted.steady.trace.peak_bytes),
+        predicted_peak_bytes=dict(predicted.steady.peak_bytes),
         measured_peak_bytes=dict(result.peak_bytes),
         predicted_bytes=predicted.schedule.bytes_moved(),
         measured_bytes=per_step,

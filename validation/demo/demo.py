@@ -142,7 +142,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     """
     roomy = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
     choice = POLICIES["in-memory"](workload, roomy, {})
-    in_memory = steady_state(lower(choice, workload, roomy), roomy).trace.peak_bytes[DEVICE]
+    in_memory = steady_state(lower(choice, workload, roomy), roomy).peak_bytes[DEVICE]
     machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
     streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
     others = replace(streamed, acts="keep")

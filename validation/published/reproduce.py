@@ -288,7 +288,7 @@ def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
     settings = json.loads(scenario)
     machine = _machine(settings)
     prediction = predict(settings["policy"], _workload(settings), machine, settings.get("options"))
-    if prediction.schedule is None or not prediction.fits:
+    if not prediction.fits or prediction.schedule is None:
         return prediction, {}
     trace = simulate_on(prediction.schedule, machine)
     forward_end_s = min(s.start_ns for s in trace.spans if parse_key(s.key).verb in ("recompute", "bwd")) / 1e9

@@ -22,7 +22,7 @@ def beside_keeping(machine: str, batch: int, *changes: str) -> tuple[Prediction,
 
 def peak_bytes(prediction: Prediction) -> int:
     assert prediction.steady is not None
-    return prediction.steady.trace.peak_bytes["gpu0"]
+    return prediction.steady.peak_bytes["gpu0"]
 
 
 def step_s(prediction: Prediction) -> float:

@@ -179,6 +179,6 @@ def test_the_campaign_for_a_gpu_fits_the_machine_that_it_asks_for() -> None:
                 )
                 workload = trace_config(group.name, group.model_config(run.blocks), training)
                 assert workload.num_parameters > 2.5e9
-                peaks = predict_run(run, workload, machine).steady.trace.peak_bytes
+                peaks = predict_run(run, workload, machine).steady.peak_bytes
                 most = {tier: max(size, peaks[tier]) for tier, size in most.items()}
     assert all(0.5 * has[tier] < size <= has[tier] for tier, size in most.items()), most
