@@ -7,13 +7,21 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 
-__all__ = ["with_capacity", "with_demand", "with_faster", "with_rate_factors"]
+__all__ = ["with_ample_memory", "with_capacity", "with_demand", "with_faster", "with_rate_factors"]
+
+
+AMPLE_BYTES = 1 << 50
 
 
 def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
     """The machine with other capacities, by tier."""
     tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
     return replace(machine, tiers=tiers)
+
+
+def with_ample_memory(machine: Machine) -> Machine:
+    """The machine with more memory in each tier than any plan needs."""
+    return with_capacity(machine, {tier.name: AMPLE_BYTES for tier in machine.tiers})
 
 
 def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:

@@ -15,15 +15,13 @@ from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["AMPLE_BYTES", "ROOM", "capacity_for", "peak_bytes", "raise_capacities", "with_room"]
+__all__ = ["ROOM", "capacity_for", "peak_bytes", "raise_capacities", "with_room"]
 
 ROOM = 1.02
 """A budget over the least capacity that suffices."""
 PRECISION = 0.01
 """Of the least capacity, relative."""
 MAX_RAISES = 40
-AMPLE_BYTES = 1 << 50
-"""More capacity than any plan needs."""
 
 
 def with_room(schedule: Schedule, peak_bytes: Mapping[str, int], room: float = ROOM) -> Schedule:

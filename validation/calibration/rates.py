@@ -66,7 +66,7 @@ def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, 
         samples: dict[str, list[_Sample]] = {}
         predicted_contention_s = -alone_s
         for (schedule, op_s), steps in zip(measured, unrolled, strict=True):
-            predicted_ns = cut_predicted(simulate_on(steps, machine)).median_ns()
+            predicted_ns = cut_predicted(simulate_on(steps, machine)).ns_by_key()
             for op in schedule.ops:
                 if op.kind in COMPUTATIONS and len(schedule.streams) > 1:
                     predicted_contention_s += predicted_ns[op.key] / 1e9

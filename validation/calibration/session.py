@@ -15,7 +15,7 @@ from statistics import median
 from types import TracebackType
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.measure.units import profile_workload
@@ -26,7 +26,7 @@ from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation.calibration.budgets import AMPLE_BYTES, with_room
+from tierplan.validation.calibration.budgets import with_room
 from tierplan.validation.calibration.calibration import Calibration, calibrate
 from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
@@ -68,7 +68,7 @@ class CalibrationSession:
     def run(self) -> Calibration:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
         machine = without_compute_latency(self.machine)
-        ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+        ample = with_ample_memory(machine)
         workload = profile_workload(
             trace_config("calibration model", self.config, self.training),
             seeded_model(self.config, self.training),

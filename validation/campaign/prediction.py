@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.budgets import AMPLE_BYTES, capacity_for, peak_bytes, raise_capacities, with_room
+from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
 from tierplan.validation.campaign.spec import Run
 
 __all__ = ["RunPrediction", "predict_run"]
@@ -41,7 +41,7 @@ def predict_run(run: Run, workload: Workload, machine: Machine) -> RunPrediction
         schedule = with_room(planned.schedule, {tier: held[tier] for tier in (DEVICE, HOST)})
         steady = steady_state(schedule, machine)
         return RunPrediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
-    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    ample = with_ample_memory(machine)
     decided = decide(run.policy, workload, ample, run.options)
     budgets: dict[str, int] = {}
     for tier, level in ((DEVICE, run.device), (HOST, run.host)):
@@ -52,7 +52,7 @@ def predict_run(run: Run, workload: Workload, machine: Machine) -> RunPrediction
 
 def _planner_budgets(run: Run, workload: Workload, machine: Machine) -> Machine:
     """The machine with budgets that are fractions of the device memory that plain training takes."""
-    ample = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    ample = with_ample_memory(machine)
     plain_bytes = peak_bytes(DEVICE, decide("in-memory", workload, ample, {}), workload, ample)
     budgets: dict[str, int] = {}
     for tier, level in ((DEVICE, run.device), (HOST, run.host)):

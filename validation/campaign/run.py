@@ -326,11 +326,7 @@ def _training(group: Group, run: Run, device: str) -> Training:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "tierplan": __version__,
-        **versions(),
-        "Python": platform.python_version(),
-    }
+    return {"tierplan": __version__, **versions(), "Python": platform.python_version()}
 
 
 def _machine_name(device: str) -> str:

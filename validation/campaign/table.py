@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.resources import files
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
@@ -44,27 +45,7 @@ def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
 
 def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
     """The whole page. Errors are predicted / measured - 1."""
-    parts = [
-        "# Predicted and then run",
-        "",
-        "This page is generated: `tierplan validate --table ARTIFACTS -o docs/campaign.md`. Do not edit it.",
-        "",
-        "Every row was predicted, and then trained by the runtime on the same machine. Before each group of rows,",
-        "the machine was measured, and a calibration model of three blocks, a depth that no row has, was trained",
-        "under six plans. This calibration run gives the times of the model's parts, the rates and latencies of",
-        "streams inside a step, contention, and dispatch latency. So all but one number was known before a row was",
-        "trained: the slowdown, which is how slow the machine is while the row is trained.",
-        "",
-        "Each row was trained in turns, alternating with the other rows of its group where the campaign says so.",
-        "Right before each turn the calibration model made a step with everything in memory, which gives the",
-        "slowdown. A row's prediction is for the median slowdown over the turns of all rows that alternated with",
-        "it. Intervals are as wide as predictions of the calibration plans were off, each made from the other",
-        "plans alone. Nothing was fitted to the rows.",
-        "",
-        "Rows without an answer and rows that were not run count against the figures. An error is `predicted /",
-        "measured - 1`: below zero, the run was slower than predicted.",
-        "",
-    ]
+    parts = [files("tierplan.validation.campaign").joinpath("head.md").read_text(encoding="utf-8")]
     parts += [f"- {line}" for line in summary_lines(artifacts)]
     parts += [
         "",

@@ -11,7 +11,7 @@ from tierplan.sim.analysis.explain import StreamTime, times_in_windows
 from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
-__all__ = ["mean_ns", "mean_stream_times", "overlap_ns", "split_difference"]
+__all__ = ["mean_stream_times", "overlap_ns", "split_difference"]
 
 
 def split_difference(
@@ -79,15 +79,6 @@ def _worked_until(edges: np.ndarray, done: np.ndarray, at_ns: float) -> float:
     k = int(np.searchsorted(edges, at_ns, side="right"))
     before = float(done[k // 2 - 1]) if k >= 2 else 0.0
     return before + (at_ns - float(edges[k - 1]) if k % 2 else 0.0)
-
-
-def mean_ns(steps: Steps) -> dict[str, float]:
-    """Mean duration over the steady steps, by key."""
-    total: dict[str, float] = {}
-    for k in steps.steady:
-        for key, span in steps.spans[k].items():
-            total[key] = total.get(key, 0.0) + span.duration_ns
-    return {key: ns / len(steps.steady) for key, ns in total.items()}
 
 
 def mean_stream_times(steps: Steps) -> dict[str, StreamTime]:

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.validation.comparison.attribution import Contribution, attribute
-from tierplan.validation.comparison.causes import mean_ns, mean_stream_times, overlap_ns, split_difference
+from tierplan.validation.comparison.causes import mean_stream_times, overlap_ns, split_difference
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
 __all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "TierComparison", "compare"]
@@ -204,7 +205,7 @@ def compare(
             stream: Pair(moved, None if moved_bytes is None else moved_bytes.get(stream, 0))
             for stream, moved in schedule.bytes_moved().items()
         },
-        attribution=attribute(schedule, steps_p.median_ns(), steps_m.median_ns(), step_s.predicted, steps_m.step_s),
+        attribution=attribute(schedule, steps_p.ns_by_key(), steps_m.ns_by_key(), step_s.predicted, steps_m.step_s),
     )
 
 
@@ -228,9 +229,9 @@ def _compare_kinds(schedule: Schedule, steps_p: Steps, steps_m: Steps) -> tuple[
     groups: dict[tuple[str, str], list[str]] = {}
     for op in schedule.ops:
         groups.setdefault((op.stream, op.kind), []).append(op.key)
-    duration_p, alone_p, duration_m = steps_p.median_ns(), steps_p.median_ns("alone_ns"), steps_m.median_ns()
+    duration_p, alone_p, duration_m = steps_p.ns_by_key(), steps_p.ns_by_key("alone_ns"), steps_m.ns_by_key()
     overlap_p, overlap_m = overlap_ns(steps_p), overlap_ns(steps_m)
-    mean_m = mean_ns(steps_m)
+    mean_m = steps_m.ns_by_key(over_steps=fmean)
     kinds = []
     for (stream, kind), keys in groups.items():
         predicted = np.array([duration_p[k] for k in keys])

@@ -7,7 +7,7 @@ all steps add up to the whole time, even where work of two steps overlaps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -44,13 +44,15 @@ class Steps:
         durations, middle = self.durations_s, self.step_s
         return min(self.steady, key=lambda k: abs(durations[k] - middle))
 
-    def median_ns(self, what: str = "duration_ns") -> dict[str, float]:
-        """Median over the steady steps of one field of the spans, by the op's own key."""
+    def ns_by_key(
+        self, what: str = "duration_ns", over_steps: Callable[[list[int]], float] = median
+    ) -> dict[str, float]:
+        """One field of the spans by the op's own key: the median, or the mean, over the steady steps."""
         values: dict[str, list[int]] = {}
         for k in self.steady:
             for key, span in self.spans[k].items():
                 values.setdefault(key, []).append(getattr(span, what))
-        return {key: float(median(ns)) for key, ns in values.items()}
+        return {key: float(over_steps(ns)) for key, ns in values.items()}
 
 
 def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int] = ()) -> Steps:

@@ -25,8 +25,8 @@ import numpy as np
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import DEVICE
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.names import DEVICE, HOST
+from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
@@ -40,7 +40,7 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.calibration.budgets import AMPLE_BYTES, capacity_for
+from tierplan.validation.calibration.budgets import capacity_for
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.report.pictures import typical_steps
@@ -140,7 +140,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     The device gets `DEVICE_FRAC` of that. Host memory gets what a plan with parameters there and all optimizer states
     on NVMe needs, and room for `STATES_FRAC` of the states.
     """
-    roomy = with_capacity(machine, {t.name: AMPLE_BYTES for t in machine.tiers})
+    roomy = with_ample_memory(machine)
     choice = POLICIES["in-memory"](workload, roomy, {})
     in_memory = steady_state(lower(choice, workload, roomy), roomy).peak_bytes[DEVICE]
     machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
@@ -318,15 +318,14 @@ def _write(out: Path, result: DemoResult, measured: Trace) -> None:
 
 def _about(result: DemoResult) -> dict[str, str]:
     training = result.workload.training
-    capacity = {t.name: t.capacity_bytes for t in result.machine.tiers}
     return {
         "Model": f"GPT-2 architecture, {format_count(result.workload.num_parameters)} parameters, "
         f"{len(result.workload.blocks)} blocks, fp32",
         "Batch": f"{training.per_device_train_batch_size} sequences of {training.sequence_length} bytes",
         "Text": "the sources of Python's standard library on this machine",
-        "Device budget": f"{format_bytes(capacity[DEVICE])}; plain training in memory holds "
+        "Device budget": f"{format_bytes(result.machine.tier(DEVICE).capacity_bytes)}; plain training in memory holds "
         f"{format_bytes(result.in_memory_device_bytes)}",
-        "Host budget": format_bytes(capacity["host"]),
+        "Host budget": format_bytes(result.machine.tier(HOST).capacity_bytes),
         "Plan": f"{result.planned.plan.policy}, gap to the lower bound {format_frac(result.planned.gap)}",
         "Date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
@@ -350,7 +349,7 @@ def demo_summary(result: DemoResult, out: Path) -> str:
         f"{about['Model']}; {about['Batch']}",
         f"plain training in memory holds {format_bytes(result.in_memory_measured_bytes)} (tracked), "
         f"{format_bytes(result.in_memory_device_bytes)} (predicted); "
-        f"the device budget is {format_bytes(_capacity(result, DEVICE))}: it does not fit",
+        f"the device budget is {format_bytes(result.machine.tier(DEVICE).capacity_bytes)}: it does not fit",
         f"plan: {_where(result)}",
         "",
         f"{'':24}{'predicted':>14}{'measured':>14}{'error':>10}",
@@ -377,10 +376,6 @@ def demo_summary(result: DemoResult, out: Path) -> str:
 def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
     measured = "-" if pair.measured is None else show(pair.measured)
     return f"{name:24}{show(pair.predicted):>14}{measured:>14}{format_error(pair.error_frac):>10}"
-
-
-def _capacity(result: DemoResult, tier: str) -> int:
-    return next(t.capacity_bytes for t in result.machine.tiers if t.name == tier)
 
 
 def _where(result: DemoResult) -> str:

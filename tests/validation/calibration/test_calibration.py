@@ -10,7 +10,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import unroll
@@ -18,7 +18,6 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.budgets import AMPLE_BYTES
 from tierplan.validation.calibration.calibration import calibrate, interval_around, interval_half_width
 from tierplan.validation.calibration.dispatch import (
     DispatchLatency,
@@ -82,7 +81,7 @@ def timed(workload: Workload, machine: Machine) -> Workload:
 
 
 def seconds_of(schedule: Schedule, steps: Steps) -> dict[str, float]:
-    found = steps.median_ns()
+    found = steps.ns_by_key()
     return {op.key: found[op.key] / 1e9 for op in schedule.ops}
 
 
@@ -115,11 +114,11 @@ def test_calibration_tells_an_ops_latency_from_the_rate_of_its_stream(latency_s:
     true = changed(machine, {"nvme.read": 0.8})
     slow = [replace(s, latency_s=latency_s) if s.name == "nvme.read" else s for s in true.streams]
     true = replace(true, streams=tuple(slow))
-    measured = cut_predicted(simulate_on(unroll(schedule, 4), true)).median_ns()
+    measured = cut_predicted(simulate_on(unroll(schedule, 4), true)).ns_by_key()
     seconds = {op.key: measured[op.key] / 1e9 for op in schedule.ops}
     found = fit_rates(machine, [(schedule, seconds)])
     assert found.stream("nvme.read").latency_s == pytest.approx(latency_s, abs=2e-4)
-    again = cut_predicted(simulate_on(unroll(schedule, 4), found)).median_ns()
+    again = cut_predicted(simulate_on(unroll(schedule, 4), found)).ns_by_key()
     reads = [op for op in schedule.ops if op.stream == "nvme.read"]
     assert len({op.work["bytes"] for op in reads}) > 2
     for op in reads:
@@ -155,7 +154,7 @@ def test_a_slower_machine_stretches_all_but_drives() -> None:
 
 def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str, PlanMeasurement]:
     """All plans on the true machine, while it is `slowdown` times as slow as when its parts were timed."""
-    ample = with_capacity(believed, {t.name: AMPLE_BYTES for t in believed.tiers})
+    ample = with_ample_memory(believed)
     workload = timed(toy_workload(3, tied=False), believed)
     found = {}
     in_memory_s = 0.0
@@ -175,7 +174,7 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
 
 def test_a_plan_is_predicted_from_the_others() -> None:
     """The machine's rates are not what was believed, and it is a third slower than when its parts were timed."""
-    believed = with_capacity(machine_with_cores(), {t: AMPLE_BYTES for t in ("gpu0", "host", "nvme")})
+    believed = with_ample_memory(machine_with_cores())
     true = changed(believed, {"gpu0.h2d": 0.6, "nvme.read": 0.7, "host.adam": 0.8})
     workload = timed(toy_workload(3, tied=False), believed)
     calibration = calibrate(workload, believed, measurements(true, believed, 1.33))
