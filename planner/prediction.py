@@ -25,6 +25,7 @@ from tierplan.sim.analysis.explain import (
     sensitivities,
     time_on_path,
 )
+from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
@@ -107,6 +108,31 @@ class Prediction:
             return ()
         return sensitivities(self.columns, self.hardware)
 
+    @cached_property
+    def phases(self) -> Phases | None:
+        """Seconds of forward, backward and update, which add up to the step."""
+        return None if self.steady is None else phases(self.steady)
+
+    @property
+    def devices(self) -> int:
+        """On which the plan trains."""
+        return 0 if self.plan is None else self.plan.devices
+
+    @property
+    def devices_of_machine(self) -> int:
+        return 0 if self.hardware is None else self.hardware.num_devices
+
+    @property
+    def devices_note(self) -> str:
+        """That some of the machine's devices are not used, and what to do; empty where all are."""
+        if self.devices == 0 or self.devices >= self.devices_of_machine:
+            return ""
+        return (
+            f"{self.policy} trains on {self.devices} of the machine's {self.devices_of_machine} GPUs, and this is "
+            "the answer for these. Ask for one with --devices 1, or for all with tierplan plan, or with the policies "
+            "harmony-dp, harmony-pp, zero-infinity or virtual-memory"
+        )
+
     @property
     def limited_by(self) -> str:
         """What would save most if it were twice as good; empty where it does not fit."""
@@ -135,6 +161,10 @@ class Prediction:
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "bytes": moved,
+            **({} if self.phases is None else asdict(self.phases)),
+            "devices": self.devices,
+            "devices_of_machine": self.devices_of_machine,
+            "devices_note": self.devices_note or None,
             "limited_by": self.limited_by or None,
             "limits": [asdict(limit) for limit in self.limits],
             "critical_path_s": dict(self.critical_path_s),

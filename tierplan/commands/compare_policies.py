@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{predictions[0].model} on {machine.name}, {tokens:,} tokens per step")
         print(policy_table(predictions))
         for p in predictions:
+            if p.devices_note:
+                print(f"{p.policy}: on {p.devices} of {p.devices_of_machine} GPUs (--devices 1 compares on one)")
             if p.fits and p.tokens != tokens:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"

@@ -12,6 +12,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
@@ -93,8 +94,11 @@ def text_of(prediction: Prediction) -> str:
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
         return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
-    rows = [
+    spent = asdict(prediction.phases) if prediction.phases else {}
+    rows = [("devices", prediction.devices_note)] if prediction.devices_note else []
+    rows += [
         ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
+        ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
         ("limited by", limited_text(prediction.limits)),
         (
             "of the model",

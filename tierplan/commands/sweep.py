@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(study.question, {**study.scenario, **study.overrides}, rows)
         print(f"\n{len(rows)} scenarios in {out / 'table.csv'}")
+    idle = [row for row in rows if row.get("devices_note")]
+    if idle:
+        print(f"{len(idle)} of {len(rows)} rows do not use all GPUs: {idle[0]['devices_note']}", file=sys.stderr)
     failed = [str(row["error"]) for row in rows if "error" in row]
     if failed:
         print(

@@ -102,16 +102,18 @@ def _why(advice: Advice) -> str:
 
 
 def _alarms(advice: Advice) -> list[str]:
-    """What is grave enough for the first lines: drives that do not last."""
+    """What is grave enough for the first lines: GPUs that are not used, drives that do not last."""
+    alarms = [note] if (note := advice.answer.get("devices_note")) else []
     costs = advice.costs
     if costs is None or costs.drive_life_s is None or costs.drive_life_s > SOON_S:
-        return []
+        return alarms
     job = format_count(costs.tokens)
     return [
+        *alarms,
         f"The drives are worn out after {format_s(costs.drive_life_s)} of this training: it writes "
         f"{format_bytes(advice.answer['bytes'][NVME_WRITE])} in each step, and {job} tokens take "
         f"{100 * (costs.wear_frac or 0):,.0f} % of their rated endurance. --drive-lifetime-years Y plans for drives "
-        "that last."
+        "that last.",
     ]
 
 

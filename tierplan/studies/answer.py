@@ -34,7 +34,6 @@ def answer_record(best: BestPlan) -> dict[str, object]:
         "sequence_length": training.sequence_length,
         "dtype": training.dtype,
         "numbers_of": _numbers_of(best),
-        "devices": result.plan.devices,
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
         "status": result.status,
@@ -66,6 +65,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}" for tier, peak in _peaks(result) if peak > 0
     ]
     rows = [
+        *([("devices", p.devices_note)] if p.devices_note else []),
         ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
         ("", f"no schedule is quicker than {format_s(result.lower_bound_s)}: gap {format_frac(result.gap)}"),
         ("limited by", limited_text(p.limits)),

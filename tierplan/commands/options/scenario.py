@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True, 
     )  # fmt: skip
     where = parser.add_argument_group("where it runs")
     option(where, "--machine X", "a catalog name, a TOML file, or `here`", default="here")
+    option(where, "--devices N", "GPUs of the machine to train on, as --set gpu.count=N (default: all)", whole(1))
     add_set(where)
 
 
@@ -103,8 +104,12 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         planner_s=given.get("time_limit"),
         drive_lifetime_years=given.get("drive_lifetime_years"),
         seed=given.get("seed", 0),
-        overrides=dict(settings(given.get("overrides", ()))),
+        overrides=dict(settings(given.get("overrides", ()))) | _devices(given.get("devices")),
     )
+
+
+def _devices(number: int | None) -> dict[str, object]:
+    return {} if number is None else {"gpu.count": number}
 
 
 def _sequences(args: argparse.Namespace) -> int:

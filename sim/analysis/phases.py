@@ -1,0 +1,62 @@
+"""Seconds of a step in forward, in backward and in the update, as logs of training report them.
+
+They are told apart on the device's compute stream: the time from the end of one op to the end of the next belongs to
+the next one, since it waited for it; what is left until the next step's first forward is the update's. So the three add
+up to the step time, also where micro-batches follow each other and where updates overlap with other work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierplan.hwmodels.names import parse_stream
+from tierplan.sim.analysis.steady import SteadyState
+
+__all__ = ["Phases", "phases"]
+
+PHASE_OF = {"forward": "forward_s", "backward": "backward_s", "recompute": "backward_s"}
+"""By kind of op; everything else that computes is part of the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Of one step in steady state, on the device with the most forward ops."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+def phases(steady: SteadyState) -> Phases:
+    """The phases of one steady step. A schedule without forward ops is all update."""
+    ops = steady.schedule.ops
+    per_step = len(ops) // steady.num_steps
+    forwards: dict[str, int] = {}
+    for op in ops[:per_step]:
+        if op.kind == "forward" and parse_stream(op.stream).is_compute:
+            forwards[op.stream] = forwards.get(op.stream, 0) + 1
+    if not forwards:
+        return Phases(forward_s=0.0, backward_s=0.0, update_s=steady.period_s)
+    stream = max(forwards, key=lambda name: forwards[name])
+    spans = steady.trace.by_key()
+    begins_ns = [
+        min(
+            spans[op.key].start_ns
+            for op in ops[k * per_step : (k + 1) * per_step]
+            if op.kind == "forward" and op.stream == stream
+        )
+        for k in range(steady.num_steps)
+    ]
+    cycle = max(steady.cycle_steps, 1)
+    first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - cycle))
+    last = min(first + cycle, steady.num_steps - 1)
+    kinds = {op.key: op.kind for op in ops if op.stream == stream}
+    seconds = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+    at_ns = begins_ns[first]
+    for span in sorted((spans[key] for key in kinds), key=lambda span: span.end_ns):
+        if begins_ns[first] < span.end_ns and span.start_ns < begins_ns[last]:
+            seconds[PHASE_OF.get(kinds[span.key], "update_s")] += (span.end_ns - at_ns) / 1e9
+            at_ns = span.end_ns
+    seconds["update_s"] += (begins_ns[last] - at_ns) / 1e9
+    num = last - first
+    return Phases(**{name: value / num for name, value in seconds.items()})
