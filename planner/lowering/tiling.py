@@ -14,28 +14,29 @@ __all__ = ["cut_batches", "cut_operators", "with_batch"]
 def cut_batches(workload: Workload, parts: int) -> Workload:
     """`workload` with each micro-batch cut into `parts`, which must divide its number of sequences.
 
-    Exact where amounts are linear in the batch, which all but a few bytes are; those are rounded up.
+    Saved tensors are exact where their size in one sequence is known. Other amounts are in proportion, rounded up.
     """
     training = workload.training
     assert training.per_device_train_batch_size % parts == 0, "the plan was not checked"
+    sequences = training.per_device_train_batch_size // parts
     return replace(
         workload,
         training=replace(
             training,
-            per_device_train_batch_size=training.per_device_train_batch_size // parts,
+            per_device_train_batch_size=sequences,
             gradient_accumulation_steps=training.gradient_accumulation_steps * parts,
         ),
-        units=tuple(_cut(unit, parts) for unit in workload.units),
+        units=tuple(_cut(unit, parts, sequences=sequences) for unit in workload.units),
     )
 
 
 def with_batch(workload: Workload, sequences: int) -> Workload:
-    """`workload` with one micro-batch of so many sequences, in proportion: as exact as `cut_batches`."""
+    """`workload` with one micro-batch of so many sequences: as exact as `cut_batches`."""
     training, now = workload.training, workload.training.per_device_train_batch_size
     return replace(
         workload,
         training=replace(training, per_device_train_batch_size=sequences, gradient_accumulation_steps=1),
-        units=tuple(_cut(unit, now, sequences) for unit in workload.units),
+        units=tuple(_cut(unit, now, sequences, sequences=sequences) for unit in workload.units),
     )
 
 
@@ -66,8 +67,9 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
     return replace(workload, units=tuple(units))
 
 
-def _cut(unit: Unit, parts: int, times: int = 1) -> Unit:
-    """So many times one of so many parts of the unit's amounts; bytes are rounded up."""
+def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -> Unit:
+    """So many times one of so many parts of the unit's amounts; bytes are rounded up. With `sequences`, what is left is
+    a micro-batch of so many."""
 
     def size(whole_bytes: int) -> int:
         return -(-whole_bytes * times // parts)
@@ -76,7 +78,11 @@ def _cut(unit: Unit, parts: int, times: int = 1) -> Unit:
         return {kind: amount * times / parts for kind, amount in whole.items()}
 
     def tensor(t: SavedTensor) -> SavedTensor:
-        return replace(t, size_bytes=size(t.size_bytes), recompute=work(t.recompute))
+        size_bytes = size(t.size_bytes)
+        if sequences is not None and t.of_one_bytes is not None and (sequences == 1 or t.of_one_bytes == t.size_bytes):
+            size_bytes = t.of_one_bytes
+        of_one_bytes = None if sequences == 1 else t.of_one_bytes
+        return replace(t, size_bytes=size_bytes, recompute=work(t.recompute), of_one_bytes=of_one_bytes)
 
     return replace(
         unit,

@@ -28,7 +28,7 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
-from tierplan.sim.workloads.families.slices import saved_tensors, total
+from tierplan.sim.workloads.families.slices import saved_tensors, total, with_sizes_of_one
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
@@ -62,7 +62,7 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
             raise WorkloadError(
                 f"{name}: {type(model).__name__} looks at values of its inputs ({error}); tracing has none to show"
             ) from error
-    return Workload(
+    workload = Workload(
         name=name,
         model_type=str(raw["model_type"]),
         training=training,
@@ -70,6 +70,7 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
         shared_bytes=tracer.shared_bytes,
         config=dict(raw),
     )
+    return with_sizes_of_one(workload, lambda training: trace_config(name, raw, training))
 
 
 def trace_module(

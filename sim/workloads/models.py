@@ -20,6 +20,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
@@ -161,7 +162,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
 
     head = measure_unit("head", "head", training, run_head, hidden)
     blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
-    return Workload(
+    workload = Workload(
         name=name,
         model_type=str(raw["model_type"]),
         training=training,
@@ -169,6 +170,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
         shared_bytes=family.shared(config, training),
         config=dict(raw),
     )
+    return with_sizes_of_one(workload, lambda training: workload_of(name, raw, training))
 
 
 def family_of(raw: Mapping[str, object]) -> Family:

@@ -113,6 +113,8 @@ class SavedTensor:
     """Saved tensors of this unit that the recomputation starts from, beside the unit's input and parameters."""
     replayable: bool = True
     """False where making it again would draw random numbers: then only a rerun of the whole unit does."""
+    of_one_bytes: int | None = None
+    """Size in a micro-batch of one sequence, where known: not always its share of `size_bytes` (positions)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,13 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
-from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.executor import TierFullError
 from tierplan.runtime.execution.ops import SizeError
 from tierplan.runtime.memory.store import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import RunResult, Trainer, TrainingError, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
@@ -311,18 +311,23 @@ def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
     train(schedule, make_model("gpt2"), make_batches(3), steps=3, nvme_dir=tmp_path)
 
 
-def test_tiles_give_the_numbers_of_the_micro_batches_that_the_schedule_declares(tmp_path: Path) -> None:
-    """Gradients are summed tile by tile: plain training does so with as many smaller micro-batches, to the bit."""
-    model = make_model("gpt2", dropout=0.1)
-    of_one = observed_workload(model, make_batches(1, batch=1)[0], replace(CPU, per_device_train_batch_size=1))
-    workload = with_batch(of_one, 2)  # cut into two, it has the sizes that were observed
-    schedule = lower(
-        uniform_plan(workload, UnitPlan(acts="host"), order="vertical", sub_batches=2), workload, machine()
-    )
+@pytest.mark.parametrize(
+    ("family", "sub_batches", "acts"), [("gpt2", 4, "host"), ("gpt2", 2, "keep"), ("llama", 4, "nvme")]
+)
+def test_sub_batches_give_the_numbers_of_as_many_micro_batches(
+    family: str, sub_batches: int, acts: str, tmp_path: Path
+) -> None:
+    """Gradients are summed one by one: plain training does so with smaller micro-batches, to the bit. Sizes are those
+    of the smaller ones, also where they are not a share (positions; the labels of one sequence)."""
+    model = make_model(family, dropout=0.1)
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
+    workload = trace_config(family, raw, replace(CPU, per_device_train_batch_size=4))
+    choice = UnitPlan(acts=acts)  # type: ignore[arg-type]
+    schedule = lower(uniform_plan(workload, choice, order="vertical", sub_batches=sub_batches), workload, machine())
     assert schedule.step is not None
     declared = schedule.step.training
     sequences, accumulation = declared.per_device_train_batch_size, declared.gradient_accumulation_steps
-    assert (sequences, accumulation) == (1, 2)
+    assert (sequences, accumulation) == (4 // sub_batches, sub_batches)
     batches, plain = make_batches(STEPS * accumulation, batch=sequences), copy.deepcopy(model)
     expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=accumulation)
     assert train(schedule, model, batches, steps=STEPS, nvme_dir=tmp_path).losses == tuple(expected)

@@ -5,12 +5,12 @@ Traced workloads record real operations, closed forms record the same operations
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tierplan.sim.workloads.workload import SavedTensor
+from tierplan.sim.workloads.workload import SavedTensor, Training, Workload
 
-__all__ = ["Operation", "Save", "saved_tensors", "total"]
+__all__ = ["Operation", "Save", "saved_tensors", "total", "with_sizes_of_one"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +82,17 @@ def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tup
             )
         )
     return tuple(result)
+
+
+def with_sizes_of_one(workload: Workload, at: Callable[[Training], Workload]) -> Workload:
+    """The workload with the sizes that its saved tensors have in one sequence, from the workload `at` that setting."""
+    training = workload.training
+    if training.per_device_train_batch_size == 1:
+        return workload
+    units = []
+    for unit, alone in zip(workload.units, at(replace(training, per_device_train_batch_size=1)).units, strict=True):
+        if len(alone.saved) == len(unit.saved):
+            pairs = zip(unit.saved, alone.saved, strict=True)
+            unit = replace(unit, saved=tuple(replace(t, of_one_bytes=one.size_bytes) for t, one in pairs))
+        units.append(unit)
+    return replace(workload, units=tuple(units))

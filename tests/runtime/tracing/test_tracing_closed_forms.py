@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import config_of
+from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.models import SUPPORTED, workload_of
 from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -37,6 +38,20 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
         raw["num_key_value_heads"] = raw["num_attention_heads"]
     training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, parts: int, backend: str) -> None:
+    def of(batch: int) -> Workload:
+        training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype="bf16", backend=backend)  # type: ignore[arg-type]
+        return workload_of("x", config_of(family), training)
+
+    cut, smaller = cut_batches(of(6), parts), of(6 // parts)
+    for mine, other in zip(cut.units, smaller.units, strict=True):
+        assert [t.size_bytes for t in mine.saved] == [t.size_bytes for t in other.saved]
+        assert (mine.input_bytes, mine.output_bytes) == (other.input_bytes, other.output_bytes)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
