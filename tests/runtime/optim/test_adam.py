@@ -141,3 +141,12 @@ def test_nothing_changes_when_a_gradient_is_not_finite(bad: float) -> None:
         update_flat(params, grad, regions, OptimizerSettings(), step=1, lr=1.0, label="L3", chunk_elements=100)
     assert torch.equal(params, torch.ones(N))
     assert not states.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_numbers_of_both_signs_are_finite(dtype: torch.dtype) -> None:
+    params, largest = torch.ones(N, dtype=dtype), torch.finfo(dtype).max
+    grad = torch.full((N,), largest, dtype=dtype)
+    grad[::2] = -largest
+    update_flat(params, grad, {}, OptimizerSettings(name="sgd", weight_decay=0.0), step=1, lr=0.0)
+    assert torch.equal(params, torch.ones(N, dtype=dtype))
