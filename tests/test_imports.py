@@ -147,8 +147,6 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 DEFINED_IN_EACH = {"run", "add_arguments", "policy", "embed", "block", "head", "check", "projection"}
 """What commands, policies and families of models each define under one name, since others look for that name."""
-NOT_YET_APART = {"Block"}
-"""Known to be two things; to be told apart when their modules are worked on."""
 
 
 def test_no_public_name_means_two_things() -> None:
@@ -158,5 +156,5 @@ def test_no_public_name_means_two_things() -> None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 defined.setdefault(node.name, []).append(relative(path))
     twice = {name: places for name, places in defined.items() if len(places) > 1}
-    unexpected = {name: places for name, places in twice.items() if name not in DEFINED_IN_EACH | NOT_YET_APART}
+    unexpected = {name: places for name, places in twice.items() if name not in DEFINED_IN_EACH}
     assert unexpected == {}, "one name, one meaning: rename all but one of them (docs/glossary.md)"

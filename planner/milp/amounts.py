@@ -22,7 +22,7 @@ __all__ = [
     "MODES",
     "NUM_ALONE",
     "Amounts",
-    "Block",
+    "BatchGroup",
     "Mode",
     "Problem",
     "SlotGroup",
@@ -135,7 +135,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BatchGroup:
     """Micro-batches that look alike: the first, those between (once, with their number), the last."""
 
     copies: int
@@ -171,7 +171,7 @@ class Problem:
     units: tuple[UnitAmounts, ...]
     runs: tuple[range, ...]
     """Units that share a window, in order of the chain."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[BatchGroup, ...]
     turn: int
     """Micro-batches in one window: all of them in vertical order, else 1."""
     device_gb: float
@@ -240,11 +240,11 @@ def problem(
     batches = workload.training.gradient_accumulation_steps
     vertical = order == "vertical" and batches > 1
     if vertical or batches == 1:
-        blocks: tuple[Block, ...] = (Block(1, True, True),)
+        blocks: tuple[BatchGroup, ...] = (BatchGroup(1, True, True),)
     elif batches == 2:
-        blocks = (Block(1, True, False), Block(1, False, True))
+        blocks = (BatchGroup(1, True, False), BatchGroup(1, False, True))
     else:
-        blocks = (Block(1, True, False), Block(batches - 2, False, False), Block(1, False, True))
+        blocks = (BatchGroup(1, True, False), BatchGroup(batches - 2, False, False), BatchGroup(1, False, True))
     tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
     streams = {s.name for s in machine.streams}
     names = {u.name: i for i, u in enumerate(workload.units)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import floor, isfinite, log10
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "format_rate",
     "format_s",
     "in_short",
+    "markdown_table",
 ]
 
 
@@ -94,6 +95,13 @@ def columns(rows: Sequence[Sequence[str]], *, width: int = 80) -> list[str]:
         parts = textwrap.wrap(row[-1], max(24, width - indent)) or [""]
         lines += [(head + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
     return lines
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A table for a page in Markdown, as lines; the columns `right` are aligned at the right."""
+    rule = "|".join("--:" if i in right else "---" for i in range(len(head)))
+    cells = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
+    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def _digits(number: float) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 
-from tierplan.hwmodels.names import DEVICE
-from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
+from tierplan.hwmodels.names import DEVICE, HOST
+from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s, markdown_table
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.summary import summarise
 
@@ -64,31 +64,26 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
 
 def _group(runs: Sequence[Artifact]) -> list[str]:
     first = runs[0].settings
-    lines = [
-        f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|",
+    title = f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}"
+    return [title, "", *markdown_table(COLUMNS, [_cells(a) for a in runs], right=range(2, 9)), ""]
+
+
+def _cells(a: Artifact) -> list[str]:
+    if not a.answered:
+        return [a.model, _plan(a), *["–"] * 8, f"no answer: {a.why_not}"]
+    return [
+        a.model,
+        _plan(a),
+        format_bytes(a.capacity_bytes.get(DEVICE, 0)),
+        format_bytes(a.capacity_bytes.get(HOST, 0)),
+        format_s(a.predicted_step_s),
+        "–" if a.interval_s is None else f"{format_s(a.interval_s[0])} to {format_s(a.interval_s[1])}",
+        format_s(a.measured_step_s),
+        format_error(a.error_frac),
+        format_error(a.worst_peak_error_frac),
+        "exact" if a.bytes_exact else "differ",
+        _cause(a),
     ]
-    for a in runs:
-        cells = [a.model, _plan(a)]
-        if not a.answered:
-            cells += ["–"] * 8 + [f"no answer: {a.why_not}"]
-        else:
-            interval = "–" if a.interval_s is None else f"{format_s(a.interval_s[0])} to {format_s(a.interval_s[1])}"
-            cells += [
-                format_bytes(a.capacity_bytes.get(DEVICE, 0)),
-                format_bytes(a.capacity_bytes.get("host", 0)),
-                format_s(a.predicted_step_s),
-                interval,
-                format_s(a.measured_step_s),
-                format_error(a.error_frac),
-                format_error(a.worst_peak_error_frac),
-                "exact" if a.bytes_exact else "differ",
-                _cause(a),
-            ]
-        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
-    return [*lines, ""]
 
 
 def _plan(a: Artifact) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tierplan.sim.output.text import markdown_table
 from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
 __all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "update_page"]
@@ -43,16 +44,8 @@ def table_text(report: Report) -> str:
 
 def markdown(reports: Sequence[Report]) -> str:
     """All reports as one part of a page."""
-    lines = [
-        "| system | check rows answered | step times: mean error | largest error | order (Kendall tau) |",
-        "|---|---|---|---|---|",
-    ]
-    for report in reports:
-        answered, asked = report.coverage
-        mean, largest, tau = report.mean_abs_error, report.max_abs_error, report.kendall_tau
-        errors = " | ".join("-" if error is None else f"{error:.1%}" for error in (mean, largest))
-        order = "-" if tau is None else f"{tau:.2f}"
-        lines.append(f"| {report.system} | {answered} of {asked} | {errors} | {order} |")
+    head = ("system", "check rows answered", "step times: mean error", "largest error", "order (Kendall tau)")
+    lines = markdown_table(head, [_summary_cells(report) for report in reports])
     for report in reports:
         lines += ["", f"### {report.system}", "", f"Source: {report.source}.", ""]
         if report.constants:
@@ -60,17 +53,23 @@ def markdown(reports: Sequence[Report]) -> str:
             lines += [f"- `{constant}`" for constant in report.constants] + [""]
         if any(is_step_time(row) and row.value for row in report.rows):
             lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
-        lines += [
-            "| role | quantity | row | published | predicted | error | critical path by stream (s) |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for row in report.rows:
-            why = f"no answer: {row.why_not}" if row.why_not else row.path
-            cells = (row.role, row.quantity, row.label, _published(row), _number(row.predicted), _error(row), why)
-            lines.append("| " + " | ".join(cells) + " |")
+        columns = ("role", "quantity", "row", "published", "predicted", "error", "critical path by stream (s)")
+        lines += markdown_table(columns, [_row_cells(row) for row in report.rows])
         notes = dict.fromkeys(f"{row.quantity}: {row.note}" for row in report.rows if row.note)
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines)
+
+
+def _summary_cells(report: Report) -> tuple[str, ...]:
+    answered, asked = report.coverage
+    errors = ("-" if x is None else f"{x:.1%}" for x in (report.mean_abs_error, report.max_abs_error))
+    tau = report.kendall_tau
+    return (report.system, f"{answered} of {asked}", *errors, "-" if tau is None else f"{tau:.2f}")
+
+
+def _row_cells(row: Row) -> tuple[str, ...]:
+    why = f"no answer: {row.why_not}" if row.why_not else row.path
+    return (row.role, row.quantity, row.label, _published(row), _number(row.predicted), _error(row), why)
 
 
 def _published(row: Row) -> str:
@@ -94,40 +93,29 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     rows = [row for row in report.rows if is_step_time(row) and row.value and row.predicted]
     if not rows:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
     values = [row.value or 0.0 for row in rows]
     low, high = 0.7 * min(values), 1.4 * max(values)
     axes.plot([low, high], [low, high], color="black", linewidth=1, label="equal")
     for factor in (0.8, 1.2):
         axes.plot([low, high], [factor * low, factor * high], color="black", linewidth=0.6, linestyle=":")
     for role, (mark, colour) in MARKS.items():
-        chosen = [row for row in rows if row.role == role]
-        if chosen:
-            axes.scatter(
-                [r.value or 0.0 for r in chosen],
-                [r.predicted or 0.0 for r in chosen],
-                marker=mark,
-                color=colour,
-                label=role,
-                zorder=3,
-            )
+        points = [(row.value, row.predicted) for row in rows if row.role == role]
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=mark, color=colour, label=role, zorder=3)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    axes.set(xlabel="published step time (s)", ylabel="predicted step time (s)")
+    axes.set_title(f"{report.system}: step times, dotted lines at 20 %")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("published step time (s)")
-    axes.set_ylabel("predicted step time (s)")
-    axes.set_title(f"{report.system}: step times, dotted lines at 20 %")
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return True
 
 
