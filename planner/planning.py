@@ -251,7 +251,7 @@ class _Loop:
             return
         descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [descend]
         if len(p.units) > LONG_CHAIN:
-            descents.append(descend_by_shifts)
+            descents.append(partial(descend_by_shifts, bound=bound))
         descents.append(partial(descend_with_restarts, seed=self.seed))
         for descent in descents:
             for best in descent(p, self.incumbents.by_shape[shape], self.simulate_plan, goal_s=goal_s):

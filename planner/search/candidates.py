@@ -94,7 +94,8 @@ class PlanSimulator:
             room_gb = self._room_gb(columns)
             columns = refine_columns(columns, self.machine, num_devices=plan.devices)
             self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
-            check_memory(columns)  # known for one step without simulating several
+            if min(room_gb.values()) < 0:
+                check_memory(columns)  # known for one step without simulating several
             self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
             step_s = steady_state(columns, self.machine).period_s
         except OutOfMemory as error:

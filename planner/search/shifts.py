@@ -7,19 +7,21 @@ or from either end. Where a shift runs out of memory, it is tried again with a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import ceil
 
-from tierplan.planner.milp.amounts import GB, MODES, Problem
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
+from tierplan.planner.milp.amounts import GB, MODES, Problem, SlotGroup, UnitAmounts
+from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread
 
-__all__ = ["NUM_RELIEFS", "Shift", "applied", "descend_by_shifts", "reliefs", "shifts"]
+__all__ = ["NUM_RELIEFS", "Shift", "StreamPrices", "applied", "descend_by_shifts", "reliefs", "shifts"]
 
 ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: [units[k] for k in spread(len(units))],
@@ -45,7 +47,7 @@ class Shift:
     frees_gb: dict[str, float] = field(default_factory=dict)
     """By kind of tier: about what one unit's change frees there."""
     cost_s: float = 0.0
-    """About what one unit's change adds to some stream, to rank those that free the same."""
+    """About what one unit's change adds to the step, at the prices of what streams are asked for."""
 
     def units(self, plan: UnitwisePlan) -> list[int]:
         """Units to which it applies."""
@@ -62,23 +64,67 @@ def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwiseP
     return replace(plan, units=tuple(choices))
 
 
-def shifts(problem: Problem, plan: UnitwisePlan) -> list[Shift]:
+@dataclass(frozen=True, slots=True)
+class StreamPrices:
+    """What a second of a stream or shared limit adds to the step: their shares of the bound."""
+
+    problem: Problem
+    shares: Mapping[str, float]
+
+    def of_placement(self, unit: UnitAmounts, params: str, states: str) -> float:
+        """A step's traffic and updates of one unit that lives there."""
+        found, passes = 0.0, 2.0 * len(self.problem.blocks)
+        if params != "device":
+            found += self._of(H2D, passes * unit.params_gb)
+        if params == "nvme":
+            found += self._of(NVME_READ, passes * unit.params_gb) + self._of(NVME_WRITE, unit.params_gb)
+        if states == "device":
+            return found + self.shares.get(COMPUTE, 0.0) * unit.update_s
+        found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, unit.gparams)
+        if states == "nvme":
+            found += self._of(NVME_READ, unit.states_gb) + self._of(NVME_WRITE, unit.states_gb)
+        return found
+
+    def of_action(self, group: SlotGroup, action: str) -> float:
+        """What happens to one unit's tensors in all micro-batches of a turn."""
+        gb = group.gb * self.problem.turn
+        if action == "recompute":
+            return self.shares.get(COMPUTE, 0.0) * group.recompute_s * self.problem.turn
+        found = self._of(D2H, gb) + self._of(H2D, gb) if action in ("host", "nvme") else 0.0
+        return found + self._of(NVME_READ, gb) + self._of(NVME_WRITE, gb) if action == "nvme" else found
+
+    def _of(self, stream: str, amount: float) -> float:
+        """An amount on a stream: GB, or 1e9 parameters."""
+        rates = self.problem.rates
+        rate = {
+            H2D: rates.up["acts"],
+            D2H: rates.down["acts"],
+            NVME_READ: rates.read["acts"],
+            NVME_WRITE: rates.write["acts"],
+            HOST_ADAM: rates.adam,
+        }[stream]
+        found = self.shares.get(stream, 0.0) * amount / rate if rate else 0.0
+        for limit, loads in self.problem.loads.items():
+            found += self.shares.get(limit, 0.0) * loads.get(stream, 0.0) * amount
+        return found
+
+
+def shifts(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> list[Shift]:
     """All shifts from choices that the plan has somewhere."""
-    return [*_placements(problem, plan), *_actions(problem, plan), *_lateness(problem, plan)]
+    return [*_placements(problem, plan, prices), *_actions(problem, plan, prices), *_lateness(problem, plan)]
 
 
-def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str) -> list[Shift]:
+def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str, prices: StreamPrices) -> list[Shift]:
     """Shifts that free memory of this kind of tier, those that cost least for it first."""
-    freeing = [s for s in shifts(problem, plan) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.units(plan)]
+    freeing = [s for s in shifts(problem, plan, prices) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.units(plan)]
     return sorted(freeing, key=lambda s: (s.cost_s / s.frees_gb[tier_kind], s.name))
 
 
-def _placements(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
+def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
     present = dict.fromkeys((c.params, c.states, c.grads) for c in plan.units)
     allowed = dict.fromkeys(chain.from_iterable(problem.modes(u) for u in range(len(problem.units))))
     able = [set(problem.modes(u)) for u in range(len(problem.units))]
     unit = max(problem.units, key=lambda u: u.gparams)
-    rates = problem.rates
     for old in present:
         for k in allowed:
             mode = MODES[k]
@@ -94,15 +140,11 @@ def _placements(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
             for before, after, gb in ((old[0], mode.params, unit.params_gb), (old[1], mode.states, unit.states_gb)):
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
-            cost_s = 0.0
-            if mode.states == "nvme" != old[1]:
-                cost_s += unit.states_gb / rates.read["states"] + unit.states_gb / rates.write["states"]
-            if mode.states != "device" == old[1] and rates.adam:
-                cost_s += unit.gparams / rates.adam
+            cost_s = prices.of_placement(unit, mode.params, mode.states) - prices.of_placement(unit, *old[:2])
             yield Shift(f"place {old} {k}", change, frees, cost_s)
 
 
-def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
+def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
     num_groups = max((len(unit.groups) for unit in problem.units), default=0)
     for g in range(num_groups):
         with_group = [u for u, unit in enumerate(problem.units) if g < len(unit.groups)]
@@ -127,18 +169,8 @@ def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
                 for action, sign in ((old, 1.0), (new, -1.0)):
                     if action in HOLDS:
                         frees[HOLDS[action]] = frees.get(HOLDS[action], 0.0) + sign * group.gb * problem.turn
-                yield Shift(f"act {g} {old} {new}", change, frees, _cost_s(problem, group.gb, group.recompute_s, new))
-
-
-def _cost_s(problem: Problem, gb: float, recompute_s: float, action: str) -> float:
-    """About what an action on a group of saved tensors adds to the stream that carries it out."""
-    rates = problem.rates
-    if action == "recompute":
-        return recompute_s
-    if action == "keep" or not gb:
-        return 0.0
-    way_s = gb / rates.down["acts"]
-    return max(way_s, gb / rates.write["acts"], gb / rates.read["acts"]) if action == "nvme" else way_s
+                cost_s = prices.of_action(group, new) - prices.of_action(group, old)
+                yield Shift(f"act {g} {old} {new}", change, frees, cost_s)
 
 
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
@@ -156,22 +188,24 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
 
 
 def descend_by_shifts(
-    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, goal_s: float
+    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, bound: Bound, goal_s: float = 0.0
 ) -> Iterator[Candidate[UnitwisePlan]]:
     """From `start` along shifts and moves of all units, until a step of `goal_s`; after each one, the best so far.
 
     Goes from coarse to fine: at each level a smaller part of the units that have a choice is changed, until at the
-    finest each shift changes one. What helped last is tried first. Ends when a whole round has helped nothing.
+    finest each shift changes one. What helped last is tried first, then what should by the prices of the bound. Ends
+    when a whole round has helped nothing.
     """
-    for best in _Descent(problem, simulate_plan).run(start):
+    for best in _Descent(problem, simulate_plan, bound).run(start):
         yield best
         if _step_s(best) <= goal_s:
             return
 
 
 class _Descent:
-    def __init__(self, problem: Problem, simulate_plan: PlanSimulator) -> None:
+    def __init__(self, problem: Problem, simulate_plan: PlanSimulator, bound: Bound) -> None:
         self.problem, self.simulate_plan = problem, simulate_plan
+        self.prices, self.s_per_gb = StreamPrices(problem, bound.shares), bound.s_per_gb
         self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
         self.of_plan: UnitwisePlan | None = None
         self.menu: list[Shift] = []
@@ -202,7 +236,7 @@ class _Descent:
                     yield best
 
     def _level(self, best: Candidate[UnitwisePlan], level: int) -> Iterator[Candidate[UnitwisePlan]]:
-        ranked = sorted(self._menu(best.plan), key=lambda s: -self.gains.get(s.name, 0.0))
+        ranked = sorted(self._menu(best.plan), key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
         for shift in ranked:
             for order in ORDERS:
                 while units := self._units(best.plan, shift):
@@ -249,10 +283,14 @@ class _Descent:
             if relieved is not best or num_tried == NUM_RELIEFS:
                 return
 
+    def _cost_s(self, shift: Shift) -> float:
+        """What it adds to the step, and what it frees of memory at the price of that."""
+        return shift.cost_s - sum(self.s_per_gb.get(kind, 0.0) * gb for kind, gb in shift.frees_gb.items())
+
     def _menu(self, plan: UnitwisePlan) -> list[Shift]:
         """All shifts of a plan; what is known of the one before it is forgotten."""
         if plan is not self.of_plan:
-            self.of_plan, self.menu = plan, shifts(self.problem, plan)
+            self.of_plan, self.menu = plan, shifts(self.problem, plan, self.prices)
             self.units, self.freeing = {}, {}
         return self.menu
 
@@ -265,7 +303,7 @@ class _Descent:
     def _reliefs(self, plan: UnitwisePlan, kind: str) -> list[Shift]:
         self._menu(plan)
         if kind not in self.freeing:
-            self.freeing[kind] = reliefs(self.problem, plan, kind)
+            self.freeing[kind] = reliefs(self.problem, plan, kind, self.prices)
         return self.freeing[kind]
 
     def _room_gb(self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]) -> dict[str, float]:

@@ -8,11 +8,13 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import PlanError, UnitPlan
+from tierplan.planner.search import shifts as module
 from tierplan.planner.search.batches import divisors
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.shifts import NUM_RELIEFS, applied, descend_by_shifts, reliefs, shifts
+from tierplan.planner.search.shifts import NUM_RELIEFS, StreamPrices, applied, descend_by_shifts, reliefs, shifts
 from tierplan.sim.compiled.simulation import simulate_columns
 
 EVERYTHING_OUT = UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme", input="host")
@@ -23,7 +25,7 @@ def test_a_shift_changes_the_units_that_it_is_given_and_no_other():
     p = problem(workload, toy_machine(), semantics="in-backward")
     plan = uniform_plan(workload, EVERYTHING_OUT)
     seen = 0
-    for shift in shifts(p, plan):
+    for shift in shifts(p, plan, StreamPrices(p, lower_bound(p).shares)):
         units = shift.units(plan)
         changed = applied(plan, shift, units[:3])
         different = [u for u, (a, b) in enumerate(zip(plan.units, changed.units, strict=True)) if a != b]
@@ -46,7 +48,7 @@ def test_one_of_the_reliefs_that_are_tried_lowers_the_peak(kind: str):
         return int(simulate_columns(columns, machine).peak_bytes[tiers.index(tier)])
 
     before = peak_bytes(plan)
-    tried = reliefs(p, plan, kind)[:NUM_RELIEFS]
+    tried = reliefs(p, plan, kind, StreamPrices(p, lower_bound(p).shares))[:NUM_RELIEFS]
     assert any(peak_bytes(applied(plan, shift, shift.units(plan))) < 0.95 * before for shift in tried)
 
 
@@ -56,22 +58,23 @@ def test_the_descent_is_never_worse_and_ends_where_nothing_in_memory_is_left_out
     p = problem(workload, machine, semantics="in-backward")
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
-    *_, best = descend_by_shifts(p, start, evaluate, goal_s=0.0)
+    *_, best = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
     in_memory = evaluate(uniform_plan(workload, UnitPlan()))
     assert start.step_s > 1.5 * in_memory.step_s
     assert best.step_s <= in_memory.step_s * 1.01
 
 
-def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it():
-    """Half of what the plan in memory takes: states come to the device only as activations leave it."""
+def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monkeypatch: pytest.MonkeyPatch):
+    """With little of both memories, what comes to one has to make room for it; without that the descent ends early."""
     workload = toy_workload(12)
-    machine = toy_machine(device_bytes=300 * MIB)
+    machine = toy_machine(device_bytes=200 * MIB, host_bytes=200 * MIB)
     p = problem(workload, machine, semantics="in-backward")
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
-    *_, best = descend_by_shifts(p, start, evaluate, goal_s=0.0)
-    assert best.step_s < 0.7 * start.step_s
-    assert any(candidate.short_tier == "device" for candidate in evaluate.seen.values())
+    *_, best = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
+    monkeypatch.setattr(module, "reliefs", lambda *args: [])
+    *_, alone = descend_by_shifts(p, start, PlanSimulator(workload, machine, Budget(600)), bound=lower_bound(p))
+    assert best.step_s < 0.95 * alone.step_s
 
 
 def test_a_step_of_too_many_turns_is_refused_by_arithmetic():
