@@ -11,9 +11,10 @@ from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.tiling import with_batch
-from tierplan.planner.milp.amounts import GB, problem
+from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound
 from tierplan.planner.plan import PlanError, plain_semantics
+from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload
 
 __all__ = ["InfeasiblePlan", "largest_batch"]
@@ -48,8 +49,8 @@ class InfeasiblePlan(PlanError):
         lines = [f"no plan fits {self.workload.name!r} into the memory of {self.machine.name!r}"]
         for s in self.shortages:
             lines.append(
-                f"{s.tier} memory is short by at least {s.short_bytes:,} bytes: it has {s.capacity_bytes / GB:.1f} GB "
-                f"and needs {s.needed_bytes / GB:.1f} GB or more"
+                f"{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
+                f"{format_bytes(s.capacity_bytes)} and needs {format_bytes(s.needed_bytes)} or more"
             )
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")

@@ -28,6 +28,8 @@ SUB_BATCHES = (1, 2, 4, 8)
 """Into which the planner cuts a micro-batch."""
 
 
+MAX_SEQUENCES = 2**16
+"""In one step: beyond any batch in use, and each division of more would be bounded."""
 CLOSE_FRAC = 0.1
 """On several devices that have micro-batches of their own: so close to their compute, sharing is not tried too."""
 
@@ -62,6 +64,8 @@ def plan_sequences(
     """
     if sequences < 1:
         raise PlanError(f"a step of {sequences} sequences trains nothing; ask for 1 or more")
+    if sequences > MAX_SEQUENCES:
+        raise PlanError(f"a step of {sequences:,} sequences is no step; ask for {MAX_SEQUENCES:,} or fewer")
     write_limit = float("inf")
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)

@@ -57,3 +57,11 @@ def test_listing_and_showing_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"desktop-4090", "laptop"} <= listed["machines"].keys()
+    assert listed["gpus"]["rtx-4090"]["gpu.capacity"]["value"] == 24564 * 2**20
+    assert all("source" in number for number in listed["drives"]["990-pro"].values() if isinstance(number, dict))

@@ -11,10 +11,10 @@ import pytest
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
-from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict_plan
 from tierplan.studies.answer import answer_lines, answer_record
 from tierplan.studies.evaluate import BestPlan
 
@@ -52,7 +52,7 @@ def test_sub_batches_say_whose_numbers_they_give():
     workload = toy_workload(2, per_device_train_batch_size=4)
     whole = plan(workload, toy_machine(), time_limit_s=1, policies=["in-memory"], orders=["horizontal"])
     tiled_plan = uniform_plan(workload, UnitPlan(), order="vertical", sub_batches=2)
-    tiled = replace(whole, plan=tiled_plan, schedule=lower(tiled_plan, workload, toy_machine()))
+    tiled = replace(whole, prediction=predict_plan(tiled_plan, workload, toy_machine()))
     assert whole.plan.sub_batches == 1
     of_whole, of_tiled = (BestPlan(workload=workload, machine=toy_machine(), result=r) for r in (whole, tiled))
     assert answer_record(of_whole)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING
 from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
 
 if TYPE_CHECKING:
-    from tierplan.hwmodels.description import Description
+    from tierplan.hwmodels.description import Description, Quantity
+    from tierplan.hwmodels.keys import Key
     from tierplan.hwmodels.machine import Machine
 
 __all__ = ["add_arguments", "run"]
 
 QUICK_S, THOROUGH_S = 60.0, 900.0
+LISTED = (
+    (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("price", "price")),
+    (("read", "read"), ("write", "write"), ("may be written", "endurance")),
+)
+"""Of a GPU and of a drive: what the list shows."""
 NOISY = 0.125
 """A spread from which on a number deserves a warning: 95 % of measurements lie within twice that."""
 
@@ -30,6 +36,7 @@ NOISY = 0.125
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = commands.add_parser("list", help="machines and parts of the catalog")
+    option(listing, "--json", "as one JSON object")
     listing.set_defaults(act=_list)
 
     show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
@@ -69,19 +76,37 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part
-    from tierplan.hwmodels.keys import PARTS
+    from tierplan.hwmodels.keys import KEYS, PARTS
+    from tierplan.sim.output.text import columns
 
     names = catalog_names() + ([HERE] if here_path().exists() else [])
-    width = max(map(len, names))
-    print("Machines")
-    for name in names:
-        print(f"  {name:{width}}  {load_description(name).summary}")
+    machines = {name: load_description(name).summary for name in names}
+    parts: dict[str, dict[str, dict[str, object]]] = {}
     for section, folder in PARTS.items():
-        print(f"\n{folder.capitalize()} (choose one with --set {section}.part=NAME)")
-        parts = catalog_names(folder)
-        for name in parts:
-            print(f"  {name:{max(map(len, parts))}}  {load_part(section, name).name}")
+        parts[folder] = {}
+        for name in catalog_names(folder):
+            part = load_part(section, name)
+            entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in part.values.items()}
+            parts[folder][name] = {"name": part.name, **entry}
+    if args.json:
+        print(json.dumps({"machines": machines, **parts}, indent=1))
+        return 0
+    print("\n".join(["Machines", *columns(list(machines.items()))]))
+    for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
+        rows: list[tuple[str, ...]] = [("name", *(heading for heading, _ in keys), "what")]
+        for name, listed in parts[folder].items():
+            values = load_part(section, name).values
+            cells = [_cell(values.get(f"{section}.{key}"), KEYS[f"{section}.{key}"]) for _, key in keys]
+            rows.append((name, *cells, str(listed["name"])))
+        print("\n".join(["", f"{folder.capitalize()} (choose one with --set {section}.part=NAME)", *columns(rows)]))
     return 0
+
+
+def _cell(quantity: Quantity | None, key: Key) -> str:
+    """A number of the list; what may be written is a decimal amount, as on the drive's box."""
+    if quantity is None or not isinstance(quantity.value, float):
+        return "-"
+    return f"{quantity.value / 1e12:,.0f} TB" if key.name.endswith(".endurance") else quantity.text(key)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -178,7 +203,7 @@ def _import(args: argparse.Namespace) -> int:
 
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import Description, Quantity, override, read_utf8, write_description
+    from tierplan.hwmodels.description import Description, override, read_utf8, write_description
     from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically

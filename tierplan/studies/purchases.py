@@ -79,12 +79,17 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
                     Purchase(what=what, overrides={"nvme.drives": number}, price_usd=(number - drives) * price)
                 )
     capacity = description.number("host.capacity") or 0.0
-    larger = [gib for gib in form.dram_gib if gib * GIB > 1.1 * capacity]
-    for gib in larger[:3] if len(larger) > 1 else larger:
-        what = f"{gib} GiB DRAM ({form.dram_gib[gib]})"
-        bought_gib = gib / 2 if gib == 2 * min(form.dram_gib, key=lambda g: abs(g * GIB - capacity)) else gib
-        usd = bought_gib * prices.dram_usd_per_gib
-        found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
+    now_gib = min(form.dram_gib, key=lambda gib: abs(gib * GIB - capacity))
+    # twice of what is there is bought beside it, everything else in its place
+    usd_of = {
+        gib: (gib - now_gib if gib == 2 * now_gib else gib) * prices.dram_usd_per_gib
+        for gib in form.dram_gib
+        if gib * GIB > 1.1 * capacity
+    }
+    for gib, usd in list(usd_of.items())[:4]:
+        if all(usd < other for more_gib, other in usd_of.items() if more_gib > gib):
+            what = f"{gib} GiB DRAM ({form.dram_gib[gib]})"
+            found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
     part = description.quantity("gpu.part")
     for name in catalog_names("gpus") if form.cards else ():
         other = load_part("gpu", name)
