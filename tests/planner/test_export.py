@@ -46,7 +46,9 @@ def test_a_plan_comes_back(path, planned):
 )
 def test_every_kind_of_plan_comes_back(tmp_path, planned, other):
     workload, machine, result = planned
-    save_plan(replace(result, plan=other), workload, machine, tmp_path / "plan.json")
+    save_plan(
+        replace(result, prediction=replace(result.prediction, plan=other)), workload, machine, tmp_path / "plan.json"
+    )
     assert json.loads((tmp_path / "plan.json").read_text())["meta"][KEY]["plan"]["kind"] == other.kind
     assert load_plan(tmp_path / "plan.json").plan == other
 
