@@ -162,6 +162,11 @@ class Machine:
             return Cost(stream.latency_s, seconds, NO_DEMAND, stream.share)
         return Cost(stream.latency_s, seconds, {k: v / seconds for k, v in taken.items()}, stream.share)
 
+    def __repr__(self) -> str:
+        """One line: the whole is what `tierplan machine show` prints."""
+        tiers = ", ".join(f"{tier.name} {tier.capacity_bytes / 2**30:,.1f} GiB" for tier in self.tiers)
+        return f"<Machine {self.name}: {tiers}; {len(self.streams)} streams, {len(self.shared_limits)} shared limits>"
+
 
 def _named(what: str, name: str, items: tuple[_T, ...]) -> _T:
     for item in items:

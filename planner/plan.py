@@ -167,6 +167,16 @@ class UnitwisePlan:
         _check_pieces(self, workload)
         _check_turns(self, workload)
 
+    def __repr__(self) -> str:
+        """One line: as many units as are alike, and where their parameters and states are."""
+        places: dict[str, int] = {}
+        for unit in self.units:
+            place = f"{unit.params}/{unit.states}"
+            places[place] = places.get(place, 0) + 1
+        alike = ", ".join(f"{number} x {place}" for place, number in places.items())
+        parts = f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
+        return f"<UnitwisePlan {self.policy}: {self.order} order{parts}, {self.semantics}; parameters/states {alike}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packs:

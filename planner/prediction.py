@@ -190,6 +190,13 @@ class Prediction:
                 }
         return record
 
+    def __repr__(self) -> str:
+        """One line: the whole is what `tierplan simulate` prints."""
+        head = f"<Prediction {self.policy}, {self.model} on {self.machine}: "
+        if self.step_s is None:
+            return f"{head}does not run: {self.why_not[:80]}>"
+        return f"{head}{self.step_s:.4g} s per step, {self.tokens_per_s:,.0f} tokens/s>"
+
 
 def predict(
     policy: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None

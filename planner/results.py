@@ -90,3 +90,11 @@ class PlanResult:
             k: p.step_s / p.num_batches for k, p in self.policies.items() if p.step_s is not None and p.same_numbers
         }
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
+
+    def __repr__(self) -> str:
+        """One line: the whole is what `tierplan plan` prints."""
+        p = self.prediction
+        return (
+            f"<PlanResult {p.model} on {p.machine}: {self.step_s:.4g} s per step, {p.tokens_per_s:,.0f} tokens/s, "
+            f"gap {self.gap:.1%}, limited by {self.limited_by}>"
+        )

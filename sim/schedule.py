@@ -138,6 +138,10 @@ class Schedule:
                 held[b.tier] += tiers[b.tier].held_bytes(b.size_bytes)
         return held
 
+    def __repr__(self) -> str:
+        """One line: `save_schedule` writes the whole."""
+        return f"<Schedule {self.name}: {len(self.ops):,} ops, {len(self.buffers):,} buffers, {len(self.tiers)} tiers>"
+
 
 def validate(schedule: Schedule) -> Schedule:
     """The schedule itself, if it obeys the language; otherwise `ScheduleError` naming the op or buffer.

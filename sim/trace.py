@@ -120,6 +120,11 @@ class Trace:
             cls, path, format=FORMAT, version=VERSION, made_by="a trace as Trace.save writes it", error=TraceError
         )
 
+    def __repr__(self) -> str:
+        """One line: it holds some ten thousand spans."""
+        streams = len({span.stream for span in self.spans})
+        return f"<Trace {self.name}: {len(self.spans):,} ops on {streams} streams, {self.duration_s:.4g} s>"
+
 
 def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]:
     """Highest holding per tier when the events are added up in their order."""

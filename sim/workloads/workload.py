@@ -183,6 +183,13 @@ class Workload:
     def num_parameters(self) -> int:
         return sum(u.num_parameters for u in self.units)
 
+    def __repr__(self) -> str:
+        """One line: the whole is what `tierplan workload show` prints."""
+        t = self.training
+        tokens = f"{t.gradient_accumulation_steps} x {t.per_device_train_batch_size} x {t.sequence_length} tokens"
+        head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
+        return f"{head}; {tokens}, {t.dtype}>"
+
 
 def total_work(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sum of amounts of work, kind by kind."""

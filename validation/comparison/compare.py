@@ -145,6 +145,14 @@ class Comparison:
         """Writes `record` as JSON, replacing the file atomically."""
         write_atomically(path, json.dumps(self.record(), indent=1) + "\n")
 
+    def __repr__(self) -> str:
+        """One line: the whole is the report."""
+        p = self.step_s
+        return (
+            f"<Comparison {self.name}: {p.predicted:.4g} s predicted, {p.measured:.4g} s measured, "
+            f"{self.step_error_frac:+.1%}>"
+        )
+
 
 def compare(
     schedule: Schedule,

@@ -1,0 +1,25 @@
+"""What a bare name shows at a prompt is one short line, whatever it holds."""
+
+from __future__ import annotations
+
+import tierplan as tp
+from tests.toys import toy_machine, toy_workload
+from tierplan.planner.prediction import predict
+from tierplan.sim.trace import Trace
+from tierplan.validation.comparison.compare import compare
+
+
+def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
+    workload, machine = toy_workload(4), toy_machine()
+    planned = tp.plan(workload, machine, time_limit_s=1, policies=["in-memory"])
+    steady = planned.steady
+    shown = [machine, workload, planned, planned.plan, planned.schedule, planned.prediction, steady.trace]
+    shown.append(compare(planned.schedule, steady.trace, steady.trace, predicted_step_s=planned.step_s, warmup_steps=1))
+    shown.append(predict("fuyou", workload, toy_machine(device_bytes=2**20)))
+    for thing in shown:
+        assert len(repr(thing)) <= 200, repr(thing)
+        assert "\n" not in repr(thing)
+        assert repr(thing).startswith(f"<{type(thing).__name__} ")
+    assert "limited by" in repr(planned)
+    assert f"{len(steady.trace.spans):,} ops" in repr(steady.trace)
+    assert isinstance(steady.trace, Trace)
