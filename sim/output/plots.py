@@ -21,6 +21,7 @@ from matplotlib.patches import Patch
 from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.contents import parse_key, split_step
+from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Span, Trace
 
 __all__ = [
@@ -214,7 +215,7 @@ def plot_memory(
             ax.annotate(text, (0, capacity), xytext=above, textcoords="offset points", fontsize="small")
         else:
             ax.set_ylim(0, peak * 1.25)
-        title = f"{tier}: peak {peak:.3g} {size_unit} of {_sized(trace.capacity_bytes[tier])}"
+        title = f"{tier}: peak {peak:.3g} {size_unit} of {format_bytes(trace.capacity_bytes[tier])}"
         ax.set_title(title, fontsize="medium", loc="left")
         ax.set(ylabel=size_unit, xlim=(0, (end_s - begin_s) * per_s))
         _finish(ax, handles[::-1])
@@ -237,7 +238,7 @@ def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figu
             ax.plot(x, [held / size for held in levels], drawstyle="steps-post", color=colour, linestyle=dash, lw=1.2)
         if capacity <= 2 * peak:
             ax.axhline(capacity / size, color=INK, linewidth=1, linestyle=":")
-        ax.set_title(f"{tier}: at most {_sized(peak)} of {_sized(capacity)}", fontsize="medium", loc="left")
+        ax.set_title(f"{tier}: at most {format_bytes(peak)} of {format_bytes(capacity)}", fontsize="medium", loc="left")
         top = max(peak, capacity * (capacity <= 2 * peak)) / size
         ax.set(ylabel=size_unit, xlim=(0, length_s * per_s), ylim=(0, 1.08 * top))
     handles = [
@@ -418,8 +419,3 @@ def _size_unit(size_bytes: float) -> tuple[str, float]:
         if size_bytes >= size:
             return name, float(size)
     return "B", 1.0
-
-
-def _sized(size_bytes: float) -> str:
-    unit, size = _size_unit(size_bytes)
-    return f"{size_bytes / size:.3g} {unit}"
