@@ -5,6 +5,7 @@ InfeasiblePlan(PlanError)   no plan fits into memory, or none spares the drives 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,13 +81,4 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
             if batch % t == 0
         )
 
-    if not fits(1):
-        return 0
-    low, high = 1, max(below, 1) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_left(range(1, max(below, 1) + 1), True, key=lambda batch: not fits(batch))

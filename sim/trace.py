@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,17 +101,8 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace as JSON, replacing the file atomically."""
-        record = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "capacity_bytes": dict(self.capacity_bytes),
-            "peak_bytes": dict(self.peak_bytes),
-            "meta": dict(self.meta),
-            "spans": [list(s) for s in self.spans],
-            "memory": [[m.time_ns, m.tier, m.kind, m.delta_bytes] for m in self.memory],
-        }
-        write_atomically(path, json.dumps(record, separators=(",", ":")))
+        record = {"format": FORMAT, "version": VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        write_atomically(path, json.dumps(record, separators=(",", ":"), default=dict))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

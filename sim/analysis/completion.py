@@ -9,6 +9,7 @@ ops in any order that the rules allow answers the question, for the simulator an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -138,13 +139,7 @@ def _smallest_capacity_bytes(graph: GraphColumns, tier: int) -> int | None:
     high = low + int(graph.request_bytes[graph.request_tier == tier].sum())
     if not is_enough(high):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return low + bisect_left(range(low, high), True, key=is_enough)
 
 
 def _stuck(graph: GraphColumns) -> Stuck | None:
