@@ -7,6 +7,7 @@ whole pages, hands them out by exact size, and keeps what comes back for the nex
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
@@ -19,6 +20,9 @@ __all__ = ["PAGE_BYTES", "Block", "Pool", "map_host", "padded"]
 PAGE_BYTES = 4096
 """Alignment of addresses, file offsets and lengths that every drive takes."""
 HUGE_PAGE_BYTES = 2 << 20
+MADV_WIPEONFORK = 18
+"""Of <sys/mman.h>. With `MADV_DONTFORK` there would be a hole in the forked process, where something else may come to
+lie that is unmapped when our tensor is freed there."""
 
 
 def padded(size_bytes: int) -> int:
@@ -38,7 +42,7 @@ class Block:
 def map_host(size_bytes: int, *, for_transfers: bool = False, register: bool = False) -> torch.Tensor:
     """Zeroed anonymous memory of whole pages as a uint8 tensor; unmapped when the last view of it is gone.
 
-    `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. Memory `for_transfers` is not there in forked
+    `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. Memory `for_transfers` is empty in forked
     processes (workers of a data loader): while both have a page, a write to it goes to a copy, and a drive or a GPU
     that is about to fill the page may fill the other one. `register` pins it for CUDA where it lies.
     Raises `MemoryError` with the size when the system refuses.
@@ -52,8 +56,9 @@ def map_host(size_bytes: int, *, for_transfers: bool = False, register: bool = F
         ) from error
     if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    if (for_transfers or register) and hasattr(mmap, "MADV_DONTFORK"):
-        mapping.madvise(mmap.MADV_DONTFORK)
+    if for_transfers or register:
+        with contextlib.suppress(OSError):  # before Linux 4.14
+            mapping.madvise(MADV_WIPEONFORK)
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     if register:
         status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)

@@ -106,8 +106,8 @@ def _cached(model: str) -> Path | None:
     """The `config.json` of `org/name` in the hub's cache, the newest snapshot's."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = folder.glob("*/config.json") if model.count("/") == 1 else ()
-    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+    configs = folder.glob("*/config.json") if model.count("/") == 1 else ()
+    return max(configs, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def _check_shape(where: str | Path, raw: Mapping[str, object]) -> None:
