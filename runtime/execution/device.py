@@ -7,9 +7,11 @@ both kinds of device that its results exist. Transfers use pinned memory and blo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from tierplan.runtime.memory.freed_memory import keep_freed_memory
 
 __all__ = ["TORCH_DTYPES", "Device"]
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By `Training.dtype`."""
 
@@ -31,7 +34,9 @@ class Device:
     _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.is_cuda:
+        if self.is_cuda:
+            _let_segments_expand()
+        else:
             keep_freed_memory()
 
     @property
@@ -102,6 +107,15 @@ class Device:
         torch.set_rng_state(state[0])
         if self.is_cuda:
             torch.cuda.set_rng_state(state[1], self.torch_device)
+
+
+def _let_segments_expand() -> None:
+    """What is freed on the device, of whatever sizes, serves whatever comes next. Segments of fixed sizes would hold up
+    to a third more than the ledger; these hold at most a few hundred MiB more (docs/limits.md). Who has set the
+    allocator otherwise is heeded."""
+    if not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+        set_allocator: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (set_allocator or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def _unregister(pages: torch.Tensor) -> None:

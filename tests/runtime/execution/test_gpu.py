@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime.execution.test_held_on_cuda import FRAGMENTS_BYTES, WORKSPACES_BYTES
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
@@ -69,6 +70,8 @@ def test_the_ledger_against_the_allocator(tmp_path: Path) -> None:
     raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
     workload = trace_config("gpt2", raw, replace(CPU, backend="cuda"))
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     result = train(schedule, model, make_batches(STEPS), steps=STEPS, nvme_dir=tmp_path, device="cuda")
     assert torch.cuda.max_memory_allocated() <= 1.01 * result.peak_bytes["gpu0"] + (32 << 20)
+    assert torch.cuda.max_memory_reserved() <= 1.01 * result.peak_bytes["gpu0"] + FRAGMENTS_BYTES + WORKSPACES_BYTES

@@ -1,0 +1,174 @@
+"""What a GPU's allocator holds for a schedule, by a model of it: the ledger's peak, and fragments and workspaces.
+
+The runtime trains a small model on the CPU. All that it takes and frees on the device's streams, blocks of pools and
+tensors of autograd, is written down in its order, and repeated on the model of the allocator in the sizes of a large
+model, on a device that has room for the ledger's peak and little more.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.runtime.execution.caching_allocator import CachingAllocator, OutOfMemoryError, Taken
+from tests.runtime.execution.test_ledger import CONFIG, UNIFORM, Meter, Watch, nightly, training_of
+from tests.runtime.execution.test_policies_run import RUN
+from tests.runtime.test_trainer import machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.executor import TierFullError
+from tierplan.runtime.memory.arena import Pool
+from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCALE = 500
+"""So many times the sizes of the small model are those of one that fills a GPU."""
+FRAGMENTS_BYTES = 256 << 20
+WORKSPACES_BYTES = 64 << 20
+"""Of cuBLAS, 8 MiB (32 MiB on an H100) for each stream that multiplies matrices; here that is one."""
+SMALL_CONFIG = {**CONFIG, "n_embd": 256, "vocab_size": 2048, "n_layer": 4}
+
+
+@dataclass
+class Log(Meter):
+    """All that is taken and freed, in order: number, size (0 when it is freed) and stream."""
+
+    events: list[tuple[int, int, str]] = field(default_factory=list)
+    num_taken: int = 0
+    here: threading.local = field(default_factory=threading.local)
+
+    def take(self, size_bytes: int) -> int:
+        with self.lock:
+            self.num_taken += 1
+            self.events.append((self.num_taken, size_bytes, getattr(self.here, "stream", "gpu0.compute")))
+            return self.num_taken
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        with self.lock:
+            if storage._cdata not in self.known and storage.nbytes():
+                self.known.add(storage._cdata)
+                number = self.take(storage.nbytes())
+                weakref.finalize(storage, self.free, number, storage._cdata).atexit = False
+
+    def free(self, number: int, address: int) -> None:
+        with self.lock:
+            self.known.discard(address)
+            self.events.append((number, 0, ""))
+
+    def watch(self, pool: Pool) -> Pool:
+        allocate, release, numbers = pool.allocate, pool.release, dict[int, int]()
+
+        def logged_allocate(size_bytes: int) -> torch.Tensor:
+            pages = allocate(size_bytes)
+            numbers[pages.data_ptr()] = self.take(size_bytes)
+            return pages
+
+        def logged_release(pages: torch.Tensor) -> None:
+            self.free(numbers.pop(pages.data_ptr()), 0)
+            release(pages)
+
+        pool.allocate, pool.release = logged_allocate, logged_release
+        return pool
+
+
+def trained(schedule: Schedule, training: Training) -> tuple[Log, int]:
+    """What three steps take and free, and the ledger's peak."""
+    model, log, pool_of = build_model(SMALL_CONFIG, training), Log(), Device.pool
+    batches = [example_batch(model.config, training)] * 6
+
+    @contextmanager
+    def on(device: Device, stream: str) -> Iterator[None]:
+        log.here.stream = stream
+        if stream.startswith("gpu0."):
+            with Watch(log):
+                yield
+        else:
+            yield
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(Device, "pool", lambda device, capacity: log.watch(pool_of(device, capacity))),
+        mock.patch.object(Device, "on", on),
+        Trainer(schedule, model, nvme_dir=folder) as trainer,
+    ):
+        trainer.run(batches, 3)
+        return log, trainer.result().peak_bytes["gpu0"]
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "zero-infinity" else nightly) for name in (*RUN, *UNIFORM)]
+)
+def test_a_gpu_holds_the_ledger_s_peak_and_a_little_more(name: str) -> None:
+    training = training_of(
+        dtype="bf16", per_device_train_batch_size=8, gradient_accumulation_steps=2 if name == "vertical" else 1
+    )
+    workload = trace_config("held", SMALL_CONFIG, training)
+    plan: Any = uniform_plan(workload, UNIFORM[name]) if name in UNIFORM else decide(name, workload, machine())
+    schedule = lower(plan, workload, machine())
+    _, peak = trained(schedule, training)
+    for _ in range(3):  # the peak depends on timing
+        tiers = [replace(t, capacity_bytes=peak if t.name == "gpu0" else t.capacity_bytes) for t in schedule.tiers]
+        try:
+            log, _ = trained(replace(schedule, tiers=tuple(tiers)), training)
+            break
+        except TierFullError:
+            peak = int(1.1 * peak)
+    device, taken = CachingAllocator(1.01 * peak * SCALE + FRAGMENTS_BYTES), dict[int, Taken]()
+    for number, size_bytes, stream in log.events:
+        if size_bytes:
+            taken[number] = device.take(size_bytes * SCALE, stream)
+        elif number in taken:
+            device.give(taken.pop(number))
+    assert 0.9 * peak * SCALE < device.peak_bytes
+
+
+def test_the_model_of_the_allocator() -> None:
+    """By hand: rounding, gaps, pages that are unmapped for another stream, and a device that is full."""
+    mib, page = 1 << 20, 20 << 20
+    device = CachingAllocator(3 * page)
+    first, second, third = (device.take(size * mib, "a") for size in (8, 12, 15))
+    assert (first, second) == (("a", False, 0, 8 * mib), ("a", False, 8 * mib, page))
+    assert device.mapped_bytes == 2 * page
+    device.give(second)
+    assert device.take(11 * mib, "a")[2] == 8 * mib  # the gap, and not what is left of the second page
+    fourth = device.take(4 * mib, "a")
+    assert fourth[2] == 35 * mib
+    device.take(700, "b")
+    assert device.mapped_bytes == 2 * page + (2 << 20)
+    device.give(third)
+    device.give(fourth)
+    with pytest.raises(OutOfMemoryError):
+        device.take(41 * mib, "b")
+    assert device.take(18 * mib, "b")[2] == 0  # on the page that `a` does not use any more
+    assert device.mapped_bytes == 2 * page + (2 << 20)
+    assert device.take(1, "b")[2:] == (1024, 1536)
+
+
+@pytest.mark.parametrize("setting", ["", "max_split_size_mb:64", "expandable_segments:False"])
+def test_segments_expand_unless_somebody_says_otherwise(setting: str) -> None:
+    with (
+        mock.patch.dict(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": setting}),
+        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True) as set_allocator,
+    ):
+        Device(torch.device("cuda"))
+    assert [call.args for call in set_allocator.call_args_list] == (
+        [] if "expandable" in setting else [("expandable_segments:True",)]
+    )
