@@ -136,10 +136,11 @@ def _draw_ops(
     narrow = NARROW_FRAC * length_s * per_s
     for (stream, what, alpha), boxes in sorted(bars.items()):
         place = (centres[stream] - 0.355 * height, 0.71 * height)
-        ax.broken_barh(_merged(boxes, narrow), place, facecolors=COLOURS[what], alpha=alpha, linewidth=0)
+        drawn = ax.broken_barh(_merged(boxes, narrow), place, facecolors=COLOURS[what], alpha=alpha, linewidth=0)
+        drawn.set_snap(False)  # else what is narrower than a pixel is rounded away
     for (stream, what), boxes in sorted(marks.items()):
         place = (centres[stream] + (-0.5 if what == SHARING else 0.41) * height, 0.09 * height)
-        ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0)
+        ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0).set_snap(False)
     for boundary_s in _step_ends(trace):
         if begin_s < boundary_s < end_s:
             ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")

@@ -72,3 +72,10 @@ def test_nothing_fits_is_an_answer(model, capsys):
     assert short["tier"] == "device"
     assert short["short_bytes"] == short["needed_bytes"] - short["capacity_bytes"] > 0
     assert "sequences per micro-batch that fit: up to " in found["reason"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("step.svg", "<?xml"), ("step.json", "{")])
+def test_the_timeline_is_written(model, tmp_path, capsys, name, begins):
+    arguments = ["--model", model, "--machine", "laptop", "--seq", "512", "--timeline", str(tmp_path / name)]
+    assert main(["simulate", "--policy", "in-memory", *arguments]) == 0
+    assert (tmp_path / name).read_text().startswith(begins)

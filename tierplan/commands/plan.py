@@ -23,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)
     option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
     option(parser, "--json", "print one JSON object")
+    option(
+        parser, "--timeline FILE", "draw what each stream does in one step: PNG, SVG, PDF, or JSON for ui.perfetto.dev",
+        new_file(*PICTURES, ".json"),
+    )  # fmt: skip
     option(parser, "--time-limit S", "seconds that the search may compute (default 4)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", whole(0), 0)
     option(
@@ -39,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tierplan.commands.advise import ask
     from tierplan.planner.infeasible import InfeasiblePlan
-    from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text
+    from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text, write_timeline
     from tierplan.studies.evaluate import best_plan
 
     point = scenario.read_point(args)
@@ -55,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.planner.plan_file import save_plan
 
         save_plan(result, workload, machine, args.output)
+    if args.timeline:
+        write_timeline(result.prediction, args.timeline)
     if args.frontier:
         from tierplan.planner.questions.frontier import frontier, plot_frontier
 
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.studies.advice_text import change_lines
 
         print("\n".join(["", *change_lines(advice)]))
-    for what, where in (("plan", args.output), ("picture", args.frontier)):
+    for what, where in (("plan", args.output), ("timeline", args.timeline), ("picture", args.frontier)):
         if where:
             print(f"{what}: {where}")
     if machine.nameplate:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import new_file, option
+from tierplan.commands.options.arguments import PICTURES, new_file, option
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setting = "a setting of the policy, e.g. swap=all; repeatable (a wrong one lists all; docs/policies.md)"
     option(parser, "--option KEY=VALUE", setting, repeat=True, dest="options")
     option(parser, "--json", "print one JSON object")
+    option(
+        parser, "--timeline FILE", "draw what each stream does in one step: PNG, SVG, PDF, or JSON for ui.perfetto.dev",
+        new_file(*PICTURES, ".json"),
+    )  # fmt: skip
     option(parser, "--max-model", "find the largest GPT-3-style model that fits, instead of --model")
     option(parser, "-o --output FILE", "write the schedule, if it fits, for `tierplan run`", new_file())
     scenario.add_arguments(parser, needs_model=False, searches=False)
@@ -60,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
         meta["machine_sha256"] = digest(machine)
         save_schedule(replace(prediction.schedule, meta=meta), args.output)
+    if args.timeline and prediction.fits:
+        from tierplan.studies.answer import write_timeline
+
+        write_timeline(prediction, args.timeline)
     if args.json:
         print(json.dumps({**prediction.record(), "nameplate": list(machine.nameplate)}, indent=2))
     else:

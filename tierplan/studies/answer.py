@@ -7,13 +7,22 @@ from dataclasses import asdict
 
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
 from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 
-__all__ = ["answer_lines", "answer_record", "impossible_record", "limit_rows", "limited_text", "question_text"]
+__all__ = [
+    "answer_lines",
+    "answer_record",
+    "impossible_record",
+    "limit_rows",
+    "limited_text",
+    "question_text",
+    "write_timeline",
+]
 
 
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
@@ -86,6 +95,23 @@ def question_text(point: Point, micro_batch: int, accumulation: int) -> str:
     sequences = "1 sequence" if micro_batch == 1 else f"{micro_batch} sequences"
     times = f"{accumulation} micro-batches of {sequences}" if accumulation > 1 else f"one micro-batch of {sequences}"
     return f"{times}, {point.seq} tokens each"
+
+
+def write_timeline(prediction: Prediction, path: str) -> None:
+    """Writes what each stream does in one steady step: a picture, or all simulated steps for Perfetto (`.json`)."""
+    steady = prediction.steady
+    assert steady is not None, "what does not run has no timeline"
+    if path.endswith(".json"):
+        from tierplan.sim.output.perfetto import write_perfetto
+
+        write_perfetto({"predicted": steady.trace}, path)
+        return
+    from tierplan.sim.output.plots import plot_timeline
+
+    figure = plot_timeline(steady.trace, window_s=steady.window_s)
+    title = f"{prediction.model} on {prediction.machine}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
 
 
 def limited_text(limits: Sequence[Sensitivity]) -> str:

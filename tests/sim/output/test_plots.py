@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from tests.sim.output.test_perfetto import STEADY
@@ -186,3 +188,25 @@ def test_an_empty_trace_is_refused_where_there_is_nothing_to_draw() -> None:
     for plot in (plot_timeline, plot_step_time):
         with pytest.raises(ValueError, match="trace 'none' has no ops"):
             plot(empty)
+
+
+def test_an_op_that_is_narrower_than_a_pixel_is_seen() -> None:
+    """One op of a tenth of a pixel on a lane of its own leaves a trace of its colour there."""
+    second, short = 10**9, 10**5
+    spans = (
+        Span(key="fwd/L0/mb0", stream="gpu0.compute", free_ns=0, ready_ns=0, start_ns=0, end_ns=second),
+        *(
+            Span(key=f"update/L{k}", stream="host.adam", free_ns=at, ready_ns=at, start_ns=at, end_ns=at + short)
+            for k, at in enumerate(range(second // 8, second, second // 8))
+        ),
+    )
+    trace = replace(TRACE, spans=spans, memory=())
+    figure = plot_timeline(trace)
+    figure.set_dpi(72)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3].astype(int)
+    axes = figure.axes[0]
+    lane = int(pixels.shape[0] - axes.transData.transform((0, 1))[1])
+    row = pixels[lane, int(axes.bbox.x0) + 3 : int(axes.bbox.x1) - 3]
+    assert (row.min(axis=1) < 250).sum() >= 7
