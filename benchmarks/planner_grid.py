@@ -29,7 +29,7 @@ from tierplan.planner.plan import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
 from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, Workload
 
 MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "desktop 4090, 64 GB": ("desktop-4090", ()),
@@ -67,9 +67,8 @@ def one_device(machine: Machine) -> Machine:
     return replace(machine, tiers=tuple(t for t in machine.tiers if t.name not in others), streams=tuple(streams))
 
 
-def answer(
-    name: str, overrides: tuple[str, ...], model: str, batch: int, *, time_limit_s: float = TIME_LIMIT_S
-) -> dict[str, Any]:
+def question(name: str, overrides: tuple[str, ...], model: str, batch: int) -> tuple[Workload, Machine]:
+    """The workload and the machine of one scenario."""
     machine = one_device(load_machine(name, overrides))
     rates = machine.stream("gpu0.compute").rates
     training = Training(
@@ -82,7 +81,13 @@ def answer(
         if model == "gpt-1.3b":
             source = Path(folder) / "config.json"
             source.write_text(json.dumps(SMALL))
-        workload = load_workload(source, training)
+        return load_workload(source, training), machine
+
+
+def answer(
+    name: str, overrides: tuple[str, ...], model: str, batch: int, *, time_limit_s: float = TIME_LIMIT_S
+) -> dict[str, Any]:
+    workload, machine = question(name, overrides, model, batch)
     started = time.process_time()
     try:
         result = plan(workload, machine, time_limit_s=time_limit_s)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Budget"]
 
-OPS_PER_S = 170_000
+OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
 WALL_TIMES = 5

@@ -13,7 +13,7 @@ from tierplan.planner.search.budget import Budget
 
 __all__ = ["Racer", "race"]
 
-FIRST_OPS = 60_000
+FIRST_OPS = 90_000
 """Of work that each search may do in the first round; in each later one half as many of them do twice as much."""
 
 
@@ -51,4 +51,4 @@ def race(racers: list[Racer], budget: Budget, *, good_frac: float) -> Iterator[N
                     other.is_over = other.is_over or other.bound_s >= best_s * (1 - good_frac)
                 yield
         running = sorted((r for r in running if not r.is_over), key=lambda r: r.best_s)
-        num, ops = max(1, num // 2), 2 * ops
+        num, ops = (num + 1) // 2, 2 * ops
