@@ -36,6 +36,8 @@ TOLERANCE = 1e-4
 """Of a row, relative to its largest coefficient: an answer that breaks one by more is none."""
 LP_TIME_LIMIT_S = 60.0
 """Of a program without integers; the largest take a second, so only a solver that is stuck meets it."""
+MOST_NODES = 100
+"""At which branching ends, so that no clock decides what is found."""
 OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.01
 """Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
 FEW_FRAC = 0.05
@@ -220,7 +222,8 @@ class Solver:
         self.highs = highspy.Highs()
         settings: dict[str, object] = {"output_flag": False, "threads": 1, "random_seed": self.seed, **options}
         # the simplex method takes a fourth of interior points' time, and leaves duals and a basis
-        settings |= {"mip_heuristic_effort": 0.05} if integral else {"solver": "simplex"}
+        branching = {"mip_heuristic_effort": 0.05, "mip_max_nodes": MOST_NODES}
+        settings |= branching if integral else {"solver": "simplex"}
         for name, value in settings.items():
             self.highs.setOptionValue(name, value)
         num_columns, num_rows = program.shape

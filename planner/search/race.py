@@ -14,7 +14,7 @@ from tierplan.planner.search.budget import Budget
 __all__ = ["Racer", "race"]
 
 FIRST_OPS = 90_000
-"""Of work that each search may do in the first round; in each later one half as many of them do twice as much."""
+"""Of work that each search may do in the first round. In each later one the better half does twice as much."""
 
 
 @dataclass(eq=False)

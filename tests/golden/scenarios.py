@@ -367,23 +367,23 @@ HAND_SCENARIOS: Mapping[str, Scenario] = {
 PLANNED_SCENARIOS: Mapping[str, Scenario] = {
     "planned: gpt2": _of(
         "gpt2-small-4", "laptop", batch=8, overrides=["gpu.capacity=1.5 GB", "host.capacity=9 GB"],
-        search={"budget_ops": 400_000},
+        search={"budget_ops": 480_000},
     ),
     "planned: llama, clipped": _of(
         "llama-tied-4", "laptop", batch=4, clip=1.0, overrides=["gpu.capacity=3 GB", "host.capacity=11 GB"],
-        search={"budget_ops": 400_000},
+        search={"budget_ops": 480_000},
     ),
     "planned: opt, 2 micro-batches": _of(
         "opt-8", "laptop", batch=4, accumulation=2, overrides=["gpu.capacity=4 GB", "host.capacity=14 GB"],
-        search={"budget_ops": 400_000, "seed": 1},
+        search={"budget_ops": 480_000, "seed": 1},
     ),
     "planned: drives that are spared": _of(
         "gpt2-12", "laptop", batch=4, accumulation=2, overrides=["gpu.capacity=4 GB", "host.capacity=11 GB"],
-        search={"budget_ops": 400_000, "drive_lifetime_years": 0.05},
+        search={"budget_ops": 480_000, "drive_lifetime_years": 0.05},
     ),
     "planned: four devices": _of(
         "gpt2-small-4", "harmony-4x1080ti", accumulation=4, overrides=["gpu.capacity=2 GB"],
-        search={"budget_ops": 400_000}, **FP32,
+        search={"budget_ops": 480_000}, **FP32,
     ),
 }  # fmt: skip
 """The planner's own results, under budgets of a few seconds."""
