@@ -133,11 +133,11 @@ class _Run:
         for old, new in graph.takes_over[i]:
             if self._buffers[old].kind != self._buffers[new].kind:
                 self._changes += ((now, old, -graph.size_bytes[old]), (now, new, graph.size_bytes[new]))
-        freed = graph.frees[i]
+        freed = list(graph.frees[i])
         for b in graph.counts_down[i]:
             self._readers_left[b] -= 1
             if self._readers_left[b] == 0:
-                freed = (*freed, b)
+                freed.append(b)
         for b in freed:
             size_bytes = graph.size_bytes[b]
             self._used_bytes[graph.tier_of[b]] -= size_bytes

@@ -1,15 +1,17 @@
 """A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-The SimPy engine and the explanation start from this graph, so that they read the rules from a schedule in one place.
-`tierplan.sim.compiled.graph_columns` derives the same in arrays; a test compares the two engines.
+The lists that the SimPy engine and the explanation work on, from the arrays of `tierplan.sim.compiled.graph_columns`,
+which derives them from the schedule. A test has another derivation.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from tierplan.sim.columns import Lists, columns_of
+from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["Graph", "Request", "graph_of"]
@@ -26,19 +28,19 @@ class Graph:
     schedule: Schedule
     streams: list[list[int]]
     """Per stream, in order of first use: its ops (rule 1)."""
-    inputs: list[Sequence[int]]
+    inputs: Sequence[Sequence[int]]
     """Ops that must have ended (rule 2): writers of what is read, `after`, and the other readers of what is reused."""
-    followers: list[Sequence[int]]
+    followers: Sequence[Sequence[int]]
     """Ops that have this one among their inputs."""
     requests: list[list[Request]]
     """Per tier: what is to be granted there, in list order (rule 3)."""
-    needs: list[Sequence[int]]
+    needs: Sequence[Sequence[int]]
     """Tiers in which the op has a request."""
-    counts_down: list[Sequence[int]]
+    counts_down: Sequence[Sequence[int]]
     """Buffers of which this op is one of `num_readers`; when the last has ended, the buffer is freed (rule 4)."""
-    frees: list[Sequence[int]]
+    frees: Sequence[Sequence[int]]
     """Buffers without readers, freed when this op, their writer, ends."""
-    takes_over: list[Sequence[tuple[int, int]]]
+    takes_over: Sequence[Sequence[tuple[int, int]]]
     """(old, new) buffers where this op writes the new over the old."""
     num_readers: list[int]
     """Per buffer: readers that must end before it is freed; 0 where it is never freed, or by its writer."""
@@ -54,85 +56,42 @@ class Graph:
 
 def graph_of(schedule: Schedule) -> Graph:
     """The graph of a schedule, which is taken to be valid (`schedule.validate`)."""
-    buffers, ops = schedule.buffers, schedule.ops
-    tier_index = {t.name: i for i, t in enumerate(schedule.tiers)}
-    index = {b.name: i for i, b in enumerate(buffers)}
-    tier_of = [tier_index[b.tier] for b in buffers]
-    size_bytes = [schedule.tiers[t].held_bytes(b.size_bytes) for b, t in zip(buffers, tier_of, strict=True)]
-    is_freed = [b.becomes is None for b in buffers]
-    reuses = {b: index[buffer.reuses] for b, buffer in enumerate(buffers) if buffer.reuses is not None}
-    readers_of_reused: dict[int, list[int]] = {old: [] for old in reuses.values()}
-    for old in readers_of_reused:
-        is_freed[old] = False  # its bytes live on in the buffer that reuses it
-    number = {op.key: i for i, op in enumerate(ops)}
-    writer = [-1] * len(buffers)
-    num_reads = [0] * len(buffers)
-    streams: defaultdict[str, list[int]] = defaultdict(list)
+    columns = columns_of(schedule)
+    graph = graph_columns(columns)
+    size_bytes, tier_of, is_freed = graph.held_bytes.tolist(), graph.buffer_tier.tolist(), graph.is_freed.tolist()
+    num_readers, reuses = graph.num_readers.tolist(), columns.buffer_reuses.tolist()
+    reads, writes, followers = map(_rows, (graph.reads, graph.writes, graph.followers))
+    streams: list[list[int]] = [[] for _ in graph.first_on_stream]
+    inputs: list[list[int]] = [[] for _ in schedule.ops]
+    for i, stream in enumerate(graph.stream.tolist()):
+        streams[stream].append(i)
+        for j in followers[i]:
+            inputs[j].append(i)
     requests: list[list[Request]] = [[] for _ in schedule.tiers]
-    # Most entries are empty: one shared () for them is quick, and nothing for the garbage collector to walk.
-    inputs: list[Sequence[int]] = [()] * len(ops)
-    needs: list[Sequence[int]] = [()] * len(ops)
-    counts_down: list[Sequence[int]] = [()] * len(ops)
-    takes_over: list[Sequence[tuple[int, int]]] = [()] * len(ops)
-    frees: list[Sequence[int]] = [()] * len(ops)
-    for i, op in enumerate(ops):
-        streams[op.stream].append(i)
-        waits_for = {number[key] for key in op.after} if op.after else set()
-        if op.reads:
-            read = [index[name] for name in op.reads]
-            for b in read:
-                num_reads[b] += 1
-                waits_for.add(writer[b])
-                if b in readers_of_reused:
-                    readers_of_reused[b].append(i)
-            counts_down[i] = tuple([b for b in read if is_freed[b]])
-        if op.writes:
-            wanted: dict[int, tuple[int, ...]] = {}
-            for name in op.writes:
-                b = index[name]
-                writer[b] = i
-                if b in reuses:
-                    waits_for.update(readers_of_reused[reuses[b]])
-                    takes_over[i] = (*takes_over[i], (reuses[b], b))
-                elif size_bytes[b] > 0:
-                    wanted[tier_of[b]] = (*wanted.get(tier_of[b], ()), b)
-            needs[i] = tuple(wanted)
-            for tier, fresh in wanted.items():
-                requests[tier].append((i, sum([size_bytes[b] for b in fresh]), fresh))
-        if waits_for:
-            waits_for.discard(i)
-            waits_for.discard(-1)  # initial buffers have no writer
-            inputs[i] = tuple(waits_for)
-    num_readers = [num if freed else 0 for num, freed in zip(num_reads, is_freed, strict=True)]
-    for b, i in enumerate(writer):
-        if i >= 0 and is_freed[b] and num_reads[b] == 0:
-            frees[i] = (*frees[i], b)
+    needs: list[tuple[int, ...]] = [()] * len(schedule.ops)
+    asked = (graph.request_op.tolist(), graph.request_tier.tolist(), graph.request_bytes.tolist())
+    for i, tier, wanted_bytes in zip(*asked, strict=True):
+        fresh = tuple([b for b in writes[i] if tier_of[b] == tier and reuses[b] < 0 and size_bytes[b] > 0])
+        requests[tier].append((i, wanted_bytes, fresh))
+        needs[i] = (*needs[i], tier)
     return Graph(
         schedule=schedule,
-        streams=list(streams.values()),
+        streams=streams,
         inputs=inputs,
-        followers=_turned(inputs),
+        followers=followers,
         requests=requests,
         needs=needs,
-        counts_down=counts_down,
-        frees=frees,
-        takes_over=takes_over,
-        num_readers=num_readers,
+        counts_down=[[b for b in row if is_freed[b]] for row in reads],
+        frees=[sorted(b for b in row if is_freed[b] and not num_readers[b]) for row in writes],
+        takes_over=[[(reuses[b], b) for b in row if reuses[b] >= 0] for row in writes],
+        num_readers=[num if freed else 0 for num, freed in zip(num_readers, is_freed, strict=True)],
         size_bytes=size_bytes,
         tier_of=tier_of,
-        initial=[b for b, x in enumerate(buffers) if x.initial and (num_reads[b] or not is_freed[b])],
+        initial=[b for b, x in enumerate(schedule.buffers) if x.initial and (num_readers[b] or not is_freed[b])],
         capacity_bytes=[t.capacity_bytes for t in schedule.tiers],
     )
 
 
-def _turned(inputs: list[Sequence[int]]) -> list[Sequence[int]]:
-    """Followers from inputs."""
-    followers: list[list[int] | None] = [None] * len(inputs)
-    for i, waits_for in enumerate(inputs):
-        for j in waits_for:
-            listed = followers[j]
-            if listed is None:
-                followers[j] = [i]
-            else:
-                listed.append(i)
-    return [() if listed is None else listed for listed in followers]
+def _rows(lists: Lists) -> list[list[int]]:
+    items = lists.items.tolist()
+    return [items[begin:end] for begin, end in pairwise(lists.begins.tolist())]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tests.sim.graph_witness import graph_by_records
 from tierplan.hwmodels.costs import Cost
 from tierplan.sim.engine import alone_ns
-from tierplan.sim.graph import Graph, graph_of
+from tierplan.sim.graph import Graph
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["Evaluation", "Evaluator"]
@@ -40,7 +41,7 @@ class Evaluator:
     """A schedule prepared for many evaluations with different costs."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.graph = graph_of(schedule)
+        self.graph = graph_by_records(schedule)
         self._stream_of = [0] * len(self.graph.inputs)
         for s, ops in enumerate(self.graph.streams):
             for i in ops:

@@ -9,8 +9,8 @@ from itertools import chain
 
 import numpy as np
 
+from tests.sim.graph_witness import graph_by_records
 from tierplan.hwmodels.costs import Cost
-from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule
 
 
@@ -28,7 +28,7 @@ class Ordering:
     """The first simulation. Ops, tiers and buffers are numbered as in `Graph`."""
 
     def __init__(self, schedule: Schedule, costs: Mapping[str, Cost]) -> None:
-        self.graph = graph = graph_of(schedule)
+        self.graph = graph = graph_by_records(schedule)
         self.num_ops = len(schedule.ops)
         self.seconds = [costs[op.key].alone_s for op in schedule.ops]
         self.needs: list[dict[int, int]] = [{} for _ in schedule.ops]  # tier -> bytes
