@@ -1,6 +1,6 @@
 """What it costs that every byte on a drive is checked: steps with checksums over steps without.
 
-    python -m benchmarks.checksums --nvme-dir DIR [--turns 30] [--json FILE]
+    python -m benchmarks.checksums --nvme-dir DIR [--turns 30] [--json FILE [--page docs/durability.md]]
 
 One training takes turns with itself, step by step: in every other step a checksum is a function that does nothing and
 agrees with all. The median of the ratios of neighbouring turns, and its quartiles.
@@ -14,11 +14,15 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from xxhash import xxh3_64
 
+from benchmarks.planner_grid import replace_part
 from benchmarks.runtime import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -87,15 +91,39 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--only", nargs="+", choices=list(CHOICES), default=list(CHOICES))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--page", type=Path, help="write them into this page, too")
     args = parser.parse_args()
+    if args.page and not args.json:
+        parser.error("--page needs --json, which the page names")
     found = {}
     for name in args.only:
         found[name] = cost(CHOICES[name], args.nvme_dir, turns=args.turns, width=args.width, num_blocks=args.blocks)
         print(name, {k: v for k, v in found[name].items() if not k.endswith("ratios")}, flush=True)
     if args.json:
         about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
-        args.json.write_text(json.dumps({**about, "plans": found}, indent=1) + "\n", encoding="utf-8")
+        record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": found}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if args.page:
+            replace_part(args.page, PART, "\n".join(lines(record, args.json)))
+
+
+PART = "cost of checksums"
+
+
+def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
+    """The part of the page."""
+    load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
+    yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
+    yield ""
+    yield "| on the drive | read and written in a step | step with over without (half of the turns) | processor time |"
+    yield "|---|---|---|---|"
+    for name, one in record["plans"].items():
+        low, high = one["step_quartiles"]
+        yield (
+            f"| {name} | {one['bytes_per_step'] / 1e9:.2f} GB | {one['step_ratio']:.3f} ({low:.3f} to {high:.3f} of "
+            f"{len(one['step_ratios'])}) | {one['processor_ratio']:.3f} |"
+        )
 
 
 if __name__ == "__main__":
