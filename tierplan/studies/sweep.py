@@ -6,6 +6,7 @@ where it stopped. `table.csv` holds the same results as a table, in the order of
 
 from __future__ import annotations
 
+import atexit
 import csv
 import io
 import json
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +98,14 @@ def _results(
             for key, point in points.items():
                 yield key, _row(evaluate, point)
             return
+        end = partial(_end_workers, frozenset(multiprocessing.active_children()))
+        atexit.register(end)
         executor = ProcessPoolExecutor(
             min(num_workers, len(points)),
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin_worker,
         )
-        stack.push(partial(_end_pool, executor))
+        stack.push(partial(_end_pool, executor, end))
     limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)
     waiting = iter(points.items())
     in_flight: dict[Future[Row], str] = {}
@@ -127,15 +131,23 @@ def _row(evaluate: Callable[[Point], Mapping[str, object]], point: Point) -> Row
     return row
 
 
-def _end_pool(pool: ProcessPoolExecutor, kind: type[BaseException] | None, *_: object) -> None:
+def _end_pool(pool: ProcessPoolExecutor, end: Callable[[], None], kind: type[BaseException] | None, *_: object) -> None:
     """Ends the processes: after the work, or at once where something went wrong, since what they do would be lost.
 
-    Waiting for them then would let a second Ctrl-C, or one that met a process before it began, hang the first.
+    Waiting for them then would let a second Ctrl-C, or one that met a process before it began, hang the first. Where a
+    second Ctrl-C comes in between, `end` is called once more when Python exits, before it waits for its children.
     """
     if kind is not None:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
+        end()
     pool.shutdown(wait=kind is None, cancel_futures=True)
+    atexit.unregister(end)
+
+
+def _end_workers(others: frozenset[BaseProcess]) -> None:
+    """All children but those that were there before, also one that the pool had begun and not yet noted."""
+    for process in multiprocessing.active_children():
+        if process not in others:
+            process.kill()
 
 
 def _begin_worker() -> None:
