@@ -60,7 +60,7 @@ def plan(
     machine: Machine,
     *,
     semantics: Semantics | None = None,
-    time_limit_s: float = 10.0,
+    time_limit_s: float | None = None,
     seed: int = 0,
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
@@ -77,7 +77,7 @@ def plan(
     time_limit_s
         Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
         simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
-        `status` says if it did.
+        `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s.
     policies
         Names of the policies to compare with; all by default.
     orders
@@ -105,12 +105,12 @@ class _Loop:
         workload: Workload,
         machine: Machine,
         semantics: Semantics | None,
-        time_limit_s: float,
+        time_limit_s: float | None,
         seed: int,
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = float("inf"),
     ) -> None:
-        if not 0 < time_limit_s < float("inf"):
+        if time_limit_s is not None and not 0 < time_limit_s < float("inf"):
             raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
         self.workload, self.machine, self.seed = workload, machine, seed
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
@@ -122,7 +122,7 @@ class _Loop:
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
         self.started = time.perf_counter()
-        self.budget = Budget(time_limit_s)
+        self.budget = Budget.of(time_limit_s)
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
         self.simulate_plan = PlanSimulator(
             workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s

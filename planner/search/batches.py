@@ -53,7 +53,7 @@ def plan_sequences(
     *,
     sequences: int,
     semantics: Semantics | None = None,
-    time_limit_s: float = 10.0,
+    time_limit_s: float | None = None,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
 ) -> Division:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 __all__ = ["Budget"]
 
+DEFAULT_OPS = 800_000
+DEFAULT_TIME_LIMIT_S = 10.0
+"""What a search may spend where nobody says, in Python and in every command: so their answers are the same."""
+
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
@@ -23,19 +27,27 @@ class Budget:
     """
 
     time_limit_s: float
+    num_ops: float = 0.0
+    """To spend; by default what the time limit usually buys."""
     started: float = field(default_factory=time.perf_counter)
     started_cpu: float = field(default_factory=time.process_time)
     ops_left: float = 0.0
     last_s: float = 0.0
     """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
+    @classmethod
+    def of(cls, time_limit_s: float | None) -> Budget:
+        """For a time limit that the user gives; None for the default."""
+        return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS) if time_limit_s is None else cls(time_limit_s)
+
     def __post_init__(self) -> None:
+        self.num_ops = self.num_ops or self.time_limit_s * OPS_PER_S
         self.restart()
 
     def restart(self) -> None:
         """Nothing is spent."""
         self.started, self.started_cpu = time.perf_counter(), time.process_time()
-        self.ops_left = self.time_limit_s * OPS_PER_S
+        self.ops_left = self.num_ops
 
     @property
     def seconds(self) -> float:
@@ -49,8 +61,7 @@ class Budget:
     def spent_frac(self) -> float:
         """The larger of what is spent of the ops and of the seconds."""
         computed_s = time.process_time() - self.started_cpu
-        ops = self.time_limit_s * OPS_PER_S
-        return max(1 - self.ops_left / ops, computed_s / self.time_limit_s)
+        return max(1 - self.ops_left / self.num_ops, computed_s / self.time_limit_s)
 
     @property
     def is_out_of_time(self) -> bool:

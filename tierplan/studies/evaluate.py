@@ -28,10 +28,6 @@ LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "l
 """Of a prediction's record: columns of the point, and what is no figure."""
 
 
-SEARCH_S = 4.0
-"""Time limit of the planner where nobody says: the same for every command, so that their answers are the same."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestPlan:
     """The answer to a question, with the division into micro-batches that was chosen."""
@@ -79,7 +75,7 @@ def best_plan(point: Point) -> BestPlan:
         "seed": point.seed,
         "drive_lifetime_years": point.drive_lifetime_years,
         "semantics": point.semantics or None,
-        "time_limit_s": point.planner_s or SEARCH_S,
+        "time_limit_s": point.planner_s or None,
     }
     if not point.sequences:
         workload = workload_at(point, machine)
