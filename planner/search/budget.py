@@ -54,10 +54,6 @@ class Budget:
         return time.perf_counter() - self.started
 
     @property
-    def is_spent(self) -> bool:
-        return self.ops_left <= 0 or self.is_out_of_time
-
-    @property
     def spent_frac(self) -> float:
         """The larger of what is spent of the ops and of the seconds."""
         computed_s = time.process_time() - self.started_cpu
