@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PlanError
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.sim.workloads.workload import Workload
 
@@ -32,12 +33,12 @@ def frontier(
     machine: Machine,
     *,
     fracs: Sequence[float] = FRONTIER_FRACS,
-    time_limit_s: float = 5.0,
-    drive_lifetime_years: float | None = None,
+    **settings: Any,
 ) -> list[FrontierPoint]:
     """Step time and bound at fractions and multiples of the device's memory, from little to much.
 
-    A plan for less memory also runs with more, so the step time never rises along the frontier.
+    A plan for less memory also runs with more, so the step time never rises along the frontier. `settings` are those of
+    `plan`: semantics, seed, limits.
     """
     points: list[FrontierPoint] = []
     best: float | None = None
@@ -47,14 +48,8 @@ def frontier(
         ]
         size = next(t.capacity_bytes for t in tiers if t.kind == "device")
         try:
-            result = plan(
-                workload,
-                replace(machine, tiers=tuple(tiers)),
-                time_limit_s=time_limit_s,
-                policies=(),
-                drive_lifetime_years=drive_lifetime_years,
-            )
-        except PlanError:
+            result = plan(workload, replace(machine, tiers=tuple(tiers)), **settings)
+        except InfeasiblePlan:
             points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=None))
             continue
         best = result.step_s if best is None else min(best, result.step_s)

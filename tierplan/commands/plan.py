@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
         points = frontier(
             workload,
             machine,
-            time_limit_s=args.time_limit or 5.0,
+            semantics=args.semantics,
+            time_limit_s=args.time_limit,
+            seed=args.seed,
             drive_lifetime_years=args.drive_lifetime_years,
         )
         plot_frontier(points, args.frontier, workload, machine)
