@@ -25,8 +25,6 @@ from tierplan.hwmodels.names import (
     parse_stream,
 )
 
-__all__ = ["build_machine"]
-
 DTYPES = ("fp32", "bf16", "fp16")
 
 

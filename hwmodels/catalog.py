@@ -15,8 +15,6 @@ from tierplan.hwmodels.description import Description, Quantity, override, parse
 from tierplan.hwmodels.keys import KEYS, PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
-__all__ = ["HERE", "catalog_names", "here_path", "load_description", "load_machine", "load_part"]
-
 HERE = "here"
 """Name of the machine that `tierplan machine measure` describes."""
 

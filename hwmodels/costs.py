@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["NO_DEMAND", "Cost"]
-
 NO_DEMAND: Mapping[str, float] = {}
 
 

@@ -34,8 +34,6 @@ from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import format_amount, parse_amount
 
-__all__ = ["Basis", "Description", "Limit", "Quantity", "Switch", "parse_description", "read_utf8", "write_description"]
-
 Basis = Literal["nameplate", "measured", "published", "calibrated", "assumed", "given"]
 """Where a number comes from: a data sheet; a measurement of ours; somebody's publication; a fit to published results;
 a rule of thumb; the user."""

@@ -16,8 +16,6 @@ from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import decode
 from tierplan.hwmodels.units import Unit
 
-__all__ = ["KEYS", "PARTS", "Key", "find_key"]
-
 PARTS: Mapping[str, str] = MappingProxyType({"gpu": "gpus", "nvme": "drives"})
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
 

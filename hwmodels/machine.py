@@ -16,8 +16,6 @@ from typing import Literal, TypeVar
 
 from tierplan.hwmodels.costs import NO_DEMAND, Cost
 
-__all__ = ["Machine", "MachineError", "Rate", "Rounding", "SharedLimit", "Stream", "TierSpec", "held_bytes"]
-
 PAGE_BYTES = 4096
 SECONDS = "s"
 """Work kind of ops whose time is known (measured): one second of work takes one second, on any stream."""

@@ -8,32 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "COMPUTE",
-    "CORES_LIMIT",
-    "D2H",
-    "DEVICE",
-    "DRAM_LIMIT",
-    "H2D",
-    "HOST",
-    "HOST_ADAM",
-    "NVME",
-    "NVME_LIMIT",
-    "NVME_READ",
-    "NVME_WRITE",
-    "StreamName",
-    "compute",
-    "d2h",
-    "device",
-    "device_index",
-    "display_order",
-    "h2d",
-    "link_limit",
-    "next_peer",
-    "p2p",
-    "parse_stream",
-]
-
 DEVICE_PREFIX = "gpu"
 HOST = "host"
 NVME = "nvme"

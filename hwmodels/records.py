@@ -33,8 +33,6 @@ from typing import (
 
 import msgspec
 
-__all__ = ["Amount", "Count", "RecordError", "Whole", "decode", "load_record", "schema_of", "shown"]
-
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)]

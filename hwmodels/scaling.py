@@ -7,9 +7,6 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 
-__all__ = ["with_ample_memory", "with_capacity", "with_demand", "with_faster", "with_rate_factors"]
-
-
 AMPLE_BYTES = 1 << 50
 
 

@@ -9,8 +9,6 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import MachineError
 
-__all__ = ["Unit", "format_amount", "parse_amount"]
-
 Unit = Literal["bytes", "bytes/s", "flops/s", "parameters/s", "s", "USD", "W", "number", "count", "text"]
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

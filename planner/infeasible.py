@@ -18,8 +18,6 @@ from tierplan.planner.plan import PlanError, plain_semantics
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["InfeasiblePlan", "largest_batch"]
-
 SUB_BATCHES = (1, 2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for."""
 

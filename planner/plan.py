@@ -16,28 +16,6 @@ from typing import ClassVar, Literal, get_args
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
-__all__ = [
-    "ACTIONS",
-    "KINDS",
-    "PLACES",
-    "PLANNER",
-    "Action",
-    "Order",
-    "PackForm",
-    "PackPlan",
-    "Packs",
-    "PagedPlan",
-    "Place",
-    "Plan",
-    "PlanError",
-    "Runs",
-    "Semantics",
-    "UnitPlan",
-    "UnitwisePlan",
-    "plain_semantics",
-    "shared_micro_batches",
-]
-
 Place = Literal["device", "host", "nvme"]
 InputAction = Literal["keep", "host", "nvme"]
 Order = Literal["horizontal", "vertical"]

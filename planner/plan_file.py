@@ -22,8 +22,6 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["PlanFile", "PlanFileError", "digest", "load_plan", "save_plan"]
-
 VERSION = 2
 KEY = "tierplan-plan"
 """Where in `meta` the record stands."""

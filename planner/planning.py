@@ -19,7 +19,7 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
-from tierplan.planner.plan import Order, Plan, PlanError, Semantics, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Order, Plan, PlanError, UnitwisePlan, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import predicted
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
@@ -39,9 +39,8 @@ from tierplan.planner.several_devices.search import (
     search_packs,
 )
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
-
-__all__ = ["plan"]
 
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""

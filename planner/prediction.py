@@ -31,8 +31,6 @@ from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["MemoryShortage", "Prediction", "model_flops", "predict", "predict_plan", "predicted"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryShortage:

@@ -11,8 +11,6 @@ from tierplan.planner.prediction import Prediction
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["PlanResult", "PolicyResult", "Status"]
-
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
 
 

@@ -16,8 +16,6 @@ from typing import Literal
 
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
-__all__ = ["Configured", "read_deepspeed", "read_training_args"]
-
 AUTO = "auto"
 OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
 

@@ -13,18 +13,6 @@ from typing import Any
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.sim.workloads.workload import Training
 
-__all__ = [
-    "HONOURED",
-    "HONOURED_SETTINGS",
-    "OF_THE_SCHEDULE",
-    "REFUSED",
-    "REFUSED_SETTINGS",
-    "check_arguments",
-    "check_callbacks",
-    "check_methods",
-    "check_trainer_settings",
-]
-
 _HONOURED = {
     "the Trainer's own business: how long, which data, what to log and where": """
         output_dir num_train_epochs max_steps seed data_seed full_determinism use_cpu accelerator_config tf32

@@ -23,13 +23,11 @@ import transformers
 from torch import nn
 
 from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_trainer_settings
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
-from tierplan.runtime.trainer import Trainer, TrainingError
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
-
-__all__ = ["ScheduleTrainer"]
-
 
 STATES_NAME = "tierplan"
 """In a checkpoint, the folder with what outlives a step."""

@@ -33,8 +33,6 @@ from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
 
-__all__ = ["Done", "Job", "JobError", "run_job"]
-
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens")

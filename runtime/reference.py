@@ -18,8 +18,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from tierplan.runtime.optim.adam import OptimizerSettings
 
-__all__ = ["loss_of", "micro_batch_seed", "same_weights", "train_plainly", "train_with_tracked_memory", "without_cache"]
-
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
     """The seed of one micro-batch's random numbers."""

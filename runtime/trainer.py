@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
+from tierplan.runtime.autograd.hooks import ModelHooks
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
@@ -40,8 +41,6 @@ from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.sim.contents import Params, States
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-
-__all__ = ["RunResult", "Trainer", "TrainingError", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,6 @@ from tierplan.sim.contents import Content, Transient, buffer_name
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.step import StepSpec
 
-__all__ = ["Builder", "tiers_of"]
-
 
 class Builder:
     """Buffers and ops so far. Buffers are known by name; methods return the names of those that they make."""

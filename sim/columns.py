@@ -21,19 +21,6 @@ from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 from tierplan.sim.step import StepSpec
 
-__all__ = [
-    "BufferLabel",
-    "Labels",
-    "Lists",
-    "OpLabel",
-    "ScheduleColumns",
-    "Work",
-    "collector_paused",
-    "columns_of",
-    "lists_of",
-    "unroll",
-]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]

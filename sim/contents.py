@@ -18,44 +18,6 @@ from typing import ClassVar
 
 from tierplan.hwmodels.names import device, device_index
 
-__all__ = [
-    "CastGradients",
-    "Clip",
-    "Content",
-    "ContentError",
-    "Gradients",
-    "Input",
-    "InputGradient",
-    "KeptActs",
-    "Norm",
-    "OpKey",
-    "PackActs",
-    "Params",
-    "RecomputedActs",
-    "SavedActs",
-    "Shared",
-    "States",
-    "StepKey",
-    "TiedGradients",
-    "Transient",
-    "backward_key",
-    "buffer_name",
-    "copy_key",
-    "device_name",
-    "forward_key",
-    "is_tile",
-    "micro_batch_name",
-    "op_key",
-    "pack_name",
-    "parse_content",
-    "parse_key",
-    "part_ranges",
-    "recompute_key",
-    "split_step",
-    "step_prefix",
-    "tile_name",
-]
-
 
 class ContentError(ValueError):
     """A text that is no content of a training step."""

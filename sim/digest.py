@@ -10,8 +10,6 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["digest"]
-
 
 def digest(thing: Workload | Machine | Schedule) -> str:
     """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""

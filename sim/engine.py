@@ -18,14 +18,12 @@ from operator import itemgetter, truediv
 import simpy
 
 from tierplan.hwmodels.costs import Cost
-from tierplan.sim.analysis.completion import OutOfMemory, SimulationError, out_of_memory
+from tierplan.sim.analysis.completion import SimulationError, out_of_memory
 from tierplan.sim.columns import collector_paused
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
 from tierplan.sim.trace import MemoryEvent, Span, Trace
-
-__all__ = ["OutOfMemory", "SimulationError", "alone_ns", "simulate"]
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[str, float] | None = None) -> Trace:

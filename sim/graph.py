@@ -14,9 +14,6 @@ from tierplan.sim.columns import Lists, columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["Graph", "Request", "graph_of"]
-
-
 Request = tuple[int, int, tuple[int, ...]]
 """An op's need of memory in one tier: the op, the bytes, and the buffers that they are for."""
 

@@ -8,8 +8,6 @@ from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
-__all__ = ["price", "simulate_on"]
-
 
 def price(schedule: Schedule, machine: Machine) -> dict[str, Cost]:
     """The cost of each op, by key. Ops of equal work on one stream are priced once."""

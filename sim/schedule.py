@@ -27,8 +27,6 @@ from tierplan.hwmodels.machine import Rounding, held_bytes
 from tierplan.hwmodels.records import Amount, Whole
 from tierplan.sim.step import StepSpec
 
-__all__ = ["Buffer", "Op", "Schedule", "ScheduleError", "Tier", "validate"]
-
 
 class ScheduleError(ValueError):
     """A schedule that breaks a rule of the language. The message names the op or the buffer."""

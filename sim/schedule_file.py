@@ -18,8 +18,6 @@ from tierplan.hwmodels.records import load_record, schema_of, shown
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import write_atomically
 
-__all__ = ["FORMAT", "VERSION", "ScheduleFileError", "json_schema", "load_schedule", "save_schedule"]
-
 FORMAT = "tierplan-schedule"
 VERSION = 2
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["max_min_speeds"]
-
 
 def max_min_speeds(
     demands: Sequence[Mapping[str, float]], shares: Sequence[float], limits: Mapping[str, float]

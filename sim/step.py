@@ -13,8 +13,6 @@ from typing import Literal
 from tierplan.hwmodels.records import Whole
 from tierplan.sim.workloads.workload import Training, Unit
 
-__all__ = ["Action", "SavedTensorSpec", "Semantics", "StepSpec", "UnitSpec", "unit_spec"]
-
 Action = Literal["keep", "recompute", "host", "nvme"]
 """What happens to a saved tensor between forward and backward."""
 Semantics = Literal["in-backward", "exact-clip", "delayed-1"]

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from tierplan.hwmodels.records import load_record
 
-__all__ = ["MemoryEvent", "Span", "Trace", "TraceError"]
-
 FORMAT = "tierplan-trace"
 VERSION = 1
 

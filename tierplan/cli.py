@@ -12,8 +12,6 @@ from typing import NoReturn
 from tierplan import __version__
 from tierplan.commands import COMMANDS
 
-__all__ = ["main"]
-
 USER_ERRORS = (ValueError, OSError, RuntimeError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
 

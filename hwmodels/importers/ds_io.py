@@ -13,8 +13,6 @@ import re
 from tierplan.hwmodels.description import Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
-__all__ = ["read_ds_io"]
-
 GIB = 2**30
 _NUMBER = r"([\d.]+(?:[eE][-+]?\d+)?)"
 _RUN = re.compile(rf"^\s*(E2E|Task) (Read|Write) Speed = {_NUMBER} GB/sec\s*$", re.MULTILINE)

@@ -17,8 +17,6 @@ from tierplan.hwmodels.description import Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError, json_number, json_object
 from tierplan.hwmodels.units import parse_amount
 
-__all__ = ["read_fio"]
-
 HOW = "fio --output-format=json --output=FILE job.fio"
 DEFAULT_BLOCK_BYTES = 4096.0
 

@@ -13,8 +13,6 @@ import statistics
 from tierplan.hwmodels.description import Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError, json_object
 
-__all__ = ["read_nvbandwidth"]
-
 HOW = "nvbandwidth --format json > FILE"
 GB = 1e9
 

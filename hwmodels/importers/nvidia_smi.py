@@ -15,8 +15,6 @@ import re
 from tierplan.hwmodels.description import Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
-__all__ = ["read_nvidia_smi"]
-
 HOW = "nvidia-smi --query-gpu=name,memory.total,power.limit,pcie.link.gen.max,pcie.link.width.max --format=csv"
 
 PARTS = (

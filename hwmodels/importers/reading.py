@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import MachineError
 
-__all__ = ["ImportedFileError", "json_number", "json_object"]
-
 
 class ImportedFileError(MachineError):
     """A file that is not the tool's output, or only a part of it."""

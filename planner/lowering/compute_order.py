@@ -7,8 +7,6 @@ from typing import NamedTuple
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["UnitPass", "compute_order"]
-
 
 class UnitPass(NamedTuple):
     """One unit's turn on the compute stream."""

@@ -8,8 +8,6 @@ from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 
-__all__ = ["refine_columns"]
-
 
 def refine_columns(columns: ScheduleColumns, machine: Machine, *, num_devices: int) -> ScheduleColumns:
     """The same ops in the order in which they become ready; several devices contend for links, drives and cores.

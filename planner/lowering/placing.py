@@ -14,22 +14,6 @@ import numpy as np
 from tierplan.sim.columns import Float64, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
-__all__ = [
-    "COMPUTE",
-    "HOME",
-    "NO_REF",
-    "NUM_MARKS",
-    "READ",
-    "Growing",
-    "Rows",
-    "Step",
-    "Table",
-    "Written",
-    "enter",
-    "walk",
-    "written",
-]
-
 COMPUTE, READ, HOME = range(3)
 """Marked ops of a turn, which others come after: see `Step.refs`."""
 NUM_MARKS = 3

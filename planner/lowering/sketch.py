@@ -23,8 +23,6 @@ from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import Unit, Workload
 
-__all__ = ["EMPTY", "TIERS", "Sketch", "Template", "Works"]
-
 TIERS = (DEVICE, HOST, NVME)
 COPIES = {
     (HOST, DEVICE): (H2D, "fetch"),

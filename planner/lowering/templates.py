@@ -28,25 +28,6 @@ from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = [
-    "ALIAS",
-    "ARRIVE",
-    "BACKWARD",
-    "CLIP",
-    "DECLARE",
-    "FETCH",
-    "FORWARD",
-    "GO_HOME",
-    "REMAKE",
-    "UPDATE",
-    "UPDATE_AND_GO",
-    "UPDATE_HERE",
-    "Chain",
-    "Drawn",
-    "Place",
-    "TurnKind",
-]
-
 USED = ("params", "owner's params")
 CELLS: Mapping[str, tuple[str, str]] = {
     "params": ("params", "u"),

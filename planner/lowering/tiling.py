@@ -8,8 +8,6 @@ from dataclasses import replace
 from tierplan.sim.contents import tile_name
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
-__all__ = ["cut_batches", "cut_operators", "with_batch"]
-
 
 def cut_batches(workload: Workload, parts: int) -> Workload:
     """`workload` with each micro-batch cut into `parts`, which must divide its number of sequences.

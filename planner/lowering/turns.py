@@ -46,8 +46,6 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.workloads.workload import total_work
 
-__all__ = ["arrive", "backward", "clip", "declare", "fetch", "forward", "go_home", "remake", "update", "update_here"]
-
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
 FP32_BYTES = 4
 """Bytes per parameter of a gradient in fp32."""

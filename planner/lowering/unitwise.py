@@ -49,8 +49,6 @@ from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["UnitwiseLowering", "UnitwiseStep"]
-
 NOTHING = [EMPTY] * 5
 
 

@@ -13,24 +13,9 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import Order, Place, Semantics
+from tierplan.planner.plan import Order, Place
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
-
-__all__ = [
-    "GB",
-    "MAX_RUNS",
-    "MODES",
-    "NUM_ALONE",
-    "Amounts",
-    "BatchGroup",
-    "Mode",
-    "Problem",
-    "SlotGroup",
-    "UnitAmounts",
-    "Window",
-    "problem",
-    "runs_of",
-]
 
 GB = 1e9
 SMALL_FRAC = 0.02

@@ -17,8 +17,6 @@ from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Solution, Solver
 
-__all__ = ["Bound", "Shortage", "lower_bound", "shares_of_step", "shortages"]
-
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
 
 

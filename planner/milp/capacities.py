@@ -12,8 +12,6 @@ from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Updates, parameters_needed
 from tierplan.planner.plan import PLACES
 
-__all__ = ["ENDURANCE", "deadline_rows", "endurance_row", "memory_rows", "stream_rows"]
-
 ENDURANCE = "drive endurance"
 
 SPARSE = 4

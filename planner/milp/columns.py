@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from tierplan.planner.milp.amounts import MODES, Problem, Window
 from tierplan.planner.milp.program import Draft, Terms
 
-__all__ = ["TRANSFER_COST", "Columns", "UnitColumns", "minus"]
-
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
 BLOCK_LAYERS = 6

@@ -14,8 +14,6 @@ from tierplan.planner.milp.program import Solution, Solver
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
 from tierplan.planner.plan import UnitwisePlan
 
-__all__ = ["Whole", "solve_whole"]
-
 GAP = 0.005
 TIME_LIMIT_S = 4.0
 DUST = 1e-6

@@ -22,8 +22,6 @@ from tierplan.planner.milp.columns import TRANSFER_COST, Columns, UnitColumns
 from tierplan.planner.milp.program import Floats, Program, Solution
 from tierplan.planner.milp.queues import activation_queues, parameter_queues, update_queues
 
-__all__ = ["Fractions", "Margins", "Model", "build", "fractions", "with_actions", "with_margins"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margins:

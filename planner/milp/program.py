@@ -25,8 +25,6 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LP_TIME_LIMIT_S", "SOLVER", "Draft", "Program", "Solution", "Solver", "Terms", "solve"]
-
 Terms = list[tuple[float, int]]
 """A linear expression: (coefficient, column) pairs, columns may repeat."""
 Floats: TypeAlias = NDArray[np.float64]

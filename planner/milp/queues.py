@@ -11,8 +11,6 @@ from tierplan.planner.milp.amounts import MODES, Window
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus
 from tierplan.planner.milp.program import Terms
 
-__all__ = ["Activations", "Updates", "activation_queues", "parameter_queues", "parameters_needed", "update_queues"]
-
 
 @dataclass
 class Activations:

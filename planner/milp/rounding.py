@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.milp.model import Fractions
-from tierplan.planner.plan import ACTIONS, Action, UnitPlan, UnitwisePlan
-
-__all__ = ["actions_of", "round_to_plan"]
+from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.sim.step import Action
 
 Name = TypeVar("Name", int, str)
 DECIDED = 1e-6

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.plan import Action, PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
 NAME = "fuyou"

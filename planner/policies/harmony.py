@@ -23,8 +23,8 @@ from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of
-from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload
 

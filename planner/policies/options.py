@@ -10,20 +10,9 @@ from collections.abc import Callable, Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import p2p
-from tierplan.planner.plan import Plan, PlanError, Semantics
+from tierplan.planner.plan import Plan, PlanError
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
-
-__all__ = [
-    "OptionError",
-    "Policy",
-    "bounded_semantics",
-    "choice",
-    "has_nvme",
-    "need_nvme",
-    "need_peer_links",
-    "number",
-    "read_options",
-]
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_WRITE
-from tierplan.planner.plan import Action, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "ssdtrain"

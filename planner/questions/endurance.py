@@ -13,8 +13,6 @@ from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["SECONDS_PER_YEAR", "allowed_bytes_per_s", "endurance_bytes", "lifetime_s", "written_bytes"]
-
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 

@@ -12,8 +12,6 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["FrontierPoint", "frontier", "plot_frontier"]
-
 GB = 1e9
 FRONTIER_FRACS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 

@@ -13,8 +13,6 @@ from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.workloads.models import load_workload, named_models, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 
-__all__ = ["Largest", "family", "largest_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class Largest:

@@ -15,14 +15,13 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
-from tierplan.planner.plan import PlanError, Semantics, plain_semantics
+from tierplan.planner.plan import PlanError, plain_semantics
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.incumbents import Batches
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
-
-__all__ = ["Division", "plan_sequences"]
 
 SUB_BATCHES = (1, 2, 4, 8)
 """Into which the planner cuts a micro-batch."""

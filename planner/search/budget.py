@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-__all__ = ["Budget"]
-
 DEFAULT_OPS = 800_000
 DEFAULT_TIME_LIMIT_S = 10.0
 """What a search may spend where nobody says, in Python and in every command: so their answers are the same."""

@@ -28,8 +28,6 @@ from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["Candidate", "PlanSimulator"]
-
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""

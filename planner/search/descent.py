@@ -9,8 +9,6 @@ from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.moves import FAMILIES
 
-__all__ = ["BETTER", "LONG_CHAIN", "descend"]
-
 LONG_CHAIN = 8
 PATIENCE = 5
 """Moves of one family without success after which it is left, on chains longer than `LONG_CHAIN`."""

@@ -18,8 +18,6 @@ from tierplan.planner.search.knobs import Knobs, tune
 from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
 
-__all__ = ["ProgramPlans", "granules"]
-
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
 

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeGuard
 from tierplan.planner.plan import Order, PackPlan, Plan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
 
-__all__ = ["Batches", "Incumbents", "Shape"]
-
 Batches = Literal["each", "shared"]
 """On several devices: each has micro-batches of its own, or they share those of one step."""
 

@@ -17,8 +17,6 @@ from tierplan.planner.milp.model import Margins
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
 
-__all__ = ["Knobs", "tune"]
-
 Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 """Plans with these knobs and simulates; None where the program has no solution."""
 

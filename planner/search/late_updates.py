@@ -8,8 +8,6 @@ from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.plan import UnitwisePlan
 
-__all__ = ["late_updates"]
-
 
 def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> UnitwisePlan:
     """The plan with the updates late that backward has no time for.

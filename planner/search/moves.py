@@ -11,21 +11,6 @@ from dataclasses import replace
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 
-__all__ = [
-    "FAMILIES",
-    "GENERAL_FAMILIES",
-    "SHORT_CHAIN",
-    "WINDOWS",
-    "Move",
-    "acting",
-    "placed",
-    "spread",
-    "with_action",
-    "with_placement",
-    "with_shards",
-    "with_windows",
-]
-
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 SHORT_CHAIN = 6

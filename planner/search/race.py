@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from tierplan.planner.search.budget import Budget
 
-__all__ = ["Racer", "race"]
-
 FIRST_OPS = 90_000
 """Of work that each search may do in the first round. In each later one the better half does twice as much."""
 

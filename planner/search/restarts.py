@@ -17,8 +17,6 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER, descend
 from tierplan.planner.search.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
 
-__all__ = ["descend_with_restarts"]
-
 RESTARTS = 30
 """Descents without success after which the search ends."""
 TRIES = 20

@@ -21,8 +21,6 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread
 
-__all__ = ["NUM_RELIEFS", "Shift", "StreamPrices", "applied", "descend_by_shifts", "reliefs", "shifts"]
-
 ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: [units[k] for k in spread(len(units))],
     lambda units: units,

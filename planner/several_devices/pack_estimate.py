@@ -16,8 +16,6 @@ from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, p2p
 from tierplan.planner.plan import Packs
 from tierplan.sim.workloads.workload import Workload, total_work
 
-__all__ = ["PackEstimate"]
-
 INFINITE = float("inf")
 STEPS = 3
 

@@ -21,8 +21,6 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 
-__all__ = ["balanced", "improve_packs", "neighbours"]
-
 Numbers = tuple[PackForm, int, int]
 """Form, number of backward packs, number of forward packs."""
 SHIFTS = (1, -1, 2, -2, 4, -4)

@@ -40,8 +40,6 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
-__all__ = ["PackLowering", "Task", "pack_schedule"]
-
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""

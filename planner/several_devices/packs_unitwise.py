@@ -32,8 +32,6 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
-__all__ = ["unitwise_pack_schedule"]
-
 
 def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, on one device."""

@@ -29,8 +29,6 @@ from tierplan.sim.contents import (
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
-__all__ = ["paged_schedule"]
-
 
 def paged_schedule(plan: PagedPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked."""

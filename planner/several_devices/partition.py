@@ -24,8 +24,6 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
-__all__ = ["partition"]
-
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
 COMPUTE_KINDS = ("forward", "recompute", "backward")

@@ -16,8 +16,6 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_search import improve_packs
 
-__all__ = ["NEED_SEVERAL_DEVICES", "bound_by_compute", "on_all_devices", "search_packs"]
-
 NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
 """Policies that have no plan of their own on one device."""
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95

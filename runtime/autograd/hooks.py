@@ -12,8 +12,6 @@ from torch import nn
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit
 
-__all__ = ["ModelHooks", "RunsBlocks"]
-
 
 class RunsBlocks(Protocol):
     """Decides what a call of a block does: a `MicroBatchRun`."""

@@ -33,8 +33,6 @@ from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
 from tierplan.sim.step import UnitSpec
 
-__all__ = ["MicroBatchRun", "ModelHooks", "UnitRun"]
-
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
 

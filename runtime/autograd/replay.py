@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["OperationLog", "Recipe", "Source"]
-
 Source = tuple[str, int]
 """Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
 `("saved", 7)`; the number counts units, inputs, tensor arguments or saved tensors."""

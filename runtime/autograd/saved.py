@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierplan.runtime.autograd.units import ModelUnit
 
-__all__ = ["AbsentError", "AllRecreated", "Recorder", "Recreator", "SavedStorage", "memory_of"]
-
 
 class AbsentError(RuntimeError):
     """Backward needs bytes that the schedule has not brought to the device."""

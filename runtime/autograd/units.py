@@ -25,8 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tierplan.runtime.optim.adam import VECTOR_ELEMENTS
 from tierplan.runtime.tracing.record import ExpertsOnFakes
 
-__all__ = ["ModelError", "ModelUnit", "find_blocks", "split_model"]
-
 
 class ModelError(ValueError):
     """A model that cannot be cut into units."""

@@ -35,8 +35,6 @@ from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import StoreError
 
-__all__ = ["Commit", "CommitError", "CommitLog", "Stored", "stamp"]
-
 FORMAT = "tierplan-commit"
 VERSION = 2
 LOCK_NAME = "tierplan.lock"

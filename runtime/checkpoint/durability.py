@@ -25,8 +25,6 @@ from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.sim.contents import States
 
-__all__ = ["Durability", "save_copy"]
-
 Fill = Callable[[Instance, torch.Tensor], None]
 """Gives an instance these bytes, in its tier."""
 

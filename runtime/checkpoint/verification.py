@@ -10,8 +10,6 @@ from pathlib import Path
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 
-__all__ = ["Verified", "verify_commit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:

@@ -31,8 +31,6 @@ from tierplan.sim.workloads.workload import Training
 if TYPE_CHECKING:
     from tierplan.runtime.trainer import Trainer
 
-__all__ = ["WeightsError", "checkpoint_weights", "export", "hollow_model", "random_weights"]
-
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
 INDEX_NAME = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

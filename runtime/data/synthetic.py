@@ -15,8 +15,6 @@ from torch import nn
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.workloads.workload import Training
 
-__all__ = ["default_device", "device_model", "random_batches", "seeded_model", "versions"]
-
 
 def versions() -> dict[str, str]:
     """Of the libraries that decide how long kernels take and what a model is made of."""

@@ -18,8 +18,6 @@ import torch
 
 from tierplan.sim.trace import write_atomically
 
-__all__ = ["DataError", "TokenBatches", "fingerprint", "read_tokens"]
-
 ARRAY_SUFFIXES = (".npy", ".bin")
 PIECE = 1 << 22
 """Tokens that are looked at together."""

@@ -19,8 +19,6 @@ from torch import nn
 from tierplan.runtime.memory.arena import Pool, map_host
 from tierplan.runtime.memory.freed_memory import keep_freed_memory
 
-__all__ = ["TORCH_DTYPES", "Device"]
-
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By `Training.dtype`."""

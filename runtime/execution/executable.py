@@ -12,8 +12,6 @@ from tierplan.sim.contents import OpKey, is_tile, parse_key
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
 
-__all__ = ["executable_step"]
-
 
 def executable_step(schedule: Schedule) -> StepSpec:
     """What the schedule trains. Raises `TrainingError` for one that is only simulated, or that does not say it."""

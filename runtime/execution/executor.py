@@ -26,8 +26,6 @@ from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError
 from tierplan.sim.trace import MemoryEvent, Span, Trace
 
-__all__ = ["Call", "ExecutionError", "Executor", "Instance", "TierFullError"]
-
 
 class ExecutionError(RuntimeError):
     """The schedule was not executed to its end."""

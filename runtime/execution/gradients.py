@@ -15,8 +15,6 @@ import torch
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.values import BufferValue
 
-__all__ = ["complete", "gather", "given", "gradients_of", "sink_of", "take_over"]
-
 
 def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | None]:
     """By parameter of the unit, its gradient, in its shape; None where there is none yet."""

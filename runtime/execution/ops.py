@@ -44,8 +44,6 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Op
 
-__all__ = ["Bodies", "SizeError"]
-
 IN_BLOCKS = ("copy", "accumulate", "cast", "update")
 """Kinds of op that write flat memory, which is a block of a pool."""
 

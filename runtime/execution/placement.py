@@ -20,8 +20,6 @@ from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import state_regions, update_flat
 from tierplan.sim.contents import Content, Gradients, Params, States
 
-__all__ = ["Placement", "TrainingError"]
-
 
 class TrainingError(ValueError):
     """Schedule, model and settings do not fit together."""

@@ -14,8 +14,6 @@ from tierplan.sim.contents import Content, ContentError, Input, Params, States, 
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
 
-__all__ = ["STREAMS_BY_KIND", "check_plausible", "check_tokens"]
-
 COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVME_WRITE: (HOST, NVME)}
 """From where to where each stream copies."""
 ON_GRADIENTS = (COMPUTE, HOST_ADAM)

@@ -11,8 +11,6 @@ import torch
 
 from tierplan.sim.contents import Content, States, parse_content
 
-__all__ = ["cut", "join", "states_of"]
-
 FP32_BYTES = 4
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["limit_this_thread", "threads_here"]
-
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:

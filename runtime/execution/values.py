@@ -22,16 +22,6 @@ from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.sim.contents import Content, parse_content
 
-__all__ = [
-    "AutogradHandle",
-    "BufferValue",
-    "InputGradientHandle",
-    "InputHandle",
-    "SavedTensorHandle",
-    "content_of",
-    "value_of",
-]
-
 
 class AutogradHandle(ABC):
     """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.

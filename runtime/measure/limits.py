@@ -18,8 +18,6 @@ from scipy.optimize import least_squares
 
 from tierplan.sim.sharing import max_min_speeds
 
-__all__ = ["Fit", "LimitPrior", "Mix", "fit_limits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mix:

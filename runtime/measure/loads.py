@@ -26,8 +26,6 @@ from tierplan.runtime.optim.adam import OptimizerSettings, state_regions, update
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training
 
-__all__ = ["BLOCK", "Load", "Sizes", "block_work", "loads"]
-
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""
 

@@ -31,8 +31,6 @@ from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, existing
 from tierplan.runtime.measure.timing import StreamThreads
 
-__all__ = ["MeasurementError", "Progress", "measure_description"]
-
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the part that is done, 0 to 1."""
 

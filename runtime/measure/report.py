@@ -19,8 +19,6 @@ from tierplan.runtime.measure.limits import Fit, Mix
 from tierplan.runtime.measure.loads import BLOCK, GIB, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
 
-__all__ = ["Alone", "describe", "existing"]
-
 Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
 

@@ -18,8 +18,6 @@ from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.measure.loads import Load
 
-__all__ = ["StreamThreads", "summary"]
-
 LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
 """No spread below the first is claimed: clocks, turbo and the system differ by as much between any two runs. The second
 stands for anything worse: such a number is a guess."""

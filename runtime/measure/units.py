@@ -39,8 +39,6 @@ from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
-__all__ = ["profile_workload", "profiling_schedule", "with_times"]
-
 HUGE_BYTES = 1 << 50
 Drops = Literal["nothing", "all", "replayable"]
 KeyOf = Callable[[str, int], str]

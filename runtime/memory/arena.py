@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["PAGE_BYTES", "Block", "Pool", "map_host", "padded"]
-
 PAGE_BYTES = 4096
 """Alignment of addresses, file offsets and lengths that every drive takes."""
 HUGE_PAGE_BYTES = 2 << 20

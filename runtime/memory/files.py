@@ -18,26 +18,6 @@ from pathlib import Path
 
 from tierplan.runtime.memory.arena import PAGE_BYTES
 
-__all__ = [
-    "StoreError",
-    "check_in_place",
-    "create_file",
-    "grow_file",
-    "is_at",
-    "lock_file",
-    "make_folder",
-    "naming",
-    "open_file",
-    "read_at",
-    "read_content",
-    "remove_file",
-    "rename_file",
-    "replace_content",
-    "sync_file",
-    "sync_folder",
-    "write_at",
-]
-
 PRIVATE = 0o600
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 REMEDIES = {

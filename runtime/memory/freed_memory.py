@@ -14,8 +14,6 @@ import ctypes
 import functools
 import resource
 
-__all__ = ["keep_freed_memory"]
-
 # Parameters of glibc's `mallopt` (malloc.h).
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
 NEVER = -1

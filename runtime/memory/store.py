@@ -34,8 +34,6 @@ from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.striping import REQUEST_BYTES, Striping, stripe_pattern
 from tierplan.runtime.memory.tier_file import PROBE_NAME, Owner, TierFile
 
-__all__ = ["DamageError", "Extent", "Store", "StoreError", "measure_weights"]
-
 STAGING_BYTES = 8 << 20
 PROBE_BYTES = 64 << 20
 SAMPLE_BYTES = 64

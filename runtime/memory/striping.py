@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["REQUEST_BYTES", "Request", "Striping", "stripe_pattern"]
-
 STRIPE_BYTES = 1 << 20
 REQUEST_BYTES = 8 << 20
 """Largest single request: throughput no longer grows above about 4 MiB with two threads."""

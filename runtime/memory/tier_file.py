@@ -14,8 +14,6 @@ from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import StoreError
 
-__all__ = ["FILE_NAME", "HEADER_BYTES", "PROBE_NAME", "RECORD_NAME", "TierFile"]
-
 FILE_NAME = "tierplan.tier"
 PROBE_NAME = "tierplan.probe"
 OWNER_NAME = "tierplan.owner.json"

@@ -20,15 +20,6 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "NonFiniteGradientError",
-    "OptimizerSettings",
-    "ParameterGroup",
-    "Segment",
-    "state_regions",
-    "update_flat",
-]
-
 CHUNK_ELEMENTS = 1 << 20
 VECTOR_ELEMENTS = 16
 """The widest vector of fp32 (AVX-512): chunks are multiples of it."""

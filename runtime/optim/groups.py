@@ -19,8 +19,6 @@ from torch import nn
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.optim.adam import VECTOR_ELEMENTS, OptimizerSettings, ParameterGroup, Segment
 
-__all__ = ["GroupError", "check_groups", "matching", "segments", "without_decay"]
-
 
 class GroupError(ValueError):
     """Groups that do not fit the model: an unknown name, or one that is in two groups."""

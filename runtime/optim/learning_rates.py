@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["SCHEDULES", "learning_rate"]
-
 SCHEDULES = ("constant", "linear", "cosine")
 
 

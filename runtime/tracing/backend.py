@@ -17,8 +17,6 @@ import torch.nn.functional as F
 
 from tierplan.sim.workloads.workload import Training
 
-__all__ = ["backend_rules", "result_on"]
-
 aten = torch.ops.aten
 STATISTICS_IN_FP32 = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.default: (1, 2)}
 

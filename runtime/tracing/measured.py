@@ -16,8 +16,6 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
-__all__ = ["measure_workload"]
-
 
 def measure_workload(
     model: str | Path, training: Training, *, num_steps: int = 6, num_threads: int | None = None

@@ -18,8 +18,6 @@ from torch import nn
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
-__all__ = ["build_config", "build_model", "example_batch", "model_class"]
-
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",

@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from tierplan.sim.workloads.families.slices import Operation, Save
 
-__all__ = ["DTYPE_NAMES", "ExpertsOnFakes", "UnitRecorder", "tensors_in"]
-
 aten = torch.ops.aten
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",

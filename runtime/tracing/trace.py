@@ -32,8 +32,6 @@ from tierplan.sim.workloads.families.slices import saved_tensors, total, with_si
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
-__all__ = ["trace_config", "trace_module", "trace_workload"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import Stuck, execute, no_time, stuck
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["OutOfMemory", "SimulationError", "check_memory", "completes", "out_of_memory", "smallest_capacity_bytes"]
-
 
 class SimulationError(RuntimeError):
     """The schedule could not be simulated to its end."""

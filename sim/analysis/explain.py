@@ -23,20 +23,6 @@ from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
-__all__ = [
-    "Sensitivity",
-    "StreamTime",
-    "Stretch",
-    "busy_fracs",
-    "cause_graph",
-    "critical_path",
-    "limited_by",
-    "sensitivities",
-    "stream_times",
-    "time_on_path",
-    "times_in_windows",
-]
-
 Reason = Literal["begin", "stream", "input", "memory"]
 
 

@@ -15,8 +15,6 @@ from tierplan.sim.columns import Float64, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import ready_order
 
-__all__ = ["order_by_readiness"]
-
 
 def order_by_readiness(columns: ScheduleColumns, seconds: Float64) -> ScheduleColumns:
     """The same ops, listed in the order of their starts when memory goes to whoever is ready; op i takes `seconds[i]`.

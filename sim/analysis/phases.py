@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.analysis.steady import SteadyState
 
-__all__ = ["Phases", "phases"]
-
 PHASE_OF = {"forward": "forward_s", "backward": "backward_s", "recompute": "backward_s"}
 """By kind of op; everything else that computes is part of the update."""
 

@@ -21,8 +21,6 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
-__all__ = ["Repetition", "SteadyState", "steady_state"]
-
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
 MAX_CYCLE = 3

@@ -22,8 +22,6 @@ from tierplan.sim.compiled.simulation import prices_by_key, run
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
 
-__all__ = ["Variation", "measured_spreads", "vary"]
-
 INTERVAL = (0.05, 0.95)
 
 

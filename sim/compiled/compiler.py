@@ -24,8 +24,6 @@ except ImportError:
         stacklevel=2,
     )
 
-__all__ = ["compiled"]
-
 if numba is not None:
 
     class _Announcement(event.Listener):  # type: ignore[misc]

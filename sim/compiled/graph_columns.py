@@ -13,8 +13,6 @@ from tierplan.sim.columns import Bool, Int32, Int64, Lists, ScheduleColumns
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.schedule import ScheduleError
 
-__all__ = ["LARGEST", "GraphColumns", "graph_columns"]
-
 LARGEST = 1 << 61
 """Bytes and nanoseconds beyond this are refused, so that sums of two fit into 64 bits."""
 ROUNDINGS = ("exact", "page", "power-of-two")

@@ -9,8 +9,6 @@ import numpy as np
 from tierplan.sim.columns import Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 
-__all__ = ["consistent_order"]
-
 
 @compiled
 def consistent_order(

@@ -12,8 +12,6 @@ from tierplan.sim.columns import Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
-__all__ = ["least_free", "ready_order"]
-
 
 @compiled
 def _earlier(i: int, j: int, until_s: Float64) -> bool:

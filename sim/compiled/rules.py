@@ -19,8 +19,6 @@ from tierplan.sim.columns import Bool, Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
-__all__ = ["Execution", "Prices", "Stuck", "execute", "no_time", "stuck"]
-
 TOO_LATE = 1 << 61
 """Nanoseconds (73 years) beyond which no clock goes: sums of two still fit into 64 bits."""
 

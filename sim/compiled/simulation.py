@@ -13,8 +13,6 @@ from tierplan.sim.columns import Int32, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute, stuck
 
-__all__ = ["prices_by_key", "prices_on", "run", "simulate_columns"]
-
 
 def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
     """What happens on a machine.

@@ -19,8 +19,6 @@ from pathlib import Path
 from tierplan.hwmodels.names import display_order, parse_stream
 from tierplan.sim.trace import Span, Trace, write_atomically
 
-__all__ = ["trace_events", "write_perfetto"]
-
 
 def write_perfetto(
     traces: Mapping[str, Trace],

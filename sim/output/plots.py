@@ -24,16 +24,6 @@ from tierplan.sim.contents import parse_key, split_step
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Span, Trace
 
-__all__ = [
-    "TRACE_COLOURS",
-    "Excerpt",
-    "plot_holdings",
-    "plot_memory",
-    "plot_step_time",
-    "plot_timeline",
-    "plot_timelines",
-]
-
 COLOURS = {
     "forward": "#0072b2",
     "recompute": "#56b4e9",

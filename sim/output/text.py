@@ -7,18 +7,6 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import floor, isfinite, log10
 
-__all__ = [
-    "columns",
-    "format_bytes",
-    "format_count",
-    "format_error",
-    "format_frac",
-    "format_rate",
-    "format_s",
-    "in_short",
-    "markdown_table",
-]
-
 
 def format_s(seconds: float, *, signed: bool = False) -> str:
     """Seconds to three digits: `1.24 s`, `83.1 ms`, `4 min 10 s`, `2.5 h`."""

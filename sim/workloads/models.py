@@ -25,8 +25,6 @@ from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
-__all__ = ["SUPPORTED", "load_workload", "named_models", "read_config"]
-
 SUPPORTED: Mapping[str, str] = {
     "gpt2": "gpt2",
     "opt": "opt",

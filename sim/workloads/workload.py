@@ -17,8 +17,6 @@ import msgspec
 
 from tierplan.hwmodels.records import Count
 
-__all__ = ["NotCovered", "SavedTensor", "Training", "Unit", "Workload", "WorkloadError", "total_work"]
-
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun, ModelHooks, batch_addresses
+from tierplan.runtime.autograd.hooks import ModelHooks
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache

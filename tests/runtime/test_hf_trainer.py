@@ -18,10 +18,10 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import HONOURED, HONOURED_SETTINGS, OF_THE_SCHEDULE, REFUSED, REFUSED_SETTINGS
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
-from tierplan.runtime.trainer import TrainingError
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 

@@ -19,11 +19,12 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.executor import TierFullError
 from tierplan.runtime.execution.ops import SizeError
-from tierplan.runtime.memory.store import StoreError
+from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import RunResult, Trainer, TrainingError, train
+from tierplan.runtime.trainer import RunResult, Trainer, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
 

@@ -16,8 +16,9 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.trainer import Trainer, TrainingError, train
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,8 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.engine import OutOfMemory, SimulationError, simulate
+from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
+from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 from tierplan.sim.trace import Trace

@@ -21,8 +21,6 @@ from tierplan.commands.options.arguments import amount, finite, new_file, option
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)

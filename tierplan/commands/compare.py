@@ -13,8 +13,6 @@ import json
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, whole
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=existing_file, metavar="PLAN", help="the plan or schedule that was run")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tierplan.hwmodels.keys import Key
     from tierplan.hwmodels.machine import Machine
 
-__all__ = ["add_arguments", "run"]
-
 QUICK_S, THOROUGH_S = 60.0, 900.0
 LISTED = (
     (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("price", "price")),

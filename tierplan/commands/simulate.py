@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
-        from tierplan.planner.plan_file import digest
+        from tierplan.sim.digest import digest
         from tierplan.sim.schedule_file import save_schedule
 
         meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}

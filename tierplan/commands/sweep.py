@@ -24,8 +24,6 @@ import sys
 
 from tierplan.commands.options.arguments import existing_file, new_folder, whole
 
-__all__ = ["add_arguments", "run"]
-
 SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
 
 

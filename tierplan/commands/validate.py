@@ -18,8 +18,6 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("campaign", nargs="?", default="cpu-small", help="a name or a TOML file (default cpu-small)")

@@ -20,8 +20,6 @@ from tierplan.commands.options.arguments import existing_file, option
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

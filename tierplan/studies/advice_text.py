@@ -14,8 +14,6 @@ from tierplan.studies.advise import Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 
-__all__ = ["advice_lines", "change_lines", "write_advice"]
-
 CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000", "then limited by")
 SOON_S = 2 * 31_557_600
 """Drives that live less than this belong into the first lines."""

@@ -20,8 +20,6 @@ from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, sweep
 
-__all__ = ["Advice", "Change", "advise", "answer_point", "worthwhile"]
-
 MODELS = (
     "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
 )  # fmt: skip

@@ -14,16 +14,6 @@ from tierplan.sim.output.text import columns, format_bytes, format_frac, format_
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 
-__all__ = [
-    "answer_lines",
-    "answer_record",
-    "impossible_record",
-    "limit_rows",
-    "limited_text",
-    "question_text",
-    "write_timeline",
-]
-
 
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
     """That nothing fits, as one JSON object."""

@@ -10,8 +10,6 @@ from tierplan.hwmodels import Description
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.purchases import PriceList
 
-__all__ = ["Costs", "TrainingJob", "costs_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:

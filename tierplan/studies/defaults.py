@@ -12,8 +12,6 @@ from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 
-__all__ = ["default_backend", "default_precision", "load_or_trace"]
-
 
 def default_precision(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
     """The first of bf16, fp16, fp32 in which the machine's compute stream has a rate for matrix products."""

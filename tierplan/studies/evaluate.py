@@ -22,8 +22,6 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace
 from tierplan.studies.study import Point
 
-__all__ = ["BestPlan", "best_plan", "evaluate_point", "machine_of", "predict_point", "training_of", "workload_at"]
-
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits")
 """Of a prediction's record: columns of the point, and what is no figure."""
 

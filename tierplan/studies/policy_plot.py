@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.planner.prediction import Prediction
 
-__all__ = ["plot_policies"]
-
 COLOURS = {
     COMPUTE: "#0072B2",
     H2D: "#56B4E9",

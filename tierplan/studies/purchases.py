@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from tierplan.hwmodels import Description
 from tierplan.hwmodels.catalog import catalog_names, load_part
 
-__all__ = ["FORMS", "Form", "PriceList", "Purchase", "purchases"]
-
 GIB = 2**30
 GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
 

@@ -28,8 +28,6 @@ from pathlib import Path
 
 from tierplan import __version__
 
-__all__ = ["Point", "Study", "StudyError", "load_study"]
-
 
 class StudyError(ValueError):
     """A study that cannot be read; names the key and what is allowed."""

@@ -27,8 +27,6 @@ from tqdm import tqdm
 from tierplan.sim.trace import write_atomically
 from tierplan.studies.study import Point
 
-__all__ = ["Row", "sweep", "write_table"]
-
 Row = dict[str, Any]
 """Columns by name: JSON values."""
 IN_FLIGHT_PER_WORKER = 4

@@ -10,12 +10,10 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import SteadyState, steady_state
-from tierplan.sim.engine import OutOfMemory
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
-
-__all__ = ["ROOM", "capacity_for", "peak_bytes", "raise_capacities", "with_room"]
 
 ROOM = 1.02
 """A budget over the least capacity that suffices."""

@@ -29,8 +29,6 @@ from tierplan.validation.calibration.measurements import PlanMeasurement
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates
 
-__all__ = ["Calibration", "calibrate", "interval_around", "interval_half_width"]
-
 LEAST_SPREAD = 0.03
 """Relative, of a prediction: a handful of checks does not show that predictions are better than that."""
 

@@ -20,14 +20,6 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.steps import Steps
 
-__all__ = [
-    "DispatchLatency",
-    "mean_dispatch_latency",
-    "measure_dispatch_latency",
-    "simulate_with_dispatch",
-    "slowdown_of",
-]
-
 
 class DispatchLatency(NamedTuple):
     """Of one stream, in seconds per op."""

@@ -10,8 +10,6 @@ from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.measurements import PlanMeasurement
 from tierplan.validation.calibration.plans import FULL_RECOMPUTE, IN_MEMORY, ON_NVME, PARTIAL_RECOMPUTE
 
-__all__ = ["compute_factors", "schedule_with_factors", "with_times_of", "workload_with_factors"]
-
 RECOMPUTE, PARTIAL = "recompute", "partial"
 """Recomputation of a whole block, and of some of its saved tensors. The latter runs other kernels."""
 

@@ -16,8 +16,6 @@ from tierplan.validation.calibration.dispatch import (
 )
 from tierplan.validation.comparison.steps import Steps, cut_steps
 
-__all__ = ["MeasuredTurn", "PlanMeasurement", "measurement_of", "middle_half"]
-
 
 class MeasuredTurn(NamedTuple):
     """One turn of a plan."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Action, Plan, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
-
-__all__ = ["FULL_RECOMPUTE", "IN_MEMORY", "ON_NVME", "PARTIAL_RECOMPUTE", "calibration_plans"]
 
 IN_MEMORY = "in-memory"
 """Everything stays on the device. This plan also says how fast the machine is at the moment."""

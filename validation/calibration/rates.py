@@ -18,8 +18,6 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.validation.comparison.steps import cut_predicted
 
-__all__ = ["COMPUTATIONS", "fit_rates", "without_compute_latency"]
-
 COMPUTATIONS = ("forward", "backward", "recompute")
 """Kinds of op whose seconds are known from a profile."""
 NUM_ROUNDS = 6

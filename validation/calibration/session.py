@@ -33,8 +33,6 @@ from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.calibration.turns import TurnwiseTraining
 
-__all__ = ["CalibrationSession"]
-
 NUM_TURNS = 12
 STEPS_PER_TURN = 1
 """Counted ones. One more comes before them, and three before those of the first turn."""

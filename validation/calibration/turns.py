@@ -14,8 +14,6 @@ from typing import Any
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.validation.comparison.steps import cut_steps
 
-__all__ = ["TurnwiseTraining"]
-
 
 @dataclass(eq=False)
 class TurnwiseTraining:

@@ -18,8 +18,6 @@ from tierplan.hwmodels.records import load_record
 from tierplan.sim.trace import write_atomically
 from tierplan.validation.campaign.spec import CampaignError
 
-__all__ = ["Artifact", "load_artifacts"]
-
 FORMAT = "tierplan-campaign-run"
 VERSION = 2
 

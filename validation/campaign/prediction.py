@@ -16,8 +16,6 @@ from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
 from tierplan.validation.campaign.spec import Run
 
-__all__ = ["RunPrediction", "predict_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:

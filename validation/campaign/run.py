@@ -44,8 +44,6 @@ from tierplan.validation.campaign.prediction import RunPrediction, predict_run
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
 
-__all__ = ["artifact_path", "run_campaign"]
-
 MAX_CAUSES = 4
 TURNS_PER_REPORT = 4
 CALIBRATION_STEPS = 6

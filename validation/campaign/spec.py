@@ -18,8 +18,6 @@ from typing import Literal
 
 from tierplan.hwmodels.records import RecordError, decode
 
-__all__ = ["Campaign", "CampaignError", "Group", "Run", "load_campaign"]
-
 LEVELS = ("tight", "middle", "roomy")
 
 

@@ -13,8 +13,6 @@ from scipy.stats import kendalltau
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.spec import CampaignError
 
-__all__ = ["Summary", "summarise"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:

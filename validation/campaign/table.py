@@ -10,9 +10,6 @@ from tierplan.sim.output.text import format_bytes, format_error, format_frac, fo
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.summary import summarise
 
-__all__ = ["campaign_markdown", "summary_lines"]
-
-
 COLUMNS = (
     "model", "plan", "device", "host", "predicted", "90 % interval", "measured", "error", "peaks", "bytes",
     "main difference",

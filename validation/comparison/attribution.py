@@ -18,8 +18,6 @@ from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule
 from tierplan.validation.comparison.steps import cut_steps
 
-__all__ = ["Contribution", "attribute"]
-
 NUM_STEPS = 4
 MAX_GROUPS = 8
 MAX_SIMULATED_OPS = 400_000

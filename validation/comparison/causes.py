@@ -11,8 +11,6 @@ from tierplan.sim.analysis.explain import StreamTime, times_in_windows
 from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
-__all__ = ["mean_stream_times", "overlap_ns", "split_difference"]
-
 
 def split_difference(
     predicted: np.ndarray,

@@ -30,8 +30,6 @@ from tierplan.validation.comparison.attribution import Contribution, attribute
 from tierplan.validation.comparison.causes import mean_stream_times, overlap_ns, split_difference
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
-__all__ = ["Comparison", "KindComparison", "Pair", "StreamComparison", "TierComparison", "compare"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:

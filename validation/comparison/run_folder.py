@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan_file import KEY, PlanFileError, digest, load_plan
+from tierplan.planner.plan_file import KEY, PlanFileError, load_plan
+from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import Trace
-
-__all__ = ["RunFolder", "RunFolderError", "load_run", "read_schedule"]
 
 
 class RunFolderError(ValueError):

@@ -14,8 +14,6 @@ from statistics import median
 from tierplan.sim.contents import split_step
 from tierplan.sim.trace import Span, Trace
 
-__all__ = ["Steps", "cut_predicted", "cut_steps"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:

@@ -46,8 +46,6 @@ from tierplan.validation.comparison.compare import Comparison, Pair, compare
 from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
-__all__ = ["DemoResult", "Progress", "byte_tokens", "demo_budgets", "demo_config", "demo_summary", "run_demo"]
-
 BATCH, SEQUENCE = 4, 256
 LEARNING_RATE = 5e-5
 NUM_STEPS = 12

@@ -12,8 +12,6 @@ from pathlib import Path
 from tierplan.sim.output.text import markdown_table
 from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
-__all__ = ["BEGIN", "END", "markdown", "plot", "summary_text", "table_text", "update_page"]
-
 BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
 END = "<!-- end of published figures -->"
 FIGURES = "figures"

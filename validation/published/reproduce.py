@@ -34,8 +34,6 @@ from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.published.workloads import layered_workload, tensor_parallel_workload
 
-__all__ = ["Report", "Row", "published", "reproduce", "systems"]
-
 Settings = Mapping[str, Any]
 
 

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
-__all__ = ["layered_workload", "tensor_parallel_workload"]
-
 MIB = 2**20
 FP32_BYTES, FP16_BYTES = 4, 2
 

@@ -10,8 +10,6 @@ from importlib.resources import files
 
 from tierplan.sim.trace import write_atomically
 
-__all__ = ["bars", "cards", "facts", "page", "paragraph", "section", "table", "write_page"]
-
 STYLE = files("tierplan.validation.report").joinpath("page.css").read_text(encoding="utf-8")
 
 

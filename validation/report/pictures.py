@@ -18,8 +18,6 @@ from tierplan.sim.output.plots import TRACE_COLOURS, Excerpt
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
-__all__ = ["inline_svg", "plot_losses", "typical_steps"]
-
 SVG_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "tierplan", "font.family": "sans-serif"}
 """Text stays text, and the same figure gives the same SVG."""
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}

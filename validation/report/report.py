@@ -12,8 +12,6 @@ from tierplan.validation.comparison.compare import Comparison, Pair
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 from tierplan.validation.report.pictures import inline_svg, plot_losses, typical_steps
 
-__all__ = ["verdict", "write_report"]
-
 
 def write_report(
     path: str | os.PathLike[str],

@@ -7,8 +7,6 @@ from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, cross_entropy, embedding
 from tierplan.sim.workloads.workload import NotCovered, Training
 
-__all__ = ["FAMILY"]
-
 DROPOUT = 0.1
 """BERT's own, where a config does not say."""
 

@@ -7,9 +7,6 @@ from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
 from tierplan.sim.workloads.workload import NotCovered, Training
 
-__all__ = ["FAMILY"]
-
-
 DROPOUT = 0.1
 """GPT-2's own, where a config does not say."""
 

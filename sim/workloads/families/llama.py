@@ -17,8 +17,6 @@ from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
 from tierplan.sim.workloads.workload import NotCovered, Training
 
-__all__ = ["FAMILY"]
-
 
 def projection(tape: Tape, x: Value, width: int, *, bias: bool) -> Value:
     weight = tape.parameter(width, x.shape[-1])

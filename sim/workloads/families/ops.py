@@ -11,8 +11,6 @@ from typing import Literal
 
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
-__all__ = ["activation", "add", "dropout", "fused_attention", "layer_norm", "linear", "mul", "scale", "split"]
-
 
 def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """x (.., D) times a weight with D * O elements."""

@@ -7,8 +7,6 @@ from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding
 from tierplan.sim.workloads.workload import NotCovered, Training
 
-__all__ = ["FAMILY"]
-
 DROPOUT = 0.1
 OFFSET = 2
 """Rows of the table of positions that no position uses."""

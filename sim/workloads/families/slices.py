@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from tierplan.sim.workloads.workload import SavedTensor, Training, Workload
 
-__all__ = ["Operation", "Save", "saved_tensors", "total", "with_sizes_of_one"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

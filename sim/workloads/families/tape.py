@@ -16,8 +16,6 @@ from math import prod
 from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors, total
 from tierplan.sim.workloads.workload import DTYPE_BYTES, SavedTensor, Training
 
-__all__ = ["Tape", "Value"]
-
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
 
 

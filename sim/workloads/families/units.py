@@ -10,8 +10,6 @@ from tierplan.sim.workloads.families.slices import total
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 from tierplan.sim.workloads.workload import Training, Unit, WorkloadError
 
-__all__ = ["Config", "Family", "causal_loss", "cross_entropy", "embedding", "measure_unit", "position_ids"]
-
 
 @dataclass(frozen=True, slots=True)
 class Config:

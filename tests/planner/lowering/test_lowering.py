@@ -12,10 +12,11 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.plan import Action, PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import validate
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Workload
 
 PLACES = ("device", "host", "nvme")

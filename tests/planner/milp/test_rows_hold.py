@@ -20,10 +20,11 @@ from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
 from tierplan.planner.milp.model import Margins, Model, build, with_actions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import actions_of
-from tierplan.planner.plan import Order, PlanError, Semantics, UnitwisePlan
+from tierplan.planner.plan import Order, PlanError, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.analysis.completion import smallest_capacity_bytes
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Unit, Workload
 
 ROOMY_MB = 100_000

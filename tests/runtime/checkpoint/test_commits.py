@@ -25,7 +25,8 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
 from tierplan.runtime.memory.arena import PAGE_BYTES
-from tierplan.runtime.memory.store import Store, StoreError
+from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.memory.store import Store
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer

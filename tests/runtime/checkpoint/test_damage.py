@@ -15,11 +15,11 @@ from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weig
 from tests.runtime.models import make_batches
 from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import DamageError
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
-from tierplan.runtime.trainer import TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,8 +19,9 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, TierFullError
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
-from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import MemoryEvent, Trace, peaks
 

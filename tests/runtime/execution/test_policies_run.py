@@ -11,7 +11,8 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
-from tierplan.runtime.trainer import Trainer, TrainingError
+from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, Pool, map_host
-from tierplan.runtime.memory.store import Store, StoreError, measure_weights
+from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.memory.store import Store, measure_weights
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
 
 

@@ -16,9 +16,10 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import order_by_readiness
 from tierplan.sim.columns import columns_of
-from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 

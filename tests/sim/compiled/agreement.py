@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.sim.random_schedules import LIMITS, cost_lists, costs_in_turn, schedules
 from tierplan.hwmodels.costs import Cost
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute, stuck
 from tierplan.sim.compiled.simulation import prices_by_key
-from tierplan.sim.engine import OutOfMemory, simulate
+from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, ScheduleError
 
 

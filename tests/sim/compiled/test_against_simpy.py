@@ -13,11 +13,12 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
+from tierplan.sim.analysis.completion import SimulationError
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.compiled.simulation import prices_by_key, prices_on
-from tierplan.sim.engine import SimulationError, simulate
+from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 

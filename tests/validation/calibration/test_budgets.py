@@ -8,8 +8,8 @@ from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.engine import OutOfMemory
 from tierplan.validation.calibration.budgets import capacity_for
 
 WORKLOAD = toy_workload(6)

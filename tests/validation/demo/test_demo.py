@@ -16,8 +16,8 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.engine import OutOfMemory
 from tierplan.validation.demo import demo
 from tierplan.validation.demo.demo import byte_tokens, demo_budgets, demo_summary, load_notes, run_demo
 

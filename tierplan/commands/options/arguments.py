@@ -22,19 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "PICTURES",
-    "add_device",
-    "add_set",
-    "amount",
-    "existing_file",
-    "finite",
-    "new_file",
-    "new_folder",
-    "option",
-    "whole",
-]
-
 PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
     from tierplan.sim.workloads.workload import Training, Workload
 
-__all__ = ["add_arguments", "read_point", "read_scenario", "read_training", "settings"]
-
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 SEQUENCES = 16
