@@ -47,7 +47,7 @@ _EXPORTS: dict[str, str] = {
     "lower": "tierplan.planner.lowering",
     "plan": "tierplan.planner.planning",
     # predicting
-    "OutOfMemory": "tierplan.sim.engine",
+    "OutOfMemory": "tierplan.sim.analysis.completion",
     "simulate": "tierplan.sim.pricing:simulate_on",
     "steady_state": "tierplan.sim.analysis.steady",
     "write_perfetto": "tierplan.sim.output.perfetto",
