@@ -65,8 +65,8 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(models, indent=1))
         return 0
-    from_where = {name: str(c.get("source", "its paper")).split(".co/")[-1] for name, c in models.items()}
-    rows = [(name, str(c["model_type"]), from_where[name].split("/blob")[0]) for name, c in models.items()]
+    from_where = {name: str(c.get("source", "its paper")).rpartition(".co/")[2] for name, c in models.items()}
+    rows = [(name, str(c["model_type"]), from_where[name]) for name, c in models.items()]
     print("\n".join(columns([("name", "model_type", "from"), *rows])))
     print(f"\nBy closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced.")
     return 0
