@@ -28,9 +28,9 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
-from tierplan.sim.workloads.families.slices import saved_tensors, total, with_sizes_of_one
+from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
 from tierplan.sim.workloads.models import read_config
-from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, total_work
 
 logger = logging.getLogger(__name__)
 
@@ -327,8 +327,8 @@ class _Tracer:
             kind=kind,  # type: ignore[arg-type]
             num_parameters=sum(self.sizes[p] for p in recorder.parameters_used if self.owner[p] == name),
             shares=self.owner[borrowed[0]] if borrowed else None,
-            forward=total([o.work for o in recorder.operations]),
-            backward=total(recorder.backward_work),
+            forward=total_work(o.work for o in recorder.operations),
+            backward=total_work(recorder.backward_work),
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
             output_bytes=out_bytes,

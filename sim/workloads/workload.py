@@ -190,9 +190,10 @@ class Workload:
 
 
 def total_work(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of amounts of work, kind by kind."""
+    """The sum of amounts of work, kind by kind; kinds with nothing are left out."""
     total: dict[str, float] = {}
     for work in works:
         for kind, amount in work.items():
-            total[kind] = total.get(kind, 0.0) + amount
+            if amount:
+                total[kind] = total.get(kind, 0) + amount
     return total

@@ -14,13 +14,8 @@ from tierplan.sim.workloads.families.ops import (
     to_dtype,
 )
 from tierplan.sim.workloads.families.tape import Tape, Value
-from tierplan.sim.workloads.families.units import Config, Family, causal_loss, embedding, position_ids
+from tierplan.sim.workloads.families.units import Config, Family, causal_head, embedding, position_ids
 from tierplan.sim.workloads.workload import NotCovered, Training
-
-
-def projection(tape: Tape, x: Value, width: int, *, bias: bool) -> Value:
-    weight = tape.parameter(width, x.shape[-1])
-    return linear(tape, x, weight, tape.parameter(width) if bias else None)
 
 
 def block(tape: Tape, config: Config, x: Value) -> Value:
@@ -36,14 +31,14 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     tape.scope = "self_attn"
     hidden = rms_norm(tape, x, tape.parameter(hidden_size))
     q, k = (
-        reshaped(tape, projection(tape, hidden, n * head_dim, bias=qkv_bias)).view(batch, length, n, head_dim)
+        reshaped(tape, linear(tape, hidden, n * head_dim, bias=qkv_bias)).view(batch, length, n, head_dim)
         for n in (heads, groups)
     )
-    v = projection(tape, hidden, groups * head_dim, bias=qkv_bias)
-    q, k = rotated(tape, q, k, cos, sin)
+    v = linear(tape, hidden, groups * head_dim, bias=qkv_bias)
+    q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim)
     del hidden, q, k, v
-    hidden = add(tape, projection(tape, attended, hidden_size, bias=out_bias), residual)
+    hidden = add(tape, linear(tape, attended, hidden_size, bias=out_bias), residual)
     del attended
     residual = hidden
     tape.scope = "mlp"
@@ -52,22 +47,11 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     return add(tape, residual, hidden)
 
 
-def rotated(tape: Tape, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
-    return rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
-
-
 def gated(tape: Tape, x: Value, config: Config, inner: int, *, bias: bool) -> Value:
+    """No local variables: a tensor dies when the next one is made from it."""
     gate = config.text("hidden_act", "silu")
-    return projection(
-        tape,
-        mul(
-            tape,
-            activation(tape, projection(tape, x, inner, bias=bias), gate),
-            projection(tape, x, inner, bias=bias),
-        ),
-        config.hidden,
-        bias=bias,
-    )
+    product = mul(tape, activation(tape, linear(tape, x, inner, bias=bias), gate), linear(tape, x, inner, bias=bias))
+    return linear(tape, product, config.hidden, bias=bias)
 
 
 def head_dim_of(config: Config) -> int:
@@ -83,31 +67,22 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
 def rotary_tables(tape: Tape, positions: Value, head_dim: int) -> tuple[Value, ...]:
     """cos and sin for each position, computed in fp32; the positions are kept beside them."""
     length = positions.shape[1]
-    wide = tape.empty((length,), "fp32")
-    tape.record("_to_copy", [positions], [wide], tape.moved(positions, wide))
+    wide = tape.made("_to_copy", [positions], (length,), "fp32")
     frequencies = tape.outside(head_dim // 2, dtype="fp32")
-    angles = tape.empty((length, head_dim // 2), "fp32")
-    tape.record("mul", [wide, frequencies], [angles], tape.moved(wide, frequencies, angles))
+    angles = tape.made("mul", [wide, frequencies], (length, head_dim // 2), "fp32")
     del wide
-    both = tape.empty((length, head_dim), "fp32")
-    tape.record("cat", [angles], [both], tape.moved(angles, angles, both))
-    cos = scaled_function(tape, both, "cos")
-    sin = scaled_function(tape, both, "sin")
+    both = tape.made("cat", [angles, angles], (length, head_dim), "fp32")
+    cos, sin = (scaled_function(tape, both, name) for name in ("cos", "sin"))
     return to_dtype(tape, cos, tape.training.dtype), to_dtype(tape, sin, tape.training.dtype), positions
 
 
 def scaled_function(tape: Tape, x: Value, name: str) -> Value:
-    result, out = tape.empty(x.shape, x.dtype), None
-    tape.record(name, [x], [result], tape.moved(x, result))
-    out = tape.empty(x.shape, x.dtype)
-    tape.record("mul", [result], [out], tape.moved(result, out))
-    return out
+    return tape.made("mul", [tape.made(name, [x], x.shape, x.dtype)], x.shape, x.dtype)
 
 
 def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
     hidden = rms_norm(tape, x, tape.parameter(config.hidden))
-    matrix = tape.parameter(config.vocabulary, config.hidden, shared=config.flag("tie_word_embeddings", default=False))
-    return causal_loss(tape, linear(tape, hidden, matrix), labels)
+    return causal_head(tape, config, hidden, labels, tied=False)
 
 
 def shared(config: Config, training: Training) -> int:

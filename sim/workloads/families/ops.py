@@ -12,22 +12,23 @@ from typing import Literal
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
 
-def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Value:
-    """x (.., D) times a weight with D * O elements."""
+def linear(tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool = False) -> Value:
+    """x (.., D) times a weight (O, D), its own or (`shared`) another unit's, with a bias of its own."""
+    weight = tape.parameter(width, x.shape[-1], shared=shared)
+    added = tape.parameter(width) if bias else None
     rows = x.numel // x.shape[-1]
-    width = weight.numel // x.shape[-1]
     flops = 2 * rows * weight.numel
     saved = tape.save(*((x,) if weight.needs_grad else ()), *((weight,) if x.needs_grad else ()))
     out = tape.empty((*x.shape[:-1], width), x.dtype)
-    tape.record("addmm" if bias else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
-    inputs = [x, weight, *([bias] if bias else [])]
+    tape.record("addmm" if added else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
+    inputs = [x, weight, *([added] if added else [])]
     num_x, num_weight, dtype, wants_x = x.numel, weight.numel, x.dtype, x.needs_grad
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved is not None
         tape.backward_work.append({f"matmul_{dtype}_flops": flops * (2 if wants_x else 1)})
         grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype)]
-        if bias is not None:
+        if bias:
             grad_bias = tape.grad(width, dtype)
             tape.backward_work.append(tape.moved(grad, grad_bias))
             grads.append(grad_bias)
@@ -36,9 +37,10 @@ def linear(tape: Tape, x: Value, weight: Value, bias: Value | None = None) -> Va
     return tape.connect(out, inputs, backward)
 
 
-def layer_norm(tape: Tape, x: Value, weight: Value, bias: Value) -> Value:
-    """Statistics are in the parameters' dtype on a CPU, in fp32 on a GPU."""
+def layer_norm(tape: Tape, x: Value) -> Value:
+    """With parameters of its own. Statistics are in their dtype on a CPU, in fp32 on a GPU."""
     dtype, num_x, width = x.dtype, x.numel, x.shape[-1]
+    weight, bias = tape.parameter(width), tape.parameter(width)
     saved = list(tape.save(bias, x, weight))
     out = tape.empty(x.shape, dtype)
     statistics = dtype if tape.training.backend == "cpu" else "fp32"
@@ -56,9 +58,7 @@ def layer_norm(tape: Tape, x: Value, weight: Value, bias: Value) -> Value:
 
 def add(tape: Tape, a: Value, b: Value) -> Value:
     """Equal shapes, or b is broadcast over the batch."""
-    out = tape.empty(a.shape, a.dtype)
-    tape.record("add", [a, b], [out], tape.moved(a, b, out))
-    return tape.connect(out, [a, b], lambda grad: [grad, grad])
+    return tape.connect(tape.made("add", [a, b], a.shape, a.dtype), [a, b], lambda grad: [grad, grad])
 
 
 def kernel(
@@ -73,8 +73,7 @@ def kernel(
 ) -> Value:
     """A memory-bound kernel on x, whose derivative is `num_backward` such kernels. The result is like x unless said."""
     saved = tape.save(x) if saves == "input" else ()
-    out = tape.empty(x.shape if shape is None else shape, dtype or x.dtype)
-    tape.record(name, [x], [out], tape.moved(x, out))
+    out = tape.made(name, [x], x.shape if shape is None else shape, dtype or x.dtype)
     if saves == "output":
         saved = tape.save(out)
     return derived(tape, out, x, saved, num_backward)
@@ -82,11 +81,11 @@ def kernel(
 
 def derived(tape: Tape, out: Value, x: Value, saved: Sequence[Storage] = (), num_kernels: int = 1) -> Value:
     """`out`, whose gradient becomes that of x in memory-bound kernels that also read what was saved."""
-    numel, dtype = x.numel, x.dtype
+    numel, dtype, out_bytes = x.numel, x.dtype, out.size_bytes  # its gradient may be a part of a larger storage
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         *between, input_grad = (tape.grad(numel, dtype) for _ in range(num_kernels))
-        tape.backward_work.append(tape.moved(grad, *saved, *between, *between, input_grad))
+        tape.backward_work.append(tape.moved(out_bytes, *saved, *between, *between, input_grad))
         return [input_grad]
 
     return tape.connect(out, [x], backward)
@@ -99,9 +98,7 @@ def scale(tape: Tape, x: Value) -> Value:
 
 def shift(tape: Tape, x: Value) -> Value:
     """x plus a number, which passes its gradient on."""
-    out = tape.empty(x.shape, x.dtype)
-    tape.record("add", [x], [out], tape.moved(x, out))
-    return tape.connect(out, [x], lambda grad: [grad])
+    return tape.connect(tape.made("add", [x], x.shape, x.dtype), [x], lambda grad: [grad])
 
 
 def mul(tape: Tape, a: Value, b: Value) -> Value:
@@ -109,8 +106,7 @@ def mul(tape: Tape, a: Value, b: Value) -> Value:
     saved_b = tape.save(b) if a.needs_grad else None
     saved_a = tape.save(a) if b.needs_grad else None
     whole = max(a, b, key=lambda value: value.numel)
-    out = tape.empty(whole.shape, a.dtype)
-    tape.record("mul", [a, b], [out], tape.moved(a, b, out))
+    out = tape.made("mul", [a, b], whole.shape, a.dtype)
     numel, dtype, a_bytes, b_bytes = whole.numel, a.dtype, a.size_bytes, b.size_bytes
     del whole
 
@@ -119,7 +115,7 @@ def mul(tape: Tape, a: Value, b: Value) -> Value:
         for other, size_bytes in ((saved_b, b_bytes), (saved_a, a_bytes)):
             operand_grad = tape.grad(numel, dtype) if other else None
             if operand_grad:
-                tape.backward_work.append({"elementwise_bytes": 2 * operand_grad.size_bytes + size_bytes})
+                tape.backward_work.append(tape.moved(operand_grad, operand_grad, size_bytes))
             grads.append(operand_grad)
         return grads
 
@@ -173,8 +169,7 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
     if probability == 0:
         return x
     if tape.training.backend == "cpu":
-        mask = tape.empty(x.shape, x.dtype)
-        tape.record("empty_like", [x], [mask], tape.moved(x, mask))
+        mask = tape.made("empty_like", [x], x.shape, x.dtype)
         tape.record("bernoulli_", [mask], [mask], tape.moved(mask, mask), random=True)
         tape.record("div_", [mask], [mask], tape.moved(mask, mask))
         return mul(tape, x, mask)
@@ -208,26 +203,10 @@ def rotate(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
 
 def rotate_half(tape: Tape, x: Value) -> Value:
     """(-second half, first half) of each head."""
-    half, dtype = x.numel // 2, x.dtype
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-
-    def sliced(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(2 * half, dtype)
-        tape.backward_work.append({"elementwise_bytes": input_grad.size_bytes * 3 // 2})
-        return [input_grad]
-
-    first, second = (tape.connect(Value(shape, dtype, x.storage), [x], sliced) for _ in range(2))
-    negative = tape.empty(shape, dtype)
-    tape.record("neg", [second], [negative], {"elementwise_bytes": 2 * negative.size_bytes})
-
-    def negated(grad: Storage) -> Sequence[Storage | None]:
-        input_grad = tape.grad(half, dtype)
-        tape.backward_work.append({"elementwise_bytes": 2 * input_grad.size_bytes})
-        return [input_grad]
-
-    tape.connect(negative, [second], negated)
-    out = tape.empty(x.shape, dtype)
-    tape.record("cat", [negative, first], [out], {"elementwise_bytes": 2 * out.size_bytes})
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    first, second = (derived(tape, Value(half, x.dtype, x.storage), x) for _ in range(2))
+    negative = kernel(tape, second, "neg")
+    out = tape.made("cat", [negative, first], x.shape, x.dtype)
     tape.connect(out, [negative, first], lambda grad: [grad, grad])
     if out.node is not None:
         out.node.is_view = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierplan.sim.workloads.workload import SavedTensor, Training, Workload
+from tierplan.sim.workloads.workload import SavedTensor, Training, Workload, total_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,6 @@ class Save:
     storage: int
     size_bytes: int
     dtype: str
-
-
-def total(amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of several works, kind by kind; kinds with nothing are left out."""
-    result: dict[str, float] = {}
-    for work in amounts:
-        for kind, amount in work.items():
-            if amount:
-                result[kind] = result.get(kind, 0) + amount
-    return result
 
 
 def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tuple[SavedTensor, ...]:
@@ -74,7 +64,7 @@ def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tup
                 name=operations[made_by[-1]].name if made_by else "from outside",
                 size_bytes=save.size_bytes,
                 dtype=save.dtype,
-                recompute=total([operation.work for operation in part]),
+                recompute=total_work(operation.work for operation in part),
                 needs=tuple(sorted(needs)),
                 replayable=bool(made_by) and not any(operation.random for operation in part),
             )

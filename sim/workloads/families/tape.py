@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors, total
-from tierplan.sim.workloads.workload import DTYPE_BYTES, SavedTensor, Training
+from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors
+from tierplan.sim.workloads.workload import DTYPE_BYTES, SavedTensor, Training, total_work
 
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
 
@@ -119,7 +119,6 @@ class Tape:
     backward_work: list[Mapping[str, float]] = field(default_factory=list)
     scope: str = ""
     _numbers: int = 0
-    _final_grads: list[Storage] = field(default_factory=list)
 
     # ---- values ----
 
@@ -191,6 +190,12 @@ class Tape:
             )
         )
 
+    def made(self, name: str, reads: Sequence[Value], shape: Sequence[int], dtype: str) -> Value:
+        """The result of a memory-bound kernel, which moves the bytes of what it reads and its own."""
+        out = self.empty(shape, dtype)
+        self.record(name, reads, [out], self.moved(*reads, out))
+        return out
+
     def connect(self, output: Value, inputs: Sequence[Value], backward: Backward) -> Value:
         """Makes `output` differentiable through `backward`, which returns one gradient per input."""
         if any(v.needs_grad for v in inputs):
@@ -201,9 +206,9 @@ class Tape:
     def grad(self, numel: int, dtype: str) -> Storage:
         return self._storage(numel * ITEM_BYTES[dtype], dtype)
 
-    def moved(self, *values: Value | Storage) -> dict[str, float]:
-        """The work of a memory-bound kernel: bytes that it reads and writes."""
-        return {"elementwise_bytes": sum(v.size_bytes for v in values)}
+    def moved(self, *values: Value | Storage | int) -> dict[str, float]:
+        """The work of a memory-bound kernel: bytes that it reads and writes, of tensors or as numbers."""
+        return {"elementwise_bytes": sum(v if isinstance(v, int) else v.size_bytes for v in values)}
 
     # ---- backward ----
 
@@ -238,7 +243,6 @@ class Tape:
                     uses[id(target)] -= 1
                     if not uses[id(target)]:
                         self.meter.complete_bytes += pending[id(target)].size_bytes
-        self._final_grads = list(pending.values())
 
     def _reduce(self, node: Node, grads: list[Storage | None]) -> None:
         """Gradients of what was broadcast are summed, once all of the operation's gradients are there."""
@@ -257,7 +261,7 @@ class Tape:
         return saved_tensors(self.operations, list(self.saves.values()))
 
     def forward_work(self) -> dict[str, float]:
-        return total([operation.work for operation in self.operations])
+        return total_work(operation.work for operation in self.operations)
 
     @property
     def saved_bytes(self) -> int:

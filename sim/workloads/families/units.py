@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierplan.sim.workloads.families.ops import to_dtype
-from tierplan.sim.workloads.families.slices import total
+from tierplan.sim.workloads.families.ops import kernel, linear, to_dtype
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
-from tierplan.sim.workloads.workload import Training, Unit, WorkloadError
+from tierplan.sim.workloads.workload import NotCovered, Training, Unit, WorkloadError, total_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,7 @@ class Family:
 
 def position_ids(tape: Tape, length: int) -> Value:
     """0, 1, 2, ... as `transformers` makes them: counted, then moved on by the length of a cache."""
-    counted, positions = tape.empty((length,), "int64"), tape.empty((1, length), "int64")
-    tape.record("arange", [], [counted], tape.moved(counted))
-    tape.record("add", [counted], [positions], tape.moved(counted, positions))
-    return positions
+    return tape.made("add", [tape.made("arange", [], (length,), "int64")], (1, length), "int64")
 
 
 def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
@@ -92,13 +88,13 @@ def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
     table = tape.parameter(rows, width)
     saved = tape.save(ids)
     out = tape.empty((*ids.shape, width), table.dtype)
-    tape.record("embedding", [ids, table], [out], {"elementwise_bytes": ids.size_bytes + 2 * out.size_bytes})
+    tape.record("embedding", [ids, table], [out], tape.moved(ids, out, out))
     size, dtype, id_bytes = table.numel, table.dtype, ids.size_bytes
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved
         table_grad = tape.grad(size, dtype)
-        tape.backward_work.append({"elementwise_bytes": id_bytes + grad.size_bytes + table_grad.size_bytes})
+        tape.backward_work.append(tape.moved(id_bytes, grad, table_grad))
         return [table_grad]
 
     return tape.connect(out, [table], backward)
@@ -108,10 +104,10 @@ def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
     """Cross entropy of the next token in fp32, over shifted labels."""
     tape.scope = "loss"
     wide = to_dtype(tape, logits, "fp32")
-    padded = tape.empty((labels.shape[0], labels.shape[1] + 1), "int64")  # lives until the loss is known
-    tape.record("constant_pad_nd", [labels], [padded], tape.moved(labels, padded))
+    batch, length = labels.shape
+    padded = tape.made("constant_pad_nd", [labels], (batch, length + 1), "int64")  # lives until the loss is known
     shifted = padded.view(*labels.shape)
-    if labels.shape[0] > 1:  # all but the first label of each sequence: contiguous where there is but one sequence
+    if batch > 1:  # all but the first label of each sequence: contiguous where there is but one sequence
         shifted = tape.empty(labels.shape, "int64")
         tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
     return cross_entropy(tape, wide, shifted)
@@ -121,31 +117,39 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
     """The mean over tokens, in the dtype of the logits."""
     tape.scope = "loss"
     numel, dtype = logits.numel, logits.dtype
-    log_probabilities = tape.empty(logits.shape, dtype)
-    tape.record("_log_softmax", [logits], [log_probabilities], tape.moved(logits, log_probabilities))
-    saved = tape.save(log_probabilities)
-
-    def softmax_backward(grad: Storage) -> Sequence[Storage | None]:
-        logits_grad = tape.grad(numel, dtype)
-        tape.backward_work.append(tape.moved(grad, *saved, logits_grad))
-        return [logits_grad]
-
-    tape.connect(log_probabilities, [logits], softmax_backward)
-    saved_labels = tape.save(labels)
+    log_probabilities = kernel(tape, logits, "_log_softmax", saves="output")
     loss, weight = tape.empty((), dtype), tape.empty((), dtype)
     tape.record(
         "nll_loss", [log_probabilities, labels], [loss, weight], tape.moved(log_probabilities, labels, loss, weight)
     )
-    held = (*saved, *saved_labels, *tape.save(weight))
+    held = tape.save(log_probabilities, labels, weight)
     read_bytes = log_probabilities.size_bytes + labels.size_bytes + weight.size_bytes
 
     def loss_backward(grad: Storage) -> Sequence[Storage | None]:
         logits_grad = tape.grad(numel, dtype)
-        tape.backward_work.append({"elementwise_bytes": read_bytes + grad.size_bytes + logits_grad.size_bytes})
+        tape.backward_work.append(tape.moved(read_bytes, grad, logits_grad))
         assert held
         return [logits_grad]
 
     return tape.connect(loss, [log_probabilities], loss_backward)
+
+
+def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tied: bool = True) -> Value:
+    """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and their loss."""
+    shared = config.flag("tie_word_embeddings", default=tied)
+    return causal_loss(tape, linear(tape, hidden, config.vocabulary, bias=False, shared=shared), labels)
+
+
+def check_attention(config: Config, training: Training, dropout: str, default: float, *unusual: str) -> None:
+    """Refuses attention dropout on a CPU, which computes attention in another way then, and unusual attention."""
+    if training.backend == "cpu" and (probability := config.fraction(dropout, default)) > 0:
+        raise NotCovered(
+            f"{dropout} is {probability}: attention with dropout has no fused kernel on a CPU, which the closed forms "
+            f"do not cover; set {dropout} to 0 in the config, or use tracing (--exact)"
+        )
+    for name in unusual:
+        if config.flag(name, default=False):
+            raise NotCovered(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
 
 
 def measure_unit(
@@ -176,7 +180,7 @@ def measure_unit(
         num_parameters=tape.num_parameters,
         shares="embed" if tape.shared_parameters else None,
         forward=tape.forward_work(),
-        backward=total(tape.backward_work),
+        backward=total_work(tape.backward_work),
         saved=saved,
         input_bytes=input_bytes,
         output_bytes=0 if loss_bytes else out_bytes,
