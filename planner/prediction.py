@@ -158,6 +158,7 @@ class Prediction:
             "tflops_8nd": self.tflops_8nd,
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
+            "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),
             "bytes": moved,
             **({} if self.phases is None else asdict(self.phases)),
             "devices": self.devices,

@@ -16,6 +16,7 @@ COMMANDS: tuple[str, ...] = (
     "compare",
     "sweep",
     "advise",
+    "page",
     "validate",
 )
 """Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`."""

@@ -9,5 +9,6 @@ purchases    what could be bought for a machine
 costs        what a training job takes: hours, energy, money, wear
 advise       can I train this, how fast, what limits it, what should I buy
 advice_text  the advice as text and as a page
+page         the what-if page: a grid of answers in one file
 policy_plot  policies side by side as a picture
 """

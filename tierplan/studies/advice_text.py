@@ -12,11 +12,10 @@ from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, question_text
+from tierplan.studies.costs import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 
 CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000", "then limited by")
-SOON_S = 2 * 31_557_600
-"""Drives that live less than this belong into the first lines."""
 
 
 def advice_lines(advice: Advice) -> list[str]:

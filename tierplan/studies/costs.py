@@ -10,6 +10,9 @@ from tierplan.hwmodels import Description
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.purchases import PriceList
 
+SOON_S = 2 * SECONDS_PER_YEAR
+"""Drives that live less than this belong into the first lines."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
@@ -34,6 +37,8 @@ class Costs:
     """Of all drives' rated endurance: above 1, drives have to be replaced before the job is done."""
     drive_life_s: float | None
     """Of training without pause; None where nothing wears them, or their endurance is not known."""
+    machine_price_usd: float | None
+    """New, with GPUs and drives; None where a price is not known."""
 
     @property
     def total_usd(self) -> float:
@@ -48,10 +53,13 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         return otherwise if value is None else value
 
     seconds = job.tokens / float(answer["tokens_per_s"])
+    known = None not in (description.number("gpu.price"), description.number("host.price"))
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
     power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
     energy_kwh = power_w / 1000 * seconds / 3600
     life_s = answer["drive_lifetime_s"]
+    computer_usd = gpus * number("gpu.price") + number("host.price")
+    drives_usd = drives * number("nvme.price", prices.drive_usd)
     written_off_frac = seconds / (prices.years * SECONDS_PER_YEAR)
     wear_frac = None if life_s is None else seconds / float(life_s)
     return Costs(
@@ -59,8 +67,9 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         seconds=seconds,
         energy_kwh=energy_kwh,
         energy_usd=energy_kwh * prices.electricity_usd_per_kwh,
-        machine_usd=(gpus * number("gpu.price") + number("host.price")) * written_off_frac,
-        drives_usd=drives * number("nvme.price", prices.drive_usd) * max(wear_frac or 0.0, written_off_frac),
+        machine_usd=computer_usd * written_off_frac,
+        drives_usd=drives_usd * max(wear_frac or 0.0, written_off_frac),
         wear_frac=wear_frac,
         drive_life_s=life_s,
+        machine_price_usd=computer_usd + drives_usd if known else None,
     )

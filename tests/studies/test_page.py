@@ -1,0 +1,142 @@
+"""The what-if page: its figures are those of `plan` and `simulate`, and it works in a real browser, by keyboard too."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import browser
+from tests.studies.test_one_answer import SMALL
+from tierplan.cli import main
+from tierplan.hwmodels.machine import MachineError
+from tierplan.studies.evaluate import evaluate_point
+from tierplan.studies.page import Choices, grid_of, write_what_if
+from tierplan.studies.study import Study
+
+SMALLER = {"gpu.capacity": "2 MiB", "gpu.reserve": 0, "host.reserve": 0}
+
+
+def small_grid(folder: Path) -> Study:
+    (folder / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    choices = Choices(
+        models=[str(folder)], policies=["planner", "in-memory"], gpus=["rtx-3090", "rtx-4090"],
+        dram_gib=[64, 128], drives=[1, 2], sequences=[4], seq=64, planner_s=10.0, overrides=SMALLER,
+    )  # fmt: skip
+    return grid_of(choices)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
+    folder = tmp_path_factory.mktemp("page")
+    study = small_grid(folder)
+    write_what_if(folder / "what-if.html", study, keep_in=folder / "answers", num_workers=1)
+    return study, folder / "what-if.html"
+
+
+def embedded(path: Path) -> dict[str, Any]:
+    found = re.search(r'id="grid">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+def test_every_figure_is_what_a_sweep_says(page: tuple[Study, Path]) -> None:
+    study, path = page
+    grid = embedded(path)
+    points = list(study.points())
+    assert len(grid["rows"]) == len(points) == 2 * 2 * 2 * 2
+    for place, point in enumerate(points):
+        row = grid["rows"][place]
+        for axis in grid["axes"]:
+            field = {**point.columns(), "gpu.count": 1}[axis["key"]]
+            assert axis["texts"][place // axis["stride"] % len(axis["texts"])] == str(field)
+        if place % 3:
+            continue
+        figures = evaluate_point(point)
+        assert row["fits"] == figures["fits"]
+        if row["fits"]:
+            for name in ("step_s", "tokens_per_s", "limited_by"):
+                assert row[name] == figures[name]
+            for tier, peak, capacity, _ in row["memory"]:
+                assert (peak, capacity) == (figures[f"peak_bytes.{tier}"], figures[f"capacity_bytes.{tier}"])
+    assert {row["fits"] for row in grid["rows"]} == {True, False}
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_the_command_that_is_named_says_the_same(
+    page: tuple[Study, Path], place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = embedded(page[1])["rows"][place]
+    assert main([*shlex.split(row["command"])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == row["step_s"]
+
+
+def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
+    study, path = page
+    by_point = dict(zip((p.key for p in study.points()), embedded(path)["rows"], strict=True))
+    for point in study.points():
+        row = by_point[point.key]
+        if row["fits"]:
+            gpu = {"rtx-3090": 1499, "rtx-4090": 1599}[str(point.overrides["gpu.part"])]
+            more_gib = int(str(point.overrides["host.capacity"]).split()[0]) - 64e9 / 2**30
+            drives = int(str(point.overrides["nvme.drives"])) * 160
+            assert row["price_usd"] == pytest.approx(gpu + 1500 + 3 * more_gib + drives, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (Choices(num_gpus=[1, 2]), "2 GPUs cannot be planned on 'desktop-4090'.*add link.p2p"),
+        (Choices(machine="laptop", gpus=["rtx-4090"]), "the GPU of 'laptop' is no card"),
+        (Choices(gpus=["rtx-4091"]), "rtx-4091"),
+        (Choices(policies=["fuyuo"]), "fuyuo"),
+        (Choices(models=["no-such-model"]), "no-such-model"),
+    ],
+)
+def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: Choices, message: str) -> None:
+    with pytest.raises((MachineError, ValueError), match=message):
+        grid_of(choices)
+
+
+def test_what_is_not_named_is_what_shops_sell() -> None:
+    study = grid_of(Choices())
+    assert study.overrides["host.capacity"] == [64 * 10**9, "96 GiB", "128 GiB"]
+    assert study.overrides["gpu.part"][0] == "rtx-4090"
+    assert "rtx-5090" in study.overrides["gpu.part"]
+    assert study.overrides["gpu.count"] == [1]
+    assert 500 <= len(study) <= 3000
+    assert len(grid_of(Choices(most=2))) <= 32
+    connected = grid_of(Choices(num_gpus=[1, 2], overrides={"link.p2p": "20 GB/s"}))
+    assert connected.overrides["gpu.count"] == [1, 2]
+    assert "gpu.part" not in grid_of(Choices(machine="laptop")).overrides
+
+
+def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:
+    """Nothing scrolls sideways, no network is asked, and the keyboard alone chooses every control."""
+    grid = embedded(page[1])
+    with browser(tmp_path) as tab:
+        for width in (1280, 400):
+            tab.open(page[1], width)
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            assert tab.run("performance.getEntriesByType('resource').length") == 0
+            assert f"{grid['rows'][0]['tokens_per_s']:,.0f} tokens/s" in tab.run("headline.textContent")
+            assert tab.run("document.querySelectorAll('#chosen').length") == 1
+            assert tab.run("document.querySelectorAll('#memory .tier').length") == len(grid["rows"][0]["memory"])
+        values = {axis["key"]: 0 for axis in grid["axes"]}
+        for axis in grid["axes"]:
+            tab.press("Tab", 9)
+            for _ in axis["texts"][1:]:
+                tab.press("ArrowDown", 40)
+            values[axis["key"]] = len(axis["texts"]) - 1
+            row = grid["rows"][sum(values[a["key"]] * a["stride"] for a in grid["axes"])]
+            assert tab.run("document.getElementById('command').textContent") == row["command"]
+        tab.run("document.querySelector('td button').focus()")  # methods: the planner
+        tab.press("Enter", 13, "\r")
+        row = grid["rows"][sum(values[a["key"]] * a["stride"] for a in grid["axes"] if a["key"] != "policy")]
+        assert tab.run("document.getElementById('command').textContent") == row["command"]
+        assert tab.run("document.getElementById('headline').textContent").startswith(f"{row['tokens_per_s']:,.0f} tok")
+        assert tab.run("document.activeElement.textContent") == "planner"  # and goes on from there

@@ -1,0 +1,249 @@
+"""The what-if page: a grid of answers, in one file that a browser opens from disk and that asks no network.
+
+The grid is a study, and each answer is what `tierplan plan` or `tierplan simulate` says of its point; the page names
+that command. Texts are made here, in the words of the other commands; `what_if.js` chooses and draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from tierplan.hwmodels import Description, load_description, load_machine
+from tierplan.hwmodels.catalog import catalog_names, load_part
+from tierplan.hwmodels.description import override
+from tierplan.hwmodels.machine import MachineError
+from tierplan.planner.plan import PLANNER
+from tierplan.sim.analysis.explain import Sensitivity
+from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
+from tierplan.studies.advise import QUICKER_FRAC
+from tierplan.studies.answer import limit_rows, limited_text, question_text
+from tierplan.studies.costs import SOON_S, TrainingJob, costs_of
+from tierplan.studies.evaluate import predict_point
+from tierplan.studies.purchases import FORMS, GIB, PriceList
+from tierplan.studies.study import Point, Study
+from tierplan.studies.sweep import Row, sweep
+from tierplan.validation.report.page import write_page
+
+LABELS: Mapping[str, str] = {
+    "model": "Model",
+    "policy": "Method",
+    "gpu.part": "GPU",
+    "gpu.count": "Number of GPUs",
+    "host.capacity": "DRAM",
+    "nvme.drives": "Drives",
+    "sequences": "Sequences per step",
+}
+"""The controls in their order, by key of a point or of its machine."""
+MODELS = ("llama-3.1-8b", "llama-3.2-3b", "qwen3-14b")
+POLICIES = (PLANNER, "zero-offload", "zero-infinity", "fuyou")
+SEQUENCES = (16, 4, 64)
+NUM_LIMITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the page offers; what is left empty is what the machine has and what shops sell for it."""
+
+    machine: str = "desktop-4090"
+    models: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    num_gpus: Sequence[int] = ()
+    dram_gib: Sequence[int] = ()
+    drives: Sequence[int] = ()
+    policies: Sequence[str] = ()
+    sequences: Sequence[int] = ()
+    seq: int = 1024
+    overrides: Mapping[str, object] | None = None
+    """Changes to the machine at every point."""
+    planner_s: float | None = None
+    most: int | None = None
+    """Of values that are offered where none were named."""
+
+
+def grid_of(choices: Choices) -> Study:
+    """The points that a page needs; refuses what no machine can be, and several GPUs that could not be planned."""
+    given = {key: [value] for key, value in (choices.overrides or {}).items()}
+    own = load_description(choices.machine, _settings({key: value for key, (value,) in given.items()}))
+    form = FORMS[str(own.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
+    if choices.gpus and not form.cards:
+        raise MachineError(f"the GPU of {own.name!r} is no card to be changed; leave out --gpu, or name a desktop")
+    part, count = own.quantity("gpu.part"), int(own.number("gpu.count") or 1)
+    connected = own.quantity("link.p2p") is not None
+    if (several := max((*choices.num_gpus, count))) > 1 and not connected:
+        raise MachineError(
+            f"{several} GPUs cannot be planned on {own.name!r}: it does not say how quickly they exchange data; add "
+            "link.p2p, for example --set 'link.p2p=20 GB/s', or leave out --gpus"
+        )
+    capacity, drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
+    cards = [name for name in catalog_names("gpus") if load_part("gpu", name).number("gpu.price")]
+    sold = [f"{gib} GiB" for gib in form.dram_gib if gib * GIB > 1.1 * capacity][:2]
+    offered: dict[str, list[object]] = {
+        "gpu.part": _first(part.value, cards) if part and form.cards else [],
+        "gpu.count": _first(count, [1] if connected else []),
+        "host.capacity": _first(int(capacity), sold),
+        "nvme.drives": _first(drives, [n for n in (2, 4) if n <= form.drives]) if drives else [],
+    }
+    named = (choices.gpus, choices.num_gpus, [f"{gib} GiB" for gib in choices.dram_gib], choices.drives)
+    axes = {
+        key: list(wanted) or given.get(key) or default[: choices.most]
+        for (key, default), wanted in zip(offered.items(), named, strict=True)
+    }
+    scenario: dict[str, Sequence[object]] = {
+        "model": choices.models or MODELS[: choices.most and 1],
+        "machine": [choices.machine],
+        "policy": choices.policies or POLICIES[: choices.most],
+        "sequences": choices.sequences or SEQUENCES[: choices.most],
+        "seq": [choices.seq],
+    }
+    if choices.planner_s is not None:
+        scenario["planner_s"] = [choices.planner_s]
+    overrides = {**given, **{key: values for key, values in axes.items() if values}}
+    study = Study(name="what-if", scenario=scenario, overrides=overrides)
+    study.check_names()
+    for settings in {tuple(_settings(p.overrides)) for p in study.points()}:
+        load_machine(choices.machine, settings)
+    return study
+
+
+def page_point(point: Point) -> dict[str, object]:
+    """What `tierplan simulate --json` says of a point."""
+    return predict_point(point).record()
+
+
+def write_what_if(
+    path: str | os.PathLike[str],
+    study: Study,
+    *,
+    keep_in: str | os.PathLike[str] | None = None,
+    prices: PriceList | None = None,
+    job: TrainingJob | None = None,
+    num_workers: int | None = None,
+    progress: bool = False,
+) -> list[Row]:
+    """Computes what is missing of the grid, keeps it in a folder, and writes the page; the answers, as rows."""
+    prices, job = prices or PriceList(), job or TrainingJob()
+    points = list(study.points())
+    rows = sweep(points, page_point, out_dir=keep_in, num_workers=num_workers, progress=progress)
+    shown = [shown_row(point, row, prices, job) for point, row in zip(points, rows, strict=True)]
+    machine = load_description(points[0].machine)
+    data = {
+        "axes": _axes(study),
+        "rows": shown,
+        "job": f"{format_count(job.tokens)} tokens",
+        "quicker_frac": QUICKER_FRAC,
+    }
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    style, script = (files("tierplan.studies").joinpath(f"what_if.{end}").read_text("utf-8") for end in ("css", "js"))
+    about = (
+        f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
+        "beforehand: nothing is asked of a network. "
+        f"Electricity at {prices.electricity_usd_per_kwh:g} USD per kWh, machines written off over {prices.years:g} "
+        f"years, DRAM at {prices.dram_usd_per_gib:g} USD per GiB more or less than the machine has."
+    )
+    body = (
+        f"<style>{style}</style>\n"
+        '<noscript><p class="lead">This page needs JavaScript, to choose among the answers in it.</p></noscript>\n'
+        f'<p class="soft">{escape(about)}</p>\n<div id="page"><form id="controls" aria-label="What if"></form>'
+        '<main id="answer" aria-live="polite"></main></div>\n'
+        f'<script type="application/json" id="grid">{embedded}</script>\n<script>\n{script}</script>'
+    )
+    write_page(path, f"What if: training on {machine.name}", [body])
+    return rows
+
+
+def shown_row(point: Point, row: Row, prices: PriceList, job: TrainingJob) -> dict[str, Any]:
+    """A point's answer as the page shows it: figures to choose and draw by, and texts."""
+    described = _described(point, prices)
+    if not row.get("fits"):
+        reason = str(row.get("error") or row["why_not"])
+        return {"fits": False, "why": in_short(reason), "command": _command(point, row)}
+    costs = costs_of(row, described, prices, job)
+    limits = [Sensitivity(**limit) for limit in row["limits"]]
+    life_s = costs.drive_life_s
+    memory = [
+        (tier, peak, capacity := row["capacity_bytes"][tier], f"{format_bytes(peak)} of {format_bytes(capacity)}")
+        for tier, peak in row["peak_bytes"].items()
+        if peak > 0
+    ]
+    wear = [] if costs.wear_frac is None else [("wear", f"{100 * costs.wear_frac:,.1f} % of the drives' endurance")]
+    return {
+        "fits": True,
+        "step_s": row["step_s"],
+        "tokens_per_s": row["tokens_per_s"],
+        "price_usd": costs.machine_price_usd,
+        "step": format_s(row["step_s"]),
+        "how": question_text(point, row["micro_batch"], row["accumulation"]),
+        "limited_by": row["limited_by"],
+        "limited": limited_text(limits),
+        "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],
+        "memory": memory,
+        "lasts": "" if life_s is None else format_s(life_s),
+        "alarm": life_s is not None and life_s < SOON_S,
+        "note": row["devices_note"] or "",
+        "costs": [
+            ("time", format_s(costs.seconds)),
+            ("cost", f"{costs.total_usd:,.2f} USD"),
+            ("electricity", f"{costs.energy_usd:,.2f} USD, {costs.energy_kwh:,.1f} kWh"),
+            ("machine", f"{costs.machine_usd:,.2f} USD"),
+            ("drives", f"{costs.drives_usd:,.2f} USD"),
+            *wear,
+        ],
+        "command": _command(point, row),
+    }
+
+
+def _first(own: object, others: Iterable[object]) -> list[object]:
+    return list(dict.fromkeys((own, *others)))
+
+
+def _settings(overrides: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def _described(point: Point, prices: PriceList) -> Description:
+    """The point's machine, at the price that it has with its DRAM."""
+    here = load_description(point.machine, _settings(point.overrides))
+    others = {key: value for key, value in point.overrides.items() if key != "host.capacity"}
+    price, capacity = here.number("host.price"), here.number("host.capacity")
+    own = load_description(point.machine, _settings(others)).number("host.capacity")
+    if price is None or capacity is None or own is None:
+        return here
+    return override(here, [f"host.price={price + (capacity - own) / GIB * prices.dram_usd_per_gib}"])
+
+
+def _axes(study: Study) -> list[dict[str, object]]:
+    """The controls: the texts of their values, and how far apart neighbours are among the rows."""
+    values = {**study.scenario, **study.overrides}
+    sizes = [len(v) for v in values.values()]
+    strides = dict(zip(values, [*accumulate(reversed(sizes[1:]), mul, initial=1)][::-1], strict=True))
+    return [
+        {"key": key, "label": label, "stride": strides[key], "texts": [_text(key, v) for v in values[key]]}
+        for key, label in LABELS.items()
+        if key in values
+    ]
+
+
+def _text(key: str, value: object) -> str:
+    return format_bytes(value) if key == "host.capacity" and isinstance(value, int) else str(value)
+
+
+def _command(point: Point, row: Row) -> str:
+    """What says the same in a terminal."""
+    words = ["tierplan", "plan"] if point.policy == PLANNER else ["tierplan", "simulate", "--policy", point.policy]
+    words += ["--model", point.model, "--machine", point.machine]
+    if point.policy == PLANNER:
+        words += ["--sequences", str(point.sequences)]
+        words += [] if point.planner_s is None else ["--time-limit", f"{point.planner_s:g}"]
+    elif row.get("micro_batch"):
+        words += ["--batch", str(row["micro_batch"]), "--accumulation", str(row["accumulation"])]
+    words += ["--seq", str(point.seq)]
+    return shlex.join([*words, *(word for setting in _settings(point.overrides) for word in ("--set", setting))])
