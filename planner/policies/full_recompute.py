@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, by_kind, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "full-recompute"
@@ -22,10 +22,9 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """All on the device; blocks are recomputed in segments of `every`."""
     options = read_options(NAME, given, OPTIONS)
     every = int(number(NAME, options, "every", low=1))
-    units = tuple(UnitPlan(acts="recompute" if unit.kind == "block" else "keep") for unit in workload.units)
     return UnitwisePlan(
         policy=NAME,
-        units=units,
+        units=by_kind(workload, UnitPlan(acts="recompute"), UnitPlan()),
         segment_units=every,
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
         options=options,

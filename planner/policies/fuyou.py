@@ -15,6 +15,7 @@ other where the whole batch's tensors would not fit the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -52,10 +53,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         count = min(range(len(rank) + 1), key=lambda k: iteration_s(workload, machine, rank[:k]))
     swapped = set(rank[:count])
     room = next(t.capacity_bytes for t in machine.tiers if t.kind == "host") * 3 // 4
-    units = []
+    other, units = UnitPlan(params="nvme", grads="device", states="nvme"), []
     for unit in workload.units:
         if unit.kind != "block":
-            units.append(UnitPlan(params="nvme", grads="device", states="nvme"))
+            units.append(other)
             continue
         leaving = {index for kind, index in swapped if kind == kinds[unit.name]}
         room -= unit.input_bytes + sum(t.size_bytes for t in unit.saved if t.index in leaving)
@@ -64,9 +65,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         acts = tuple(
             "keep" if t.index not in large else lower if t.index in leaving else "recompute" for t in unit.saved
         )
-        units.append(
-            UnitPlan(params="nvme", grads="device", states="nvme", input=lower, acts=acts)  # type: ignore[arg-type]
-        )
+        units.append(replace(other, input=lower, acts=acts))  # type: ignore[arg-type]
     return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
@@ -85,10 +84,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
 
 def _kinds(workload: Workload) -> dict[str, int]:
     """For each block by name, the number of the first block that saves the same tensors."""
-    kinds: dict[str, int] = {}
-    for unit in workload.blocks:
-        kinds[unit.name] = next(i for i, like in enumerate(workload.blocks) if like.saved == unit.saved)
-    return kinds
+    saved = [unit.saved for unit in workload.blocks]
+    return {unit.name: saved.index(unit.saved) for unit in workload.blocks}
 
 
 def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -> list[Slot]:

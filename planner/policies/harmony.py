@@ -15,20 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
-from tierplan.planner.policies.options import OptionError, need_peer_links, number, read_options
+from tierplan.planner.policies.options import OptionError, Policy, need_peer_links, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload
 
-OPTIONS: Mapping[str, object] = {
+OPTIONS: dict[str, object] = {
     "pack": 0,
     "pack_forward": 0,
     "devices": 0,  # 0: all that the machine has (one for `harmony`), with data parallelism one per micro-batch at most
@@ -40,26 +41,8 @@ SEARCHED, SEARCHED_ALONE = 9, 4
 """Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
 
 
-def single(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    """Harmony on one GPU."""
-    return _policy("harmony", "data", workload, machine, {"devices": 1, **given})
-
-
-def data_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    """Harmony's data parallelism over all GPUs."""
-    return _policy("harmony-dp", "data", workload, machine, given)
-
-
-def pipeline(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    """Harmony's wrap-around pipeline over all GPUs."""
-    return _policy("harmony-pp", "pipeline", workload, machine, given)
-
-
-VARIANTS = {"harmony": single, "harmony-dp": data_parallel, "harmony-pp": pipeline}
-
-
 def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    options = read_options(name, given, OPTIONS)
+    options = read_options(name, given, OPTIONS | ({"devices": 1} if name == "harmony" else {}))
     have = machine.num_devices
     asked = int(number(name, options, "devices", low=0, high=have))
     batches = workload.training.gradient_accumulation_steps
@@ -114,6 +97,14 @@ def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
         return simulate_on(columns.schedule(), machine).duration_s
     except OutOfMemory:
         return float("inf")
+
+
+VARIANTS: Mapping[str, Policy] = {
+    "harmony": partial(_policy, "harmony", "data"),
+    "harmony-dp": partial(_policy, "harmony-dp", "data"),
+    "harmony-pp": partial(_policy, "harmony-pp", "pipeline"),
+}
+"""On one GPU; on all with data parallelism; on all as a wrap-around pipeline."""
 
 
 def _by_size(count: int, size: int) -> Runs:

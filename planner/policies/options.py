@@ -7,10 +7,11 @@ PlanError(ValueError)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast, get_args
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import p2p
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
@@ -19,9 +20,6 @@ Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
 
 class OptionError(PlanError):
     """A policy or an option that does not exist, or a value that it cannot have."""
-
-
-SEMANTICS: tuple[Semantics, ...] = ("in-backward", "exact-clip", "delayed-1")
 
 
 def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, object]) -> dict[str, object]:
@@ -57,15 +55,17 @@ def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple
     return value
 
 
+def by_kind(workload: Workload, block: UnitPlan, other: UnitPlan) -> tuple[UnitPlan, ...]:
+    """One choice for all blocks, one for embedding and head."""
+    return tuple(block if unit.kind == "block" else other for unit in workload.units)
+
+
 def bounded_semantics(policy: str, options: Mapping[str, object], workload: Workload, own: Semantics) -> Semantics:
     """The semantics that the option asks for; else exact clipping where training clips, else the policy's own."""
     asked = options.get("semantics")
     if asked is None:
         return "exact-clip" if workload.training.max_grad_norm is not None else own
-    for known in SEMANTICS:
-        if asked == known:
-            return known
-    raise OptionError(f"option 'semantics' of policy {policy!r} is {asked!r}; choose among {', '.join(SEMANTICS)}")
+    return cast(Semantics, choice(policy, options, "semantics", get_args(Semantics)))
 
 
 def has_nvme(machine: Machine) -> bool:

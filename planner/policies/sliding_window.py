@@ -8,10 +8,11 @@ gradients arrive. Activations are recomputed block by block, and the blocks' inp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, by_kind, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
@@ -22,19 +23,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """All in host memory; `window` blocks on the device, the computing one included."""
     options = read_options(NAME, given, OPTIONS)
     window = int(number(NAME, options, "window", low=1))
-    units = tuple(
-        UnitPlan(
-            params="host",
-            grads="host",
-            states="host",
-            input="host" if unit.kind == "block" else "keep",
-            acts="recompute" if unit.kind == "block" else "keep",
-        )
-        for unit in workload.units
-    )
+    other = UnitPlan(params="host", grads="host", states="host")
     return UnitwisePlan(
         policy=NAME,
-        units=units,
+        units=by_kind(workload, replace(other, input="host", acts="recompute"), other),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         prefetch_params_units=window - 1,
         prefetch_acts_units=window - 1,

@@ -39,13 +39,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     ahead = int(number(NAME, options, "prefetch", low=0))
     kept = _kept(workload, machine, ahead) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
-    units: list[UnitPlan] = []
+    units = [UnitPlan() for _ in workload.units]
     for u, unit in enumerate(workload.units):
-        acts: list[Action] = [
-            "keep" if unit.kind != "block" or (u, tensor.index) in kept else "nvme" for tensor in unit.saved
-        ]
-        stays = unit.kind != "block" or (u, INPUT) in kept
-        units.append(UnitPlan(input="keep" if stays else "nvme", acts=tuple(acts)))
+        if unit.kind == "block":
+            acts: list[Action] = ["keep" if (u, tensor.index) in kept else "nvme" for tensor in unit.saved]
+            units[u] = UnitPlan(input="keep" if (u, INPUT) in kept else "nvme", acts=tuple(acts))
     return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
@@ -112,8 +110,7 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
             kept.add((module.unit, module.slot))
         else:
             stored_s = done_s
-    either = machine.stream(H2D).rates["bytes"].at(1e9), machine.stream(NVME_READ).rates["bytes"].at(1e9)
-    late = _late(modules, kept, either, stored_s, ahead)
+    late = _late(modules, kept, (rate(H2D), rate(NVME_READ)), stored_s, ahead)
     room_bytes = _room_bytes(workload, machine, modules, kept)
     for module in modules:
         if (module.unit, module.slot) in late and module.size_bytes <= room_bytes:

@@ -7,10 +7,11 @@ leave once. The price is the traffic of block inputs: every micro-batch's inputs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, has_nvme, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nvme, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
@@ -22,19 +23,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     ahead = int(number(NAME, options, "prefetch", low=0))
     home: Place = "nvme" if has_nvme(machine) else "host"
-    units = tuple(
-        UnitPlan(
-            params=home,
-            grads="device",
-            states=home,
-            input="host" if unit.kind == "block" else "keep",
-            acts="recompute" if unit.kind == "block" else "keep",
-        )
-        for unit in workload.units
-    )
+    other = UnitPlan(params=home, grads="device", states=home)
     return UnitwisePlan(
         policy=NAME,
-        units=units,
+        units=by_kind(workload, replace(other, input="host", acts="recompute"), other),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
         prefetch_params_units=ahead,

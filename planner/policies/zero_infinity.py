@@ -21,11 +21,14 @@ and gathers the rest from its peers (`devices`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PLACES, Place, PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import (
     bounded_semantics,
+    by_kind,
     choice,
     has_nvme,
     need_nvme,
@@ -36,7 +39,6 @@ from tierplan.planner.policies.options import (
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-infinity"
-PLACES: tuple[Place, ...] = ("device", "host", "nvme")
 OPTIONS: Mapping[str, object] = {
     "params": None,  # default: nvme where there is a drive, else host
     "optimizer": None,
@@ -64,13 +66,12 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     lowest = "nvme" if has_nvme(machine) else "host"
     options["params"] = options["params"] or lowest
     options["optimizer"] = options["optimizer"] or lowest
-    num_devices = sum(tier.kind == "device" for tier in machine.tiers)
-    options["devices"] = options["devices"] or num_devices
-    devices = int(number(NAME, options, "devices", low=1, high=num_devices))
+    options["devices"] = options["devices"] or machine.num_devices
+    devices = int(number(NAME, options, "devices", low=1, high=machine.num_devices))
     need_peer_links(NAME, machine, devices)
-    params = _place(options, "params")
-    optimizer = _place(options, "optimizer")
-    checkpoints = _place(options, "checkpoints")
+    params, optimizer, checkpoints = (
+        cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer", "checkpoints")
+    )
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)
     ahead = int(number(NAME, options, "prefetch", low=0))
@@ -79,21 +80,19 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     pinned = choice(NAME, options, "pin_memory", ("on", "off")) == "on"
     if choice(NAME, options, "host_buffers", ("deepspeed", "none")) == "deepspeed":
         need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices, pinned=pinned)
-        _check_startup(need, machine)
-    units = tuple(
-        UnitPlan(
-            params=params,
-            grads=optimizer,
-            states=optimizer,
-            input=("keep" if checkpoints == "device" else checkpoints) if unit.kind == "block" else "keep",
-            acts="recompute" if unit.kind == "block" else "keep",
-        )
-        for unit in workload.units
-    )
+        if need > (have := next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")):
+            raise PlanError(
+                f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers "
+                f"and the gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too "
+                "few; take more host memory, a smaller model, or option pin_memory=off; host_buffers=none counts the "
+                "step alone"
+            )
+    other = UnitPlan(params=params, grads=optimizer, states=optimizer)
+    block = replace(other, input="keep" if checkpoints == "device" else checkpoints, acts="recompute")
     semantics = bounded_semantics(NAME, options, workload, "exact-clip")
     return UnitwisePlan(
         policy=NAME,
-        units=units,
+        units=by_kind(workload, block, other),
         semantics=semantics,
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
@@ -132,18 +131,3 @@ def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, device
 
 def _pinned(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
-
-
-def _check_startup(need: int, machine: Machine) -> None:
-    have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
-    if need > have:
-        raise PlanError(
-            f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers and "
-            f"the gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too few; "
-            "take more host memory, a smaller model, or option pin_memory=off; host_buffers=none counts the step alone"
-        )
-
-
-def _place(options: Mapping[str, object], name: str) -> Place:
-    word = choice(NAME, options, name, PLACES)
-    return next(place for place in PLACES if place == word)

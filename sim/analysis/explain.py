@@ -17,13 +17,15 @@ import networkx as nx
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
-from tierplan.sim.analysis.steady import Repetition, steady_state
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
 Reason = Literal["begin", "stream", "input", "memory"]
+Kind = Literal["stream", "limit", "part", "memory"]
+"""What may be better."""
 
 
 # ---- what each stream did all the time ----
@@ -96,7 +98,7 @@ def times_in_windows(spans: Iterable[Span], windows_ns: Mapping[str, tuple[float
 # ---- the critical path ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """One op of the critical path: it ran from the end of the one before it to the start of the next."""
 
@@ -198,16 +200,7 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
             )
         )
         reason: Reason = before[0][1]["reason"] if before and span.start_ns > 0 else "begin"
-        path.append(
-            Stretch(
-                key=key,
-                stream=span.stream,
-                start_ns=span.start_ns,
-                end_ns=span.end_ns,
-                alone_ns=span.alone_ns,
-                reason=reason,
-            )
-        )
+        path.append(Stretch(key, span.stream, span.start_ns, span.end_ns, span.alone_ns, reason))
         if reason == "begin":
             return tuple(reversed(path))
         key = before[0][0]
@@ -229,7 +222,7 @@ class Sensitivity:
     """One stream, shared limit, part or memory: how busy it is, and the step time when it is better."""
 
     name: str
-    kind: Literal["stream", "limit", "part", "memory"]
+    kind: Kind
     busy_frac: float
     """Of a step: what its ops take alone, of a limit what they take of it; of a memory, how full it is at most."""
     step_s: float
@@ -265,9 +258,10 @@ def sensitivities(
     alike: dict[str, set[str]] = {}
     for stream in columns.streams:
         alike.setdefault(_on_any_device(stream, machine.num_devices), set()).add(stream)
-    cases: list[tuple[Literal["stream", "limit", "part"], str, set[str]]] = []
-    cases += [("stream", name, streams) for name, streams in alike.items()]
-    cases += [("limit", limit.name, {limit.name}) for limit in machine.shared_limits]
+    cases: list[tuple[Kind, str, set[str]]] = [
+        *(("stream", name, streams) for name, streams in alike.items()),
+        *(("limit", limit.name, {limit.name}) for limit in machine.shared_limits),
+    ]
     inside: dict[str, set[str]] = {}
     for limit in machine.shared_limits:
         parts = {parse_stream(s.name).tier for s in machine.streams if limit.name in s.takes}
@@ -276,19 +270,19 @@ def sensitivities(
     for part, limits in inside.items():
         cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
     tried = []
+
+    def add(name: str, kind: Kind, busy_frac: float, step_s: float) -> None:
+        gain_frac = 1.0 - step_s / now.period_s if now.period_s else 0.0
+        tried.append(Sensitivity(name=name, kind=kind, busy_frac=busy_frac, step_s=step_s, gain_frac=gain_frac))
+
     for kind, name, changed in cases:
         step_s = steady_state(columns, with_faster(machine, changed, factor)).period_s
-        busiest = max((busy.get(n, 0.0) for n in changed), default=0.0)
-        tried.append(Sensitivity(name=name, kind=kind, busy_frac=busiest, step_s=step_s, gain_frac=_gain(now, step_s)))
+        add(name, kind, max((busy.get(n, 0.0) for n in changed), default=0.0), step_s)
     for tier in columns.tiers:
         larger = replace(tier, capacity_bytes=int(tier.capacity_bytes * factor))
         tiers = tuple(larger if t is tier else t for t in columns.tiers)
-        step_s = steady_state(replace(columns, tiers=tiers), machine).period_s
         full = now.peak_bytes.get(tier.name, 0) / max(tier.capacity_bytes, 1)
-        gain = _gain(now, step_s)
-        tried.append(
-            Sensitivity(name=f"{tier.name} memory", kind="memory", busy_frac=full, step_s=step_s, gain_frac=gain)
-        )
+        add(f"{tier.name} memory", "memory", full, steady_state(replace(columns, tiers=tiers), machine).period_s)
     return tuple(sorted(tried, key=lambda s: -s.gain_frac))
 
 
@@ -308,7 +302,3 @@ def _on_any_device(stream: str, num_devices: int) -> str:
     """`gpu*.compute` for the compute streams of several devices."""
     name = parse_stream(stream)
     return stream if num_devices == 1 or name.device is None else f"gpu*.{name.task}"
-
-
-def _gain(now: Repetition, step_s: float) -> float:
-    return 1.0 - step_s / now.period_s if now.period_s else 0.0

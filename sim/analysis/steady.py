@@ -7,8 +7,8 @@ step, as in the step before (or two or three steps before: a delayed update may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,9 +29,12 @@ MAX_STEPS = 16
 """Steps that are simulated, at most, in search of one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repetition:
-    """What n steps cost: `warmup_s + n * period_s`, for n of at least `warmup_steps`."""
+@dataclass(frozen=True, kw_only=True)
+class SteadyState:
+    """Steps that repeat: n of them cost `warmup_s + n * period_s`, for n of at least `warmup_steps`.
+
+    Schedule and trace are made when they are first asked for.
+    """
 
     period_s: float
     """Step time in steady state."""
@@ -45,6 +48,12 @@ class Repetition:
     """Steps that were simulated."""
     step_ends_s: tuple[float, ...]
     """When the last op of each step ended."""
+    columns: ScheduleColumns = field(repr=False, compare=False)
+    """The simulated steps in one; the ops of step k are `sk/...`."""
+    peak_bytes: Mapping[str, int]
+    """By tier, over all simulated steps."""
+    trace_of: Callable[[Schedule], Trace] = field(repr=False, compare=False)
+    """Simulates `schedule`."""
 
     @property
     def is_periodic(self) -> bool:
@@ -57,18 +66,6 @@ class Repetition:
         first = min(max(self.warmup_steps, 1), self.num_steps - 1)
         last = min(first + max(self.cycle_steps, 1) - 1, self.num_steps - 1)
         return (self.step_ends_s[first - 1] if first > 0 else 0.0, self.step_ends_s[last])
-
-
-@dataclass(frozen=True, kw_only=True)
-class SteadyState(Repetition):
-    """The steps that repeat. Schedule and trace are made when they are first asked for."""
-
-    columns: ScheduleColumns = field(repr=False, compare=False)
-    """The simulated steps in one; the ops of step k are `sk/...`."""
-    peak_bytes: Mapping[str, int]
-    """By tier, over all simulated steps."""
-    trace_of: Callable[[Schedule], Trace] = field(repr=False, compare=False)
-    """Simulates `schedule`."""
 
     @property
     def capacity_bytes(self) -> dict[str, int]:
@@ -106,9 +103,11 @@ def steady_state(
     columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
+    if num_steps < 3:
+        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
     trace_of: Callable[[Schedule], Trace] = partial(simulate_on, machine=machine)
-    for steps in _tries(num_steps):
-        unrolled = columns.unrolled(steps)
+    while True:
+        unrolled = columns.unrolled(num_steps)
         if simulate is None:
             execution = simulate_columns(unrolled, machine)
             start_ns, end_ns = execution.start_ns, execution.end_ns
@@ -121,31 +120,18 @@ def steady_state(
             start_ns, end_ns = times[:, 0], times[:, 1]
             peak_bytes = dict(trace.peak_bytes)
             trace_of = partial(_known, trace)
-        repetition = _repetition(start_ns, end_ns, steps, machine)
-        if repetition.is_periodic:
-            break
-    return SteadyState(**_fields(repetition), columns=unrolled, peak_bytes=peak_bytes, trace_of=trace_of)
+        repetition = _repetition(start_ns, end_ns, num_steps, machine)
+        if repetition["cycle_steps"] or 2 * num_steps > MAX_STEPS:
+            return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, trace_of=trace_of)
+        num_steps *= 2
 
 
 def _known(trace: Trace, _: Schedule) -> Trace:
     return trace
 
 
-def _tries(num_steps: int) -> Iterator[int]:
-    """Numbers of steps to simulate, until a repetition is found."""
-    if num_steps < 3:
-        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
-    yield num_steps
-    while (num_steps := 2 * num_steps) <= MAX_STEPS:
-        yield num_steps
-
-
-def _fields(repetition: Repetition) -> dict[str, Any]:
-    return {f.name: getattr(repetition, f.name) for f in fields(Repetition)}
-
-
-def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> Repetition:
-    """The repetition in `num_steps` steps, whose ops are one step after the other in these arrays.
+def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> dict[str, Any]:
+    """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
     them to itself while nothing follows.
@@ -168,7 +154,7 @@ def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine
     else:
         first = last // 2
         period_ns = float(ends_ns[last] - ends_ns[first]) / (last - first)
-    return Repetition(
+    return dict(
         period_s=period_ns / 1e9,
         warmup_s=(float(ends_ns[last]) - (last + 1) * period_ns) / 1e9,
         warmup_steps=first,

@@ -113,18 +113,12 @@ def no_time(num_ops: int) -> Prices:
 
 
 @compiled
-def _with_room(events: Int64, size: int) -> Int64:
-    """The heap, with room for one event more."""
-    if size < len(events):
-        return events
-    more = np.empty((2 * size, 3), np.int64)
-    more[:size] = events
-    return more
-
-
-@compiled
-def _push(events: Int64, size: int, time_ns: int, number: int, what: int) -> None:
-    """Adds an event to the heap `events[:size]`, by time and then by number."""
+def _pushed(events: Int64, size: int, time_ns: int, number: int, what: int) -> Int64:
+    """The heap `events[:size]`, by time and then by number, with one event more, in as much room as that takes."""
+    if size == len(events):
+        more = np.empty((2 * size, 3), np.int64)
+        more[:size] = events
+        events = more
     k = size
     while k > 0:
         above = (k - 1) // 2
@@ -133,6 +127,7 @@ def _push(events: Int64, size: int, time_ns: int, number: int, what: int) -> Non
         events[k, 0], events[k, 1], events[k, 2] = events[above, 0], events[above, 1], events[above, 2]
         k = above
     events[k, 0], events[k, 1], events[k, 2] = time_ns, number, what
+    return events
 
 
 @compiled
@@ -345,8 +340,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 begins = i
             else:
                 duration_ns = latency_ns[p] if is_flow[p] else latency_ns[p] + work_ns[p]
-                events = _with_room(events, num_events)
-                _push(events, num_events, now_ns + duration_ns, number, num_ops + i if is_flow[p] else i)
+                events = _pushed(events, num_events, now_ns + duration_ns, number, num_ops + i if is_flow[p] else i)
                 num_events, number = num_events + 1, number + 1
 
         elif are_ending:
@@ -369,8 +363,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 ending[0], num_ending = what, 1
             elif now_ns == timer_ns and next_end_ns > timer_ns:  # flows that began since have slowed the others
                 timer_ns = next_end_ns
-                events = _with_room(events, num_events)
-                _push(events, num_events, timer_ns, number, -1)
+                events = _pushed(events, num_events, timer_ns, number, -1)
                 num_events, number = num_events + 1, number + 1
             elif now_ns == timer_ns:  # otherwise an earlier end has replaced this timer
                 timer_ns, are_ending = -1, True
@@ -415,7 +408,6 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             next_end_ns = now_ns + max(0, math.ceil(soonest_ns - 1e-3))  # whole ns, but for float dust
             if timer_ns < 0 or next_end_ns < timer_ns:
                 timer_ns = next_end_ns
-                events = _with_room(events, num_events)
-                _push(events, num_events, timer_ns, number, -1)
+                events = _pushed(events, num_events, timer_ns, number, -1)
                 num_events, number = num_events + 1, number + 1
     return Execution(free_ns, ready_ns, start_ns, end_ns, peak_bytes, used_bytes, next_request, is_too_late)

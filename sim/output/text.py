@@ -43,14 +43,6 @@ def format_count(number: float) -> str:
     return _digits(number)
 
 
-def format_rate(per_s: float, unit: str) -> str:
-    """A rate with a decimal prefix: `6.9 GB/s` for unit `B`, `812 GFLOP/s` for unit `FLOP`."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(per_s) >= scale * 0.9995:
-            return f"{_digits(per_s / scale)} {prefix}{unit}/s"
-    return f"{_digits(per_s)} {unit}/s"
-
-
 def format_frac(frac: float) -> str:
     """A part of the whole: `84 %`."""
     return f"{frac * 100:.0f} %"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.validation.toy import RATES, toy_schedule, toy_trace
-from tierplan.sim.output.text import format_bytes, format_count, format_error, format_rate, format_s, in_short
+from tierplan.sim.output.text import format_bytes, format_count, format_error, format_s, in_short
 from tierplan.validation.comparison.compare import compare
 from tierplan.validation.report.page import bars, cards, page, paragraph, table
 from tierplan.validation.report.report import verdict, write_report
@@ -161,8 +161,6 @@ def test_a_name_on_a_card_breaks_behind_its_dot() -> None:
         (format_count(24_900_000), "24.9 M"),
         (format_count(13e9), "13 B"),
         (format_count(350), "350"),
-        (format_rate(6.9e9, "B"), "6.9 GB/s"),
-        (format_rate(812e9, "FLOP"), "812 GFLOP/s"),
         (format_error(0.0213), "+2.1 %"),
         (format_error(-0.1), "-10.0 %"),
         (format_error(None), "–"),
