@@ -1,6 +1,7 @@
 """Machines: what hardware can do, from a catalog, from other tools' output, or measured here. In reading order:
 
 names        names of tiers and streams: made and parsed in one place
+shown        how things show themselves in a notebook
 machine      tiers, streams with rates, and shared limits: all that simulator and planner need
 costs        what one op costs alone, and what it takes of shared limits
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"

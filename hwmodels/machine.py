@@ -15,6 +15,7 @@ from math import log
 from typing import Literal, TypeVar
 
 from tierplan.hwmodels.costs import NO_DEMAND, Cost
+from tierplan.hwmodels.shown import Shown
 
 PAGE_BYTES = 4096
 SECONDS = "s"
@@ -104,7 +105,7 @@ _T = TypeVar("_T", TierSpec, Stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Shown):
     """Tiers, streams and shared limits."""
 
     name: str
@@ -159,6 +160,16 @@ class Machine:
         if not taken or seconds == 0.0:
             return Cost(stream.latency_s, seconds, NO_DEMAND, stream.share)
         return Cost(stream.latency_s, seconds, {k: v / seconds for k, v in taken.items()}, stream.share)
+
+    def rows(self) -> list[dict[str, object]]:
+        """Tiers with their sizes, and streams with their rates for much work."""
+        tiers = [{"part": t.name, "of": t.kind, "figure": t.capacity_bytes / 2**30, "unit": "GiB"} for t in self.tiers]
+        rates = [
+            {"part": s.name, "of": work, "figure": rate.points[-1][1] / 1e9, "unit": "10^9/s"}
+            for s in self.streams
+            for work, rate in s.rates.items()
+        ]
+        return [*tiers, *rates]
 
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan machine show` prints."""

@@ -10,9 +10,10 @@ PlanError(ValueError)   a plan that contradicts itself, its workload or its mach
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from tierplan.hwmodels.shown import Shown
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
@@ -80,7 +81,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitwisePlan:
+class UnitwisePlan(Shown):
     """One decision for each unit, on one device or on several that each train on micro-batches of their own."""
 
     policy: str
@@ -144,6 +145,10 @@ class UnitwisePlan:
         _check_semantics(self, workload.training)
         _check_pieces(self, workload)
         _check_turns(self, workload)
+
+    def rows(self) -> list[dict[str, object]]:
+        """What is decided of each unit."""
+        return [{"unit": k, **asdict(unit)} for k, unit in enumerate(self.units)]
 
     def __repr__(self) -> str:
         """One line: as many units as are alike, and where their parameters and states are."""

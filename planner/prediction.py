@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, PlanError
 from tierplan.planner.policies import decide
@@ -49,7 +50,7 @@ class MemoryShortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Shown):
     """The figures of one plan; `step_s` is None where it does not fit."""
 
     policy: str
@@ -188,6 +189,10 @@ class Prediction:
                     "short_bytes": self.shortage.short_bytes,
                 }
         return record
+
+    def rows(self) -> list[dict[str, object]]:
+        """What limits, most first."""
+        return [asdict(limit) for limit in self.limits]
 
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan simulate` prints."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tierplan.hwmodels.shown import Shown
 from tierplan.planner.plan import Plan
 from tierplan.planner.prediction import Prediction
 from tierplan.sim.analysis.steady import SteadyState
@@ -28,7 +29,7 @@ class PolicyResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+class PlanResult(Shown):
     """The best plan found, with its schedule, its step time, and how much better any other could be."""
 
     prediction: Prediction
@@ -88,6 +89,18 @@ class PlanResult:
             k: p.step_s / p.num_batches for k, p in self.policies.items() if p.step_s is not None and p.same_numbers
         }
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
+
+    def rows(self) -> list[dict[str, object]]:
+        """The plan and the published systems for the same work, the quickest first."""
+        found: list[tuple[str, float | None, str]] = [("this plan", self.step_s, "")]
+        found += [(name, self._same_work_s(policy), policy.reason) for name, policy in self.policies.items()]
+        return [
+            {"system": name, "step_s": step_s, "times": step_s and step_s / self.step_s, "why_not": reason}
+            for name, step_s, reason in sorted(found, key=lambda row: row[1] or float("inf"))
+        ]
+
+    def _same_work_s(self, policy: PolicyResult) -> float | None:
+        return policy.step_s and policy.step_s * self.plan.num_batches / policy.num_batches
 
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan plan` prints."""

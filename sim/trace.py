@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from tierplan.hwmodels.records import load_record
+from tierplan.hwmodels.shown import Shown
 
 FORMAT = "tierplan-trace"
 VERSION = 1
@@ -66,7 +67,7 @@ class MemoryEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class Trace(Shown):
     """Spans in order of start, and the memory events, with what the tiers held at the beginning."""
 
     name: str
@@ -107,6 +108,12 @@ class Trace:
         """Reads what `save` wrote. Raises `TraceError` with the path and the reason."""
         return load_record(
             cls, path, format=FORMAT, version=VERSION, made_by="a trace as Trace.save writes it", error=TraceError
+        )
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """The ops, in order of start."""
+        return (
+            {"op": s.key, "stream": s.stream, "start_s": s.start_ns / 1e9, "end_s": s.end_ns / 1e9} for s in self.spans
         )
 
     def __repr__(self) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from html import escape
+
 import tierplan as tp
 from tests.toys import toy_machine, toy_workload
+from tierplan.hwmodels.shown import SHOWN_ROWS, Shown
 from tierplan.planner.prediction import predict
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.compare import compare
@@ -20,6 +23,15 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
         assert len(repr(thing)) <= 200, repr(thing)
         assert "\n" not in repr(thing)
         assert repr(thing).startswith(f"<{type(thing).__name__} ")
+        if isinstance(thing, Shown):
+            rows = list(thing.rows())
+            text = thing._repr_html_()
+            assert escape(repr(thing)) in text
+            assert text.count("<tr>") == (1 + min(len(rows), SHOWN_ROWS) if rows else 0)
+            assert (".table()" in text) == (len(rows) > SHOWN_ROWS)
+            assert all(row.keys() == rows[0].keys() for row in rows)
+            assert thing.table().shape == (len(rows), len(rows[0]) if rows else 0)
+    assert sum(isinstance(thing, Shown) for thing in shown) == len(shown) - 1, "all but the schedule"
     assert "limited by" in repr(planned)
     assert f"{len(steady.trace.spans):,} ops" in repr(steady.trace)
     assert isinstance(steady.trace, Trace)

@@ -60,6 +60,7 @@ _EXPORTS: dict[str, str] = {
     "plot_memory": "tierplan.sim.output.plots",
     "plot_step_time": "tierplan.sim.output.plots",
     "plot_timeline": "tierplan.sim.output.plots",
+    "explore": "tierplan.studies.explore",
     # running and comparing
     "train": "tierplan.runtime.trainer",
     "compare": "tierplan.validation.comparison.compare",

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tierplan.hwmodels.records import Count
+from tierplan.hwmodels.shown import Shown
 
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -157,7 +158,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(Shown):
     """An ordered chain of units with the settings they were computed for."""
 
     name: str
@@ -180,6 +181,11 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         return sum(u.num_parameters for u in self.units)
+
+    def rows(self) -> list[dict[str, object]]:
+        """The units."""
+        names = ("name", "kind", "num_parameters", "saved_bytes", "input_bytes", "output_bytes")
+        return [{name: getattr(unit, name) for name in names} for unit in self.units]
 
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan workload show` prints."""

@@ -10,5 +10,6 @@ costs        what a training job takes: hours, energy, money, wear
 advise       can I train this, how fast, what limits it, what should I buy
 advice_text  the advice as text and as a page
 page         the what-if page: a grid of answers in one file
+explore      a workload on a machine with sliders, in a notebook
 policy_plot  policies side by side as a picture
 """

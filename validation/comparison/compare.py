@@ -23,6 +23,7 @@ from statistics import fmean
 
 import numpy as np
 
+from tierplan.hwmodels.shown import Shown
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
@@ -96,7 +97,7 @@ class TierComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Shown):
     """What was predicted, what was measured, and where the difference comes from."""
 
     name: str
@@ -142,6 +143,10 @@ class Comparison:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `record` as JSON, replacing the file atomically."""
         write_atomically(path, json.dumps(self.record(), indent=1) + "\n")
+
+    def rows(self) -> list[dict[str, object]]:
+        """Seconds of each kind of op on each stream, predicted and measured."""
+        return [asdict(kind) for kind in self.kinds]
 
     def __repr__(self) -> str:
         """One line: the whole is the report."""

@@ -1,0 +1,95 @@
+"""A workload on a machine with sliders: what would other memories and other rates give?"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import parse_stream
+from tierplan.hwmodels.scaling import with_capacity, with_faster
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.plan import PLANNER
+from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.output.text import format_bytes
+from tierplan.sim.workloads.workload import Workload
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+PARTS = {
+    "compute": "GPU", "h2d": "link", "d2h": "link", "p2p": "link", "read": "drives", "write": "drives", "adam": "CPU",
+}  # fmt: skip
+"""What is faster together, by what a stream does."""
+
+
+def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) -> Any:
+    """Controls for a notebook: who decides, how large memories are, how fast parts are; below, what comes of it.
+
+    The planner searches for `time_limit_s` only, so that the answer follows the hand; `tp.plan` searches for longer.
+    """
+    try:
+        import ipywidgets as widgets
+    except ImportError as error:
+        raise RuntimeError("explore needs ipywidgets, which is not installed; install tierplan[notebook]") from error
+    from tierplan.planner.policies import POLICIES
+
+    def slider(name: str, labels: list[str]) -> Any:
+        options = list(zip(labels, FACTORS, strict=True))
+        return widgets.SelectionSlider(options=options, value=1.0, description=name, continuous_update=False)
+
+    method = widgets.Dropdown(options=[PLANNER, *POLICIES], description="method")
+    memories = {
+        tier: slider(tier.name, [format_bytes(factor * tier.capacity_bytes) for factor in FACTORS])
+        for tier in machine.tiers
+        if tier.kind != "nvme"
+    }
+    parts = {
+        name: slider(name, [f"{factor:g} x" for factor in FACTORS])
+        for name in dict.fromkeys(PARTS.values())
+        if _names(machine, name)
+    }
+    figures, picture = widgets.HTML(), widgets.Image(format="png")
+
+    def show(_: object = None) -> None:
+        capacity = {tier.name: int(control.value * tier.capacity_bytes) for tier, control in memories.items()}
+        changed = with_capacity(machine, capacity)
+        for name, control in parts.items():
+            changed = with_faster(changed, _names(machine, name), control.value)
+        prediction = _predict(method.value, workload, changed, time_limit_s)
+        figures.value = prediction._repr_html_()
+        picture.value = _drawn(prediction)
+
+    controls = [method, *memories.values(), *parts.values()]
+    for control in controls:
+        control.observe(show, names="value")
+    show()
+    wrap = widgets.Layout(flex_flow="row wrap")
+    return widgets.VBox([widgets.Box(controls, layout=wrap), figures, picture])
+
+
+def _names(machine: Machine, part: str) -> set[str]:
+    """The streams of a part, and the limits that only they share."""
+    streams = {s.name for s in machine.streams if PARTS.get(parse_stream(s.name).task) == part}
+    takers = {x.name: {s.name for s in machine.streams if x.name in s.takes} for x in machine.shared_limits}
+    return streams | {limit for limit, names in takers.items() if names and names <= streams}
+
+
+def _predict(policy: str, workload: Workload, machine: Machine, time_limit_s: float) -> Prediction:
+    from tierplan.planner.planning import plan
+
+    if policy != PLANNER:
+        return predict(policy, workload, machine)
+    try:
+        return plan(workload, machine, time_limit_s=time_limit_s).prediction
+    except InfeasiblePlan as error:
+        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, why_not=error.what)
+
+
+def _drawn(prediction: Prediction) -> bytes:
+    """The timeline of one step as a PNG; nothing where it does not fit."""
+    from tierplan.sim.output.plots import plot_timeline
+
+    png = io.BytesIO()
+    if prediction.steady is not None:
+        figure = plot_timeline(prediction.steady.trace, window_s=prediction.steady.window_s)
+        figure.savefig(png, format="png", dpi=90)
+    return png.getvalue()
