@@ -324,7 +324,8 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
     if plan.semantics == "delayed-1" and (choice.grads == "nvme" or choice.states == "device"):
         raise PlanError(
             f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
-            "update runs on the host with gradients that waited in host memory"
+            "update runs on the host with gradients that waited in host memory: choose semantics 'exact-clip' or "
+            "'in-backward', or a policy or option that keeps gradients in host memory and states off the device"
         )
     if choice.late_update and plan.semantics != "in-backward":
         raise PlanError(

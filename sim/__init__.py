@@ -1,4 +1,5 @@
-"""The shared language and its simulator. The core, to read first and in this order, has under 1,000 lines:
+"""The shared language and its simulator. The core has five files, to read first and in this order; `graph` takes its
+numbers from `columns` and `compiled.graph_columns`: read its fields first, how they are derived later.
 
     schedule       the language: tiers, buffers, ops, and what makes a schedule valid
     graph          a schedule in numbers: all that the four rules fix before time starts
@@ -10,16 +11,16 @@ Around it:
 
     schedule_file  the schedule as JSON
     step           what a schedule trains, for the runtime
-    digest         one text for all that a schedule says
+    digest         the fingerprint (SHA-256) of a workload, machine or schedule
     builder        how lowerings write a schedule: names, versions, list order
     columns        a schedule as arrays, for whoever makes or executes thousands of them
     contents       what buffers hold and how ops are called, as records and as text
     pricing        what every op costs on a machine
 
-The rooms:
+The folders:
 
     workloads      one training step of a model as amounts: operations, bytes, saved tensors
     compiled       the engine once more, on columns and compiled, for those who ask about thousands of schedules
-    analysis       what a simulation says: steady step time, completion, order, causes, scatter
+    analysis       what a simulation says: steady step time, completion, order, causes, variation
     output         how results are drawn and written
 """

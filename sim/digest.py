@@ -1,4 +1,4 @@
-"""One text for all that a workload, a machine or a schedule says: what was made for it can tell whether it changed."""
+"""The fingerprint (SHA-256) of a workload, machine or schedule: what was made for it can tell whether it changed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ runtime (`tierplan.runtime.execution.executor`), and both obey the same four rul
 1. A stream runs its ops in list order.
 2. An op starts when the buffers that it reads are complete (and the ops that it comes `after` have ended) and those
    that it writes have been granted.
-3. Each tier grants memory in list order, to an op that is next on its stream and whose inputs are complete.
+3. Each tier grants memory in list order: the next op that needs some gets it once it is next on its stream, its inputs
+   are complete and the bytes are free. Until then no op behind it gets any.
 4. A buffer is freed when its last reader ends; at once, when the writer ends, if it has none.
 
 Buffers that exist before the step (`initial`) or outlive it (`becomes`) are declared. A buffer may take over the bytes

@@ -99,7 +99,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         prefetch_states_units=1 if pipelined else 0,
         strict_windows=True,
         updates_in_flight=4 if pipelined else 1,
-        hold_updates=semantics != "delayed-1",
+        hold_updates=semantics == "exact-clip",
         update_order="backward",
         cast_grads=optimizer != "device",
         operator_tiles=int(number(NAME, options, "operator_tiles", low=1)),

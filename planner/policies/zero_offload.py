@@ -37,7 +37,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         policy=NAME,
         units=tuple(units),
         semantics=semantics,
-        hold_updates=semantics != "delayed-1",
+        hold_updates=semantics == "exact-clip",
         update_order="backward",
         options=options,
     )

@@ -74,7 +74,7 @@ class OutOfMemory(SimulationError):
         """What does not fit where, without who holds the memory and what would do."""
         if self.op is None:
             return (
-                f"what is there before the step takes {self.wanted_bytes:,} bytes in tier {self.tier!r}, which has "
+                f"before its first op, the step holds {self.wanted_bytes:,} bytes in tier {self.tier!r}, which has "
                 f"{self.capacity_bytes:,}"
             )
         return (

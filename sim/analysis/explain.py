@@ -120,7 +120,7 @@ def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
 
     Ops are nodes with their `span`. An edge leads from what was waited for, with the `reason` and `slack_ns`; an edge
     of slack 0 is what the op's start waited for. Edges of reason `memory` are there only where an op did wait for
-    memory: from the ends that let it have it.
+    memory: from the ops whose end freed that memory.
     """
     graph, spans = graph_of(schedule), trace.by_key()
     keys = [op.key for op in schedule.ops]

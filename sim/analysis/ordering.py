@@ -17,7 +17,7 @@ from tierplan.sim.compiled.readiness import ready_order
 
 
 def order_by_readiness(columns: ScheduleColumns, seconds: Float64) -> ScheduleColumns:
-    """The same ops, listed in the order of their starts when memory goes to whoever is ready; op i takes `seconds[i]`.
+    """The same ops, listed in the order of their starts when memory goes to any ready op; op i takes `seconds[i]`.
 
     A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its
     order, and simulating it says where.

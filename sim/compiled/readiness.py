@@ -1,4 +1,4 @@
-"""The first simulation of `tierplan.sim.analysis.ordering`, compiled: which op starts when memory goes to who is ready.
+"""The first simulation of `tierplan.sim.analysis.ordering`, compiled: which op starts when memory goes to any ready op.
 
 Every stream keeps its order; a tier serves whoever is ready, as far as all ops that have not started still fit when
 they run one by one in list order (the banker's rule with the list order as the safe sequence).

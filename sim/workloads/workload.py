@@ -113,7 +113,8 @@ class SavedTensor:
     replayable: bool = True
     """False where making it again would draw random numbers: then only a rerun of the whole unit does."""
     of_one_bytes: int | None = None
-    """Size in a micro-batch of one sequence, where known: not always its share of `size_bytes` (positions)."""
+    """Size in a micro-batch of one sequence, where known: not always its share of `size_bytes` (positions
+    do not grow with the batch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -378,7 +378,7 @@ def test_what_is_there_before_the_step_must_fit() -> None:
     error = caught.value
     assert (error.op, error.wanted_bytes, error.capacity_bytes) == (None, 8, 7)
     assert str(error) == (
-        "what is there before the step takes 8 bytes in tier 'host', which has 7; held by w 8 B. This schedule "
+        "before its first op, the step holds 8 bytes in tier 'host', which has 7; held by w 8 B. This schedule "
         "completes with 8 bytes there or more; or choose a plan that keeps less there"
     )
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

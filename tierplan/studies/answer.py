@@ -118,7 +118,7 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
     rows = [("what limits", "busy", "twice as good saves")]
     shown: dict[str, tuple[str, str, str]] = {}
     for s in limits:
-        name = f"{s.name} (all of it)" if s.kind == "part" else s.name
+        name = f"{s.name} (with its limits)" if s.kind == "part" else s.name
         shown.setdefault(
             name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0"))
         )

@@ -62,6 +62,17 @@ def test_clipping_changes_the_semantics_of_every_policy(policy: str) -> None:
     assert decide(policy, toy_workload(max_grad_norm=1.0), toy_machine()).semantics == "exact-clip"
 
 
+@pytest.mark.parametrize("semantics", ["exact-clip", "in-backward", "delayed-1"])
+@pytest.mark.parametrize("policy", [name for name in ONE_DEVICE if not name.startswith("harmony")])
+def test_semantics_that_are_offered_are_planned_or_refused_with_what_to_do(policy: str, semantics: str) -> None:
+    plan = decide(policy, toy_workload(), toy_machine(), {"semantics": semantics})
+    if semantics == "delayed-1" and policy in {"in-memory", "full-recompute", "zero-infinity", "ssdtrain"}:
+        with pytest.raises(PlanError, match="choose semantics 'exact-clip' or 'in-backward', or"):
+            lower(plan, toy_workload(), toy_machine())
+    else:
+        assert lower(plan, toy_workload(), toy_machine())
+
+
 def test_an_unknown_policy_or_option_names_those_that_exist() -> None:
     with pytest.raises(OptionError, match=r"no policy 'fuyo'; did you mean 'fuyou'\? choose among .*zero-offload"):
         decide("fuyo", toy_workload(), toy_machine())
@@ -93,7 +104,7 @@ def test_what_does_not_fit_says_what_and_by_how_much_to_the_byte() -> None:
     assert needed is not None
     assert found.shortage.short_bytes == needed - 100 * MIB
     assert found.shortage.op is None, "the states alone are too large"
-    assert found.why_not.startswith("what is there before the step takes ")
+    assert found.why_not.startswith("before its first op, the step holds ")
     assert found.plan is not None
     assert predict_plan(found.plan, workload, toy_machine(device_bytes=needed)).fits
     assert not predict_plan(found.plan, workload, toy_machine(device_bytes=needed - 1)).fits
