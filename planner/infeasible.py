@@ -5,21 +5,26 @@ InfeasiblePlan(PlanError)   no plan fits into memory, or none spares the drives 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound
 from tierplan.planner.plan import PlanError, plain_semantics
+from tierplan.planner.search.budget import Budget
 from tierplan.sim.output.text import format_bytes
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import Workload, WorkloadError
 
-SUB_BATCHES = (1, 2, 4, 8, 16)
-"""Parts of a micro-batch with which the largest batch is looked for."""
+SUB_BATCHES = (2, 4, 8, 16)
+"""Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
+MANY = 256
+"""Larger ones are not looked for."""
+TRIED, TRY_S = ("fuyou", "zero-infinity", "sliding-window"), 0.4
+"""How each is looked for: policies that make room, and the planner for a moment."""
 
 
 @dataclass(eq=False)
@@ -58,25 +63,40 @@ class InfeasiblePlan(PlanError):
     def __str__(self) -> str:
         if self.endurance:
             return self.what
-        fits = f"up to {self.largest_batch}" if self.largest_batch else "none, not even one"
+        more = " or more" if self.largest_batch == MANY else ""
+        fits = f"up to {self.largest_batch}{more}" if self.largest_batch else "none, not even one"
         return f"{self.what}; sequences per micro-batch that fit: {fits}"
 
 
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
-    """The largest micro-batch, up to `below`, that some schedule could fit by the relaxation; 0 if not even one fits.
+    """The largest micro-batch, up to `below` and `MANY`, that a plan was found for; 0 if not even one sequence fits.
 
-    With micro-batches in sub-batches where that helps. By bisection: what fits for a batch also fits for a smaller one.
+    Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
+    from tierplan.planner.planning import plan  # whose error this belongs to
+    from tierplan.planner.policies import POLICIES
+    from tierplan.planner.search.candidates import PlanSimulator
 
     def fits(batch: int) -> bool:
         workload = make(batch)
         chosen = plain_semantics(workload.training)
-        return any(
-            lower_bound(
-                problem(workload, machine, semantics=chosen, order="vertical" if t > 1 else "horizontal", sub_batches=t)
-            ).feasible
-            for t in SUB_BATCHES
-            if batch % t == 0
-        )
+        parts = {1: "horizontal"} | dict.fromkeys((t for t in (*SUB_BATCHES, batch) if batch % t == 0), "vertical")
+        problems = (problem(workload, machine, semantics=chosen, order=o, sub_batches=t) for t, o in parts.items())
+        if not any(lower_bound(p).feasible for p in problems):
+            return False
+        simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
+        for name in TRIED:
+            with suppress(PlanError, MachineError, WorkloadError):
+                if simulate_plan(POLICIES[name](workload, machine, {})).fits:
+                    return True
+        with suppress(InfeasiblePlan):
+            return plan(workload, machine, time_limit_s=TRY_S, policies=()).step_s > 0
+        return False
 
-    return bisect_left(range(1, max(below, 1) + 1), True, key=lambda batch: not fits(batch))
+    largest = 0
+    below = min(below, MANY)
+    for bit in reversed(range(below.bit_length())):
+        batch = largest + 2**bit
+        if batch <= below and fits(batch):
+            largest = batch
+    return largest

@@ -277,7 +277,8 @@ class _Loop:
             )
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
         lacking = tuple(shortages(problems[0]))
-        reason = next((c.reason for c in self.simulate_plan.seen.values() if not c.fits), "")
+        failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
+        reason = "" if lacking else next(failed, "")  # which takes a while to put in words
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
     def _result(

@@ -117,6 +117,12 @@ def test_wrong_usage_is_one_line_and_status_2(
         (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
+        (
+            ["plan", *SCENARIO, "--batch", "100000000"],
+            "per_device_train_batch_size is 100,000,000; no step has so many",
+        ),
+        (["plan", *SCENARIO, "--accumulation", "100000000"], "gradient_accumulation_steps is 100,000,000; no step has"),
+        (["advise", *SCENARIO, "--sequences", "100000000"], "a step of 100,000,000 sequences is no step"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_1(

@@ -21,14 +21,10 @@ from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.incumbents import Batches
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import MAX_SEQUENCES, Workload
 
 SUB_BATCHES = (1, 2, 4, 8)
 """Into which the planner cuts a micro-batch."""
-
-
-MAX_SEQUENCES = 2**16
-"""In one step: beyond any batch in use, and each division of more would be bounded."""
 CLOSE_FRAC = 0.1
 """On several devices that have micro-batches of their own: so close to their compute, sharing is not tried too."""
 

@@ -19,6 +19,8 @@ from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 
 DType = Literal["fp32", "bf16", "fp16"]
+MAX_SEQUENCES = 2**16
+"""In one step: beyond any batch in use."""
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -55,6 +57,8 @@ class Training:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+            if name != "sequence_length" and value > MAX_SEQUENCES:
+                raise WorkloadError(f"{name} is {value:,}; no step has so many, give {MAX_SEQUENCES:,} or fewer")
         if self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner import planning
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.milp.amounts import problem
@@ -190,17 +191,31 @@ def test_the_outer_search_finds_the_best_division():
     assert chosen.result.step_s <= min(alone.values()) * 1.02
 
 
-def test_the_largest_batch_is_the_last_that_fits():
-    machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
+def fits(batch: int, machine: Machine) -> bool:
+    try:
+        return plan(make(batch), machine, time_limit_s=0.4).step_s > 0
+    except InfeasiblePlan:
+        return False
+
+
+@pytest.mark.parametrize(("device_mb", "host_mb"), [(100, 60), pytest.param(60, 200, marks=pytest.mark.nightly)])
+def test_the_largest_batch_is_the_last_that_fits(device_mb: int, host_mb: int):
+    """By brute force: a plan of it fits, and none of the next eight, one of which can be cut into eight parts."""
+    machine = small_machine(device_mb=device_mb, host_mb=host_mb, nvme_mb=0)
     largest = largest_batch(make, machine, below=100)
     assert 1 <= largest < 100
-    assert plan(make(max(1, largest // 2)), machine, time_limit_s=3).step_s > 0
-    with pytest.raises(InfeasiblePlan) as caught:
-        plan(make(2 * largest + 1), machine, time_limit_s=3)
-    # from the workload alone: these amounts are linear but for seconds, which memory does not depend on
-    fits = largest_batch(make, machine, below=2 * largest + 1)
-    assert str(caught.value).endswith(f"; sequences per micro-batch that fit: up to {fits}")
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert [b for b in range(largest, largest + 9) if fits(b, machine)] == [largest]
+
+
+def test_what_does_not_fit_says_the_largest_batch_that_does():
+    """Whatever was asked for: from its workload alone, whose amounts are linear but for seconds."""
+    machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
+    largest = largest_batch(make, machine, below=100)
+    for batch in (largest + 1, 1000):
+        with pytest.raises(InfeasiblePlan) as caught:
+            plan(make(batch), machine, time_limit_s=3)
+        assert str(caught.value).endswith(f"; sequences per micro-batch that fit: up to {largest}")
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
