@@ -14,7 +14,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound
-from tierplan.planner.plan import PlanError, plain_semantics
+from tierplan.planner.plan import Order, PlanError, plain_semantics
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload, WorkloadError
@@ -80,8 +80,11 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
     def fits(batch: int) -> bool:
         workload = make(batch)
         chosen = plain_semantics(workload.training)
-        parts = {1: "horizontal"} | dict.fromkeys((t for t in (*SUB_BATCHES, batch) if batch % t == 0), "vertical")
-        problems = (problem(workload, machine, semantics=chosen, order=o, sub_batches=t) for t, o in parts.items())
+        parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
+        problems = (
+            problem(workload, machine, semantics=chosen, order=order, sub_batches=t)
+            for order, t in (("horizontal", 1), *parts)
+        )
         if not any(lower_bound(p).feasible for p in problems):
             return False
         simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
