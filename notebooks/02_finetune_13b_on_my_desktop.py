@@ -37,7 +37,7 @@ for name, p in found.items():
 # The planner looks for a better plan, and says how much better any plan could be:
 
 # %%
-planned = tp.plan(workload, machine, time_limit_s=10, orders=("horizontal",))
+planned = tp.plan(workload, machine, orders=("horizontal",))
 tokens = training.tokens_per_step
 print(f"planner: {planned.step_s:.1f} s, {tokens / planned.step_s:.0f} tokens/s")
 print(f"no plan can be quicker than {planned.lower_bound_s:.1f} s")

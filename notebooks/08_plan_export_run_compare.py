@@ -62,7 +62,7 @@ device_mib = int(0.5 * plain / MIB)
 print(f"plain training takes {plain / MIB:.0f} MiB on the device; it gets {device_mib} MiB, and host memory 12 MiB")
 
 # %%
-planned = tp.plan(workload, machine(device_mib), time_limit_s=5, orders=("horizontal",))
+planned = tp.plan(workload, machine(device_mib), time_limit_s=1, orders=("horizontal",))
 tp.save_schedule(planned.schedule, "plan.json")
 schedule = tp.load_schedule("plan.json")
 print(

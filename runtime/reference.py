@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from tierplan.runtime.optim.adam import OptimizerSettings
 
@@ -132,6 +131,8 @@ def train_with_tracked_memory(
 
     Parameters, gradients, states and activations count, by PyTorch's memory tracker.
     """
+    from torch.distributed._tools.mem_tracker import MemTracker  # takes longer to import than the rest of the runtime
+
     tracker, threads = MemTracker(), torch.get_num_threads()
     tracker.track_external(model)
 

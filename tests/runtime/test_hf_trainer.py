@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +60,7 @@ def arguments(folder: Path, accumulation: int, clip: float | None, **more: Any) 
     return hf.TrainingArguments(**{**settings, **more})
 
 
+@cache
 def schedule_for(accumulation: int, clip: float | None, *, late: bool = False) -> Schedule:
     training = Training(
         per_device_train_batch_size=2,
@@ -74,7 +76,7 @@ def schedule_for(accumulation: int, clip: float | None, *, late: bool = False) -
     return lower(plan, workload, machine())
 
 
-@pytest.mark.parametrize(("accumulation", "clip", "decay"), [(1, None, 0.0), (2, None, 0.3), (2, 0.5, 0.3)])
+@pytest.mark.parametrize(("accumulation", "clip", "decay"), [(1, None, 0.0), (2, 0.5, 0.3)])
 def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay: float, tmp_path: Path) -> None:
     plain, model = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
     args = arguments(tmp_path, accumulation, clip, weight_decay=decay)
@@ -256,7 +258,8 @@ class Interrupted(hf.TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "clip", "late", "stop"), [(1, None, True, 2), (2, 0.5, False, 3), (2, None, False, 4)]
+    ("accumulation", "clip", "late", "stop"),
+    [(1, None, True, 2), (2, 0.5, False, 3), pytest.param(2, None, False, 4, marks=pytest.mark.nightly)],
 )
 def test_training_is_resumed_from_a_checkpoint(
     accumulation: int, clip: float | None, late: bool, stop: int, tmp_path: Path
@@ -293,7 +296,7 @@ def test_training_is_resumed_from_a_checkpoint(
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("is_greater_better", [False, True])
+@pytest.mark.parametrize("is_greater_better", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_best_model_is_loaded_and_old_checkpoints_are_removed(is_greater_better: bool, tmp_path: Path) -> None:
     models, kept = [], []
     for build in (hf.Trainer, ScheduleTrainer):

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
     import sys
-    from dataclasses import asdict
 
     from tqdm import tqdm
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                 "mean_abs_error": report.mean_abs_error,
                 "max_abs_error": report.max_abs_error,
                 "kendall_tau": report.kendall_tau,
-                "rows": [{**asdict(row), "value": row.value, "error": row.error} for row in report.rows],
+                "rows": [row.record() for row in report.rows],
             }
             for report in reports
         }

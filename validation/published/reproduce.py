@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -51,9 +51,21 @@ class Row:
     predicted: float | None
     """None where there is no answer; `why_not` says why."""
     why_not: str = ""
-    path: str = ""
-    """Seconds of the critical path by stream, where the row is a step time: what a difference may come from."""
     note: str = ""
+    prediction: Prediction | None = field(default=None, repr=False)
+    """What the row was taken from, where it is a step time."""
+
+    @property
+    def path(self) -> str:
+        """Seconds of the critical path by stream: what a difference may come from. It takes a simulation by SimPy."""
+        parts = self.prediction.critical_path_s if self.prediction else {}
+        shortest = 0.01 * sum(parts.values())
+        return ", ".join(f"{stream} {seconds:.1f}" for stream, seconds in parts.items() if seconds >= shortest)
+
+    def record(self) -> dict[str, object]:
+        """The row as JSON values."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
+        return {**own, "path": self.path, "value": self.value, "error": self.error}
 
     @property
     def value(self) -> float | None:
@@ -182,14 +194,8 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
     note = settings.get("note", "")
     outcome = QUANTITIES[settings["quantity"]](table, settings)
     if isinstance(outcome, Prediction):
-        return Row(*base, outcome.step_s, outcome.why_not, _path(outcome), note)
+        return Row(*base, outcome.step_s, outcome.why_not, note, outcome)
     return Row(*base, outcome, note=note)
-
-
-def _path(prediction: Prediction) -> str:
-    parts = prediction.critical_path_s
-    shortest = 0.01 * sum(parts.values())
-    return ", ".join(f"{stream} {seconds:.1f}" for stream, seconds in parts.items() if seconds >= shortest)
 
 
 def _constants(table: Settings) -> Iterator[str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,12 +47,14 @@ def new_model() -> nn.Module:
     return make_model("gpt2", num_blocks=2, dropout=0.1)
 
 
+@cache
 def schedule_for(choice: str) -> Schedule:
     model = new_model()
     workload = observed_workload(model, make_batches(1)[0], CPU)
     return lower(uniform_plan(workload, CHOICES[choice]), workload, machine())
 
 
+@cache
 def plain_weights(steps: int = STEPS) -> list[torch.Tensor]:
     model = new_model()
     train_plainly(model, make_batches(steps), steps=steps, optimizer=OptimizerSettings(lr=1e-2))
@@ -182,20 +185,12 @@ def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> Non
     assert same(train_on(tmp_path, schedule), plain_weights())
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    kill_and_resume("memory_and_nvme", 4, tmp_path)
-
-
-@pytest.mark.nightly
+@pytest.mark.nightly  # with each `make test`, test_crash_consistency kills runs of two other plans
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:
-    kill_and_resume(choice, 30, tmp_path)
-
-
-def kill_and_resume(choice: str, num_kills: int, folder: Path) -> None:
-    script = f"from {__name__} import die_often; die_often({choice!r}, {num_kills}, {str(folder)!r})"
+    script = f"from {__name__} import die_often; die_often({choice!r}, 30, {str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
-    assert same(torch.load(folder / "weights.pt"), plain_weights())
+    assert same(torch.load(tmp_path / "weights.pt"), plain_weights())
 
 
 def die_often(choice: str, num_kills: int, folder: str) -> None:

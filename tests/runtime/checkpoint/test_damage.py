@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.runtime.checkpoint.conftest import PutCommitted
 from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
 from tests.runtime.models import make_batches
 from tierplan.cli import main
@@ -57,17 +58,19 @@ def zeros(tier: Path, where: Stored) -> None:
 
 @pytest.mark.parametrize("content", ["params/L0", "states/L1", "params/embed"])
 @pytest.mark.parametrize("change", [bit_flip, zeros])
-def test_changed_data_is_not_resumed(change: Callable[[Path, Stored], None], content: str, tmp_path: Path) -> None:
+def test_changed_data_is_not_resumed(
+    change: Callable[[Path, Stored], None], content: str, committed: PutCommitted, tmp_path: Path
+) -> None:
     schedule = schedule_for("nvme")
-    train_on(tmp_path, schedule, 3)
+    committed(tmp_path, "nvme", 3)
     change(tier_of(tmp_path), last_commit(tmp_path).contents[content])
     with pytest.raises(CommitError, match=rf"'{content}' of the last commit in .*out is damaged.*tierplan\.tier"):
         train_on(tmp_path, schedule)
 
 
-def test_changed_data_does_not_come_to_another_plan(tmp_path: Path) -> None:
+def test_changed_data_does_not_come_to_another_plan(committed: PutCommitted, tmp_path: Path) -> None:
     """Where states go to memory in other parts than they lay in on the drive, too."""
-    train_on(tmp_path, schedule_for("nvme"), 3)
+    committed(tmp_path, "nvme", 3)
     bit_flip(tier_of(tmp_path), last_commit(tmp_path).contents["states/L1"])
     with pytest.raises(CommitError, match=r"'states/L1' of the last commit .* is damaged"):
         train_on(tmp_path, schedule_for("memory_and_nvme"))
@@ -107,18 +110,18 @@ def test_checksums_are_of_memory_and_not_of_the_drive(read_back: bool, tmp_path:
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.7, 0.9, 0.999])
-def test_a_tier_that_was_cut_is_not_resumed(part: float, tmp_path: Path) -> None:
+def test_a_tier_that_was_cut_is_not_resumed(part: float, committed: PutCommitted, tmp_path: Path) -> None:
     schedule = schedule_for("nvme")
-    train_on(tmp_path, schedule, 3)
+    committed(tmp_path, "nvme", 3)
     tier = tier_of(tmp_path)
     os.truncate(tier, HEADER_BYTES + int((last_commit(tmp_path).store_bytes - 1) * part))
     with pytest.raises(StoreError, match=r"tierplan\.tier is not that of the last commit, or was cut short"):
         train_on(tmp_path, schedule)
 
 
-def test_a_cut_tier_that_was_filled_up_is_not_resumed(tmp_path: Path) -> None:
+def test_a_cut_tier_that_was_filled_up_is_not_resumed(committed: PutCommitted, tmp_path: Path) -> None:
     schedule = schedule_for("nvme")
-    train_on(tmp_path, schedule, 3)
+    committed(tmp_path, "nvme", 3)
     tier, commit = tier_of(tmp_path), last_commit(tmp_path)
     size_bytes, behind = tier.stat().st_size, max(where.offset_bytes for where in commit.contents.values())
     os.truncate(tier, HEADER_BYTES + behind)

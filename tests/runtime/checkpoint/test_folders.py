@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests.runtime.checkpoint.conftest import PutCommitted
 from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
 from tests.runtime.models import make_batches
 from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
@@ -42,33 +41,27 @@ def test_a_second_run_in_the_folder_is_one_clear_error(choice: str, tmp_path: Pa
 
 def test_of_two_processes_one_gets_the_folder(tmp_path: Path) -> None:
     """Started together, again and again; whichever comes first commits everything, the other one nothing."""
-    script = f"from {__name__} import race; race({str(tmp_path)!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = [
-        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [run.communicate(timeout=120)[0].splitlines() for run in runs]
-    for mine, theirs in zip(*said, strict=True):
-        assert "is in use by another run" in mine + theirs or {mine, theirs} == {"done", "already done"}
-    for turn in range(len(said[0])):
-        assert same(train_on(tmp_path / str(turn), schedule_for("memory")), plain_weights())
-
-
-def race(folder: str) -> None:
-    """In a process of its own."""
-    import torch
-
-    torch.set_num_threads(1)
     schedule = schedule_for("memory")
     for turn in range(2):
-        path = Path(folder) / str(turn)
-        try:
-            done = CommitLog(path / "out").last()
-            train_on(path, schedule)
-            print("done" if done is None or done.num_steps < STEPS else "already done", flush=True)
-        except StoreError as error:
-            print(error, flush=True)
+        folder = tmp_path / str(turn)
+        said, tell = os.pipe()
+        for _ in range(2):
+            if os.fork() == 0:
+                try:
+                    done = CommitLog(folder / "out").last()
+                    train_on(folder, schedule)
+                    os.write(tell, b"done\n" if done is None or done.num_steps < STEPS else b"already done\n")
+                except StoreError as error:
+                    os.write(tell, f"{error}\n".encode())
+                finally:
+                    os._exit(0)
+        for _ in range(2):
+            os.wait()
+        mine, theirs = os.read(said, 1 << 16).decode().splitlines()
+        os.close(said)
+        os.close(tell)
+        assert "is in use by another run" in mine + theirs or {mine, theirs} == {"done", "already done"}
+        assert same(train_on(folder, schedule), plain_weights())
 
 
 def test_a_lock_is_given_back(tmp_path: Path) -> None:
@@ -193,9 +186,11 @@ OWNERS: list[object] = [
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: str(owner)[:20])
-def test_a_broken_owner_is_one_clear_error_and_the_lock_is_given_back(owner: Any, tmp_path: Path) -> None:
+def test_a_broken_owner_is_one_clear_error_and_the_lock_is_given_back(
+    owner: Any, committed: PutCommitted, tmp_path: Path
+) -> None:
     schedule = schedule_for("nvme")
-    train_on(tmp_path, schedule, 2)
+    committed(tmp_path, "nvme", 2)
     path = tmp_path / "nvme" / "tierplan.owner.json"
     whole = path.read_bytes()
     path.write_bytes(owner if isinstance(owner, bytes) else json.dumps(owner).encode())
@@ -203,7 +198,7 @@ def test_a_broken_owner_is_one_clear_error_and_the_lock_is_given_back(owner: Any
         with pytest.raises(StoreError, match=r"tierplan\.owner\.json does not say whose data this folder holds"):
             train_on(tmp_path, schedule)
     path.write_bytes(whole)
-    assert same(train_on(tmp_path, schedule), plain_weights())
+    train_on(tmp_path, schedule, 3)
 
 
 def test_an_owner_with_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
@@ -242,12 +237,14 @@ RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("case", list(RECORDS))
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_a_broken_record_is_one_clear_error(case: str, is_signed: bool, tmp_path: Path) -> None:
+def test_a_broken_record_is_one_clear_error(
+    case: str, is_signed: bool, committed: PutCommitted, tmp_path: Path
+) -> None:
     """Even where its checksum is right, as it would be from a program with a mistake."""
     from tierplan.runtime.checkpoint.commits import _checksum
 
     schedule = schedule_for("nvme")
-    train_on(tmp_path, schedule, 2)
+    committed(tmp_path, "nvme", 2)
     path = tmp_path / "out" / "commit.json"
     record = json.loads(path.read_text())
     returned = RECORDS[case](record)

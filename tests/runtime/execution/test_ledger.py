@@ -6,11 +6,13 @@ which `MemTracker` cannot: memory lent by the pools, and what operators make on 
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,6 +192,11 @@ ONE_AFTER_ANOTHER = ("all kept", "all recomputed")
 POLICIES = ("zero-offload", "zero-infinity", "fuyou", "ssdtrain", "sliding-window", "vertical")
 
 
+@cache
+def traced(config: str, training: Training) -> Workload:
+    return trace_config("ledger", json.loads(config), training)
+
+
 def compared(
     config: dict[str, Any],
     training: Training,
@@ -200,7 +207,7 @@ def compared(
     watch: Callable[[Pool, Meter], None] = watch_pool,
 ) -> tuple[Meter, Meter, Mapping[str, int], int]:
     """What device and host tensors hold in two steps, the ledger's peaks, and the schedule's number of buffers."""
-    workload = trace_config("ledger", config, training)
+    workload = traced(json.dumps(config), training)
     schedule = lower(plan_of(workload), workload, machine())
     tiers = [replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in schedule.tiers]
     schedule = replace(schedule, tiers=tuple(tiers))
