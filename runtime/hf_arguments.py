@@ -45,6 +45,7 @@ OF_THE_SCHEDULE = ("per_device_train_batch_size", "gradient_accumulation_steps",
 _ADAMW = "the schedule updates with the bits of torch.optim.AdamW(fused=True)"
 _LOSS = "a step of the schedule takes the loss that the model returns"
 _MEMORY = "where tensors are, and what is computed again, is in the schedule"
+_NOT_COMPILED = ("ops of a schedule are executed eagerly", "leave out all of torch_compile*")
 _ONE_PROCESS = "a schedule is executed by one process"
 _PRECISION = "the precision is the schedule's, without autocast"
 
@@ -60,17 +61,13 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
     "fp16_full_eval": ((False,), _PRECISION, "evaluate a copy of the saved model"),
     "activation_checkpointing": ((False, None), _MEMORY, "let the planner choose what is computed again"),
     "gradient_checkpointing": ((False, None), _MEMORY, "let the planner choose what is computed again"),
-    "torch_compile": ((False,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
-    "torch_compile_backend": ((None,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
-    "torch_compile_mode": ((None,), "ops of a schedule are executed eagerly", "leave out all of torch_compile*"),
+    "torch_compile": ((False,), *_NOT_COMPILED),
+    "torch_compile_backend": ((None,), *_NOT_COMPILED),
+    "torch_compile_mode": ((None,), *_NOT_COMPILED),
     "use_liger_kernel": ((False,), "the schedule was made for the model's own kernels", "leave it out"),
     "torch_empty_cache_steps": ((None,), _MEMORY, "leave it out"),
     "auto_find_batch_size": ((False,), "a schedule is made for one batch size", "plan for the batch size that fits"),
-    "enable_jit_checkpoint": (
-        (False,),
-        "a step is executed whole",
-        "use `tierplan run`, which commits on SIGTERM",
-    ),
+    "enable_jit_checkpoint": ((False,), "a step is executed whole", "use `tierplan run`, which commits on SIGTERM"),
     "debug": (([], "", None), "its hooks would run inside the schedule's ops", "debug with the plain Trainer"),
     "fsdp": ((None, "", [], False), _ONE_PROCESS, "leave it out"),
     "deepspeed": ((None, "", False), _ONE_PROCESS, "leave it out"),
@@ -78,12 +75,10 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
 }
 """By field, the values that are taken, the rule, and what to do instead."""
 
-HONOURED_SETTINGS = frozenset(
-    (
-        *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-        *("compute_metrics", "callbacks", "preprocess_logits_for_metrics"),
-    )
-)
+HONOURED_SETTINGS = {
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
+    "callbacks", "preprocess_logits_for_metrics",
+}  # fmt: skip
 _OWN_OPTIMIZER = (f"{_ADAMW}, and the Trainer's scheduler sets its rate", "use TrainingArguments for both")
 REFUSED_SETTINGS: Mapping[str, tuple[str, str]] = {
     "model_init": ("a schedule trains the one model that it was made for", "give the model itself"),
@@ -94,16 +89,10 @@ REFUSED_SETTINGS: Mapping[str, tuple[str, str]] = {
 """By argument of the Trainer's constructor, the rule and what to do instead."""
 
 NEVER_CALLED = (
-    "compute_loss",
-    "compute_loss_context_manager",
-    "autocast_smart_context_manager",
-    "training_step",
-    "create_optimizer",
-    "create_optimizer_and_scheduler",
-    "get_optimizer_cls_and_kwargs",
-    "_clip_grad_norm",
+    "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
+    "create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs", "_clip_grad_norm",
     "_get_grad_norm",
-)
+)  # fmt: skip
 """Methods that the schedule stands for, or that the adapter needs as they are."""
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,12 +254,13 @@ def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-class _Metrics:
+class _Metrics(ExitStack):
     """Writes one line per step, and shows a bar."""
 
     def __init__(
         self, job: Job, training: Training, rate: Callable[[int], float], predicted_s: float | None, show: bool
     ) -> None:
+        super().__init__()
         self._path = job.out_dir / "metrics.jsonl"
         self._job, self._rate, self._predicted_s, self._show = job, rate, predicted_s, show
         self._tokens = training.tokens_per_step
@@ -272,18 +273,14 @@ class _Metrics:
             kept = [line for line in lines if _step_of(line) < num_steps_done]
         files.replace_content(self._path, "".join(f"{line}\n" for line in kept).encode())
         fd = files.open_file(self._path, os.O_WRONLY | os.O_APPEND)
-        self._file = os.fdopen(fd, "a", encoding="utf-8", buffering=1)
+        self._file = self.enter_context(os.fdopen(fd, "a", encoding="utf-8", buffering=1))
         self._last_s = time.perf_counter()
         if self._show:
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=self._job.num_steps,
-                initial=num_steps_done,
-                unit="step",
-                dynamic_ncols=True,
-                mininterval=0.1 if sys.stderr.isatty() else LOG_INTERVAL_S,
-            )
+            interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+            settings = {"unit": "step", "dynamic_ncols": True, "mininterval": interval_s}
+            self._bar = self.enter_context(tqdm(total=self._job.num_steps, initial=num_steps_done, **settings))
 
     def on_step(self, step: int, loss: float) -> None:
         now_s = time.perf_counter()
@@ -301,15 +298,6 @@ class _Metrics:
         if self._show:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens / step_s:,.0f} tokens/s", refresh=False)
             self._bar.update()
-
-    def __enter__(self) -> _Metrics:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
-        if hasattr(self, "_bar"):
-            self._bar.close()
 
 
 def _step_of(line: str) -> float:

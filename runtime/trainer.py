@@ -150,16 +150,15 @@ class Trainer:
         self._losses: dict[int, list[float]] = {}
         self._units: list[ModelUnit] = []
         self._store: Store | None = None
-        self._bodies: Bodies | None = None
+        self._bodies: Bodies
         self._executor: Executor
         self._placement: Placement
         self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
-        self._hooks: ModelHooks | None = None
+        self._hooks: ModelHooks
         self._batches = AheadBatches(iter(()), 0)
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
-        """What `close` changes back in the model."""
-        self._give_buffers_back: Callable[[], None] = lambda: None
+        """What `close` ends, and changes back in the model."""
         self._durability: Durability | None = None
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
@@ -195,7 +194,7 @@ class Trainer:
         """
         before, self._source = self._source, iter(batches)
         source = self._batches.rest() if self._source is before else self._source  # the same iterator goes on
-        if self._bodies is None:
+        if not self._is_set_up:
             used = 0 if self.start is not None else self.num_steps_done * self._num_micro_batches
             if used and hasattr(batches, "starting_at"):
                 source, used = iter(batches.starting_at(used)), 0
@@ -211,7 +210,6 @@ class Trainer:
             while self.num_steps_done < wanted:
                 part = 1 if self._is_stop_wanted else min(wanted - self.num_steps_done, self.checkpoint_every or steps)
                 self._has_failed = True
-                assert self._bodies is not None
                 self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
                 self._executor.run(part)
                 self._has_failed = False
@@ -232,7 +230,6 @@ class Trainer:
         assert self._durability is not None
         if self._has_failed:
             raise TrainingError("a step has failed, so what it left is not committed; resume from the last commit")
-        assert self._bodies is not None
         rng = self._device.rng_state() if self.seed is None else ()
         self._durability.commit(
             self.num_steps_done,
@@ -245,7 +242,6 @@ class Trainer:
 
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
         """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
-        assert self._bodies is not None
         losses = self.result().losses
         save_copy(folder, self._settings(), self.num_steps_done, self._executor.carried, self._bodies, losses)
 
@@ -271,7 +267,7 @@ class Trainer:
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """The global norm of the last step's gradients before clipping; None where the schedule does not clip."""
-        return None if self._bodies is None else self._bodies.grad_norm
+        return self._bodies.grad_norm if self._is_set_up else None
 
     def request_stop(self) -> None:
         """Lets the steps under way run to their end, or one if there is none; `run` returns then."""
@@ -281,7 +277,6 @@ class Trainer:
 
     def result(self) -> RunResult:
         """What has been done so far."""
-        assert self._bodies is not None
         ends_ns = self._executor.step_ends_ns
         before = self._resumed.losses if self._resumed else ()
         num_done = (self._resumed.num_steps if self._resumed else 0) + len(ends_ns)
@@ -299,10 +294,8 @@ class Trainer:
 
     def replay_seconds(self) -> dict[str, dict[int, list[float]]]:
         """By unit and saved tensor, what making it again took each time; of what was replayed with `time_replays`."""
-        if self._hooks is None:
-            return {}
-        names = [unit.name for unit in self._units]
-        return {names[index]: dict(r.seconds) for (index, _), r in self._hooks.recipes.items() if r is not None}
+        recipes = self._hooks.recipes if self._is_set_up else {}
+        return {self._units[index].name: dict(r.seconds) for (index, _), r in recipes.items() if r is not None}
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
@@ -327,25 +320,18 @@ class Trainer:
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
-        instance = self._executor.carried[name]
-        assert self._bodies is not None
-        return self._bodies.read(instance)
+        return self._bodies.read(self._executor.carried[name])
 
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters
         left."""
         self._is_closed = True
-        if self._bodies is not None:
-            self._bodies.close()
-        if self._hooks is not None:
-            self._hooks.remove()
+        self._set_back.close()
         if self._store is not None:
             self._store.close(remove=self._durability is None)
             self._store = None
         if self._origin is not None:
             self._origin.close()
-        self._give_buffers_back()
-        self._set_back.close()
         torch.set_num_threads(self._threads_before)
 
     # ---- setting up ----
@@ -359,7 +345,8 @@ class Trainer:
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
         self._hooks = ModelHooks(self._units)
-        self._give_buffers_back = self._device.take_buffers(self.model)
+        self._set_back.callback(self._hooks.remove)
+        self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
         self._bodies = Bodies(
@@ -374,28 +361,33 @@ class Trainer:
             max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: lr),
             begin_micro_batch=self._begin_micro_batch,
-            while_computing=self._fetch_ahead,
+            # without a seed, fetching and forward draw from the same generators, in turns
+            while_computing=lambda: None if self.seed is None else self._batches.fetch(),
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
             updates_of_step_before=self._step.updates_of_step_before,
-            on_loss=self._on_loss,
+            on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
         )
+        self._set_back.callback(self._bodies.close)
         self._executor = Executor(
             self.schedule,
             self._bodies,
             on_grant=self._bodies.on_grant,
             release=self._bodies.release,
             on_thread_start=self._on_thread_start,
-            on_step_end=self._on_step_end,
+            on_step_end=lambda step, time_ns: self.on_step(step, sum(self._losses[step])),
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
         self._placement = Placement(self._executor, self._bodies, self._step.late_updates)
         self._is_set_up = True
-        if self._resumed is None:
+        if self._origin is None or self._resumed is None:
             self._placement.begin(self.weights)
-        else:
-            self._place_committed()
+        else:  # the bytes of the last commit go into their tiers, or are found there
+            for unit in self._units:
+                unit.unbind()
+            if rng := self._origin.place(self._executor.carried, self._bodies, self._placement.fill):
+                self._device.set_rng_state(rng)
         self._device.settle()
 
     def _check_units(self) -> None:
@@ -436,16 +428,6 @@ class Trainer:
             self._store.expect(self._resumed.store_bytes)
         self._store.reserve(needed)
 
-    def _place_committed(self) -> None:
-        """Puts the bytes of the last commit into their tiers, or finds them there."""
-        assert self._origin is not None
-        assert self._bodies is not None
-        for unit in self._units:
-            unit.unbind()
-        rng = self._origin.place(self._executor.carried, self._bodies, self._placement.fill)
-        if rng:
-            self._device.set_rng_state(rng)
-
     # ---- during the run ----
 
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
@@ -455,7 +437,6 @@ class Trainer:
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )
         moved = {k: v.to(self._device.torch_device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        assert self._hooks is not None
 
         def forward() -> torch.Tensor:
             loss = loss_of(self.model, moved, self.loss)
@@ -471,16 +452,6 @@ class Trainer:
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
         )
 
-    def _fetch_ahead(self) -> None:
-        if self.seed is not None:  # else fetching and forward draw from the same generators, in turns
-            self._batches.fetch()
-
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:
             limit_this_thread(1)  # measured: more only get into the way of compute
-
-    def _on_loss(self, step: int, m: int, loss: float) -> None:
-        self._losses.setdefault(step, []).append(loss)
-
-    def _on_step_end(self, step: int, time_ns: int) -> None:
-        self.on_step(step, sum(self._losses[step]))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,46 +246,36 @@ class MicroBatchRun:
             on_saved=log.saved if log else lambda k, t: None,
             runs_to_end=makes_output,
         )
-        now = self.device.rng_state()
-        self.device.set_rng_state(run.rng or now)
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack), log or nullcontext():
+        with self._rerunning(index, recreator):
+            with log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
                 self._refill(index, tree_flatten(out)[0])
-        except AllRecreated:
-            pass
-        finally:
-            self.device.set_rng_state(now)
-            recreator.close()
-        self._check_made(index, recreator)
         available = [k for k in run.recorder.saved if k not in targets]
         return log.recipe(targets, available) if log else None
 
     def _rerun_outside(self, index: int, wanted: dict[int, SavedStorage], makes_output: bool) -> None:
         """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
-        run = self.runs[index]
-        inputs = [*run.leaves, *run.shared]
+        inputs = [*self.runs[index].leaves, *self.runs[index].shared]
         recreator = Recreator(
             self._params_of(index), inputs, self.external, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
         )
+        with self._rerunning(index, recreator), self.hooks.of(_Echo(self, index, recreator)):
+            self.forward()
+
+    @contextmanager
+    def _rerunning(self, index: int, recreator: Recreator) -> Iterator[None]:
+        """Inside, what the unit's forward did is done again, with its random numbers, until all wanted is made."""
         now = self.device.rng_state()
-        self.device.set_rng_state(run.rng or now)
+        self.device.set_rng_state(self.runs[index].rng or now)
         try:
-            with (
-                torch.enable_grad(),
-                saved_tensors_hooks(recreator.pack, recreator.unpack),
-                self.hooks.of(_Echo(self, index, recreator)),
-            ):
-                self.forward()
+            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack):
+                yield
         except AllRecreated:
             pass
         finally:
             self.device.set_rng_state(now)
             recreator.close()
-        self._check_made(index, recreator)
-
-    def _check_made(self, index: int, recreator: Recreator) -> None:
         if recreator.wanted:
             raise ModelError(
                 f"a rerun of {self.units[index].name!r} saved {recreator.num_saved} tensors and not number "

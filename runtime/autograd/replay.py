@@ -68,8 +68,7 @@ class OperationLog(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Operation] = []
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._sources = dict(sources)
-        self._constants = {t.untyped_storage()._cdata: t for t in constants}
+        self._outside = {t.untyped_storage()._cdata: t for t in constants} | dict(sources)
         self.source_of: dict[int, Source | torch.Tensor] = {}
         self.saved_number: dict[int, int] = {}
         """Storage number by index of the saved tensor."""
@@ -90,12 +89,8 @@ class OperationLog(TorchDispatchMode):
 
     def _input(self, t: torch.Tensor) -> _View:
         number, is_new = self.number(t)
-        if is_new:
-            identity = t.untyped_storage()._cdata
-            if identity in self._sources:
-                self.source_of[number] = self._sources[identity]
-            elif identity in self._constants:
-                self.source_of[number] = self._constants[identity]
+        if is_new and (source := self._outside.get(t.untyped_storage()._cdata)) is not None:
+            self.source_of[number] = source
         return _View(number, t.dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,21 +98,13 @@ class OperationLog(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         noted = tuple(self._input(x) if isinstance(x, torch.Tensor) else x for x in flat)
         out = func(*args, **kwargs)
-        fresh: list[int | None] = []
-        for t in tree_flatten(out)[0]:
-            number, is_new = self.number(t) if isinstance(t, torch.Tensor) else (None, False)
-            fresh.append(number if is_new else None)
-        written = tuple(self._written(func, args, kwargs))
+        numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in tree_flatten(out)[0]]
+        fresh = tuple(number if is_new else None for number, is_new in numbers)
+        changed = [value for a, value in _arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
+        written = tuple(self.number(t)[0] for t in tree_flatten(changed)[0] if isinstance(t, torch.Tensor))
         if written or any(n is not None for n in fresh):
-            self.calls.append(_Operation(func, noted, spec, tuple(fresh), written, _is_random(func, args, kwargs)))
+            self.calls.append(_Operation(func, noted, spec, fresh, written, is_random(func, args, kwargs)))
         return out
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> Iterable[int]:
-        for argument, value in _arguments(func, args, kwargs):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for t in tree_flatten(value)[0]:
-                    if isinstance(t, torch.Tensor):
-                        yield self.number(t)[0]
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
         """How to make `wanted` saved tensors from `available` ones; None where that draws a random number or writes."""
@@ -157,7 +144,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
         yield argument, given
 
 
-def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the operation draws random numbers; attention does only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

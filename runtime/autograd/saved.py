@@ -37,31 +37,45 @@ class SavedStorage:
     storage: torch.UntypedStorage | None
 
 
-@dataclass(eq=False, slots=True)
-class _SavedRef:
-    saved: SavedStorage
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+class _Reference:
+    """What autograd holds for a tensor: where its bytes are, and how it looks at them."""
+
+    __slots__ = ("dtype", "offset_bytes", "size", "source", "stride")
+
+    def __init__(self, source: SavedStorage | ModelUnit | torch.Tensor, t: torch.Tensor) -> None:
+        self.source = source
+        """A saved tensor, a unit's parameters, or a leaf."""
+        self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
+        self.offset_bytes = _begin_bytes(t) - (_begin_bytes(source) if isinstance(source, torch.Tensor) else 0)
+        """From the beginning of the leaf, which may lie elsewhere by the time of backward; else of the storage."""
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, from wherever its bytes are now. Raises `AbsentError` where they are not on the device."""
+        source, begin_bytes = self.source, 0
+        if isinstance(source, ModelUnit):
+            if source.bound is None:
+                raise AbsentError(
+                    f"backward needs the parameters of {source.name!r}, but the schedule has not brought them to "
+                    "the device for it; the op must read them"
+                )
+            storage = source.bound.untyped_storage()
+        elif isinstance(source, torch.Tensor):
+            storage, begin_bytes = source.untyped_storage(), _begin_bytes(source)
+            if storage.nbytes() < source.nbytes:
+                raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
+        elif source.storage is None:
+            raise AbsentError(
+                f"backward needs saved tensor {source.index}, but it is not on the device; the schedule must "
+                "fetch or recompute it first"
+            )
+        else:
+            storage = source.storage
+        out = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return out.set_(storage, (begin_bytes + self.offset_bytes) // out.itemsize, self.size, self.stride)
 
 
-@dataclass(eq=False, slots=True)
-class _ParamRef:
-    unit: ModelUnit
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(eq=False, slots=True)
-class _InputRef:
-    leaf: torch.Tensor
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset_bytes: int
-    """From the beginning of the leaf."""
+def _begin_bytes(t: torch.Tensor) -> int:
+    return int(t.storage_offset()) * t.itemsize
 
 
 @dataclass(eq=False)
@@ -87,11 +101,9 @@ class _Saver:
         address = t.untyped_storage().data_ptr()
         if address in self._of_unit:
             self.saves_parameters = True
-            return _ParamRef(self._of_unit[address], t.shape, t.stride(), int(t.storage_offset()))
+            return _Reference(self._of_unit[address], t)
         if address in self._of_input:
-            leaf = self._of_input[address]
-            inside = int(t.storage_offset()) * t.itemsize - int(leaf.storage_offset()) * leaf.itemsize
-            return _InputRef(leaf, t.dtype, t.shape, t.stride(), inside)
+            return _Reference(self._of_input[address], t)
         if address in self.external or t.untyped_storage().nbytes() == 0:
             return t.detach()
         return None
@@ -142,35 +154,14 @@ class Recorder(_Saver):
             if index in self.moved or index in self.recomputed:
                 self.away[index] = saved
         assert isinstance(saved, SavedStorage)
-        return _SavedRef(saved, t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+        return _Reference(saved, t)
 
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if isinstance(packed, _ParamRef):
-            if packed.unit.bound is None:
-                raise AbsentError(
-                    f"backward needs the parameters of {packed.unit.name!r}, but the schedule has not brought them to "
-                    "the device for it; the op must read them"
-                )
-            return packed.unit.bound.as_strided(packed.size, packed.stride, packed.offset)
-        assert isinstance(packed, _InputRef | _SavedRef)
-        storage = packed.leaf.untyped_storage() if isinstance(packed, _InputRef) else packed.saved.storage
-        if storage is None:
-            assert isinstance(packed, _SavedRef)
-            raise AbsentError(
-                f"backward needs saved tensor {packed.saved.index}, but it is not on the device; the schedule must "
-                "fetch or recompute it first"
-            )
-        if isinstance(packed, _InputRef) and storage.nbytes() < packed.leaf.nbytes:
-            raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
-        out = torch.empty(0, dtype=packed.dtype, device=storage.device)
-        if isinstance(packed, _SavedRef):
-            offset = packed.offset
-        else:  # the leaf may lie elsewhere by now
-            offset = (int(packed.leaf.storage_offset()) * packed.leaf.itemsize + packed.offset_bytes) // out.itemsize
-        return out.set_(storage, offset, packed.size, packed.stride)
+        assert isinstance(packed, _Reference)
+        return packed.tensor()
 
 
 @dataclass(eq=False)

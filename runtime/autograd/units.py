@@ -42,7 +42,8 @@ class ModelUnit:
     shares: str | None = None
     shapes: tuple[torch.Size, ...] = ()
     dtype: torch.dtype = torch.float32
-    _bound: torch.Tensor | None = field(default=None, repr=False)
+    bound: torch.Tensor | None = field(default=None, repr=False)
+    """The flat tensor that the parameters are views of now."""
 
     def __post_init__(self) -> None:
         self.shapes = tuple(p.shape for _, p in self.parameters)
@@ -67,22 +68,17 @@ class ModelUnit:
 
     def bind(self, flat: torch.Tensor) -> None:
         """Makes the model's parameters views of this flat tensor."""
-        if self._bound is not None and flat.data_ptr() == self._bound.data_ptr():
+        if self.bound is not None and flat.data_ptr() == self.bound.data_ptr():
             return
         for (_, p), view in zip(self.parameters, self.views(flat), strict=True):
             p.data = view
-        self._bound = flat
+        self.bound = flat
 
     def unbind(self) -> None:
         """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""
         for (_, p), shape in zip(self.parameters, self.shapes, strict=True):
             p.data = placeholder(shape, self.dtype, p.device)
-        self._bound = None
-
-    @property
-    def bound(self) -> torch.Tensor | None:
-        """The flat tensor that the parameters are views of now."""
-        return self._bound
+        self.bound = None
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

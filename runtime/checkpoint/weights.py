@@ -80,8 +80,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def random_weights(model: nn.Module, *, seed: int) -> Weights:
     """Random parameters by the model's own rule for each module; a unit's depend on the seed and its name alone."""
-
     children_first = [(m, {id(p) for p in m.parameters()}) for m in reversed(list(model.modules()))]
+    rule: Any = getattr(model, "_init_weights", None)
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         kept = torch.get_rng_state()
@@ -93,7 +93,12 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
             p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
         for module, inside in children_first:
             if inside & wanted:
-                _initialise(model, module)
+                with torch.no_grad():
+                    if rule is not None:
+                        module._is_hf_initialized = False  # type: ignore[assignment]
+                        rule(module)
+                    else:
+                        getattr(module, "reset_parameters", lambda: None)()
         torch.set_rng_state(kept)
         for name, p in unit.parameters:
             if torch.isnan(p).any():
@@ -103,17 +108,6 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
         return [p.detach() for _, p in unit.parameters]
 
     return weights
-
-
-def _initialise(model: nn.Module, module: nn.Module) -> None:
-    rule: Any = getattr(model, "_init_weights", None)
-    own: Any = getattr(module, "reset_parameters", lambda: None)
-    with torch.no_grad():
-        if rule is not None:
-            module._is_hf_initialized = False  # type: ignore[assignment]
-            rule(module)
-        else:
-            own()
 
 
 def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weights:

@@ -1,14 +1,11 @@
-"""Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is.
-
-executable_step(schedule)   what such a schedule trains; raises TrainingError for others, with the reason
-"""
+"""Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is."""
 
 from __future__ import annotations
 
 from tierplan.hwmodels.names import parse_stream
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.plausible import check_plausible
-from tierplan.sim.contents import OpKey, is_tile, parse_key
+from tierplan.sim.contents import is_tile, parse_key
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
 
@@ -21,7 +18,8 @@ def executable_step(schedule: Schedule) -> StepSpec:
             f"schedule {schedule.name!r} is for {len(devices)} devices, which only the simulator executes; the runtime "
             "trains on one: plan with a machine that has one"
         )
-    if any(_pages_out_after_forward(parse_key(op.key)) for op in schedule.ops):
+    keys = (parse_key(op.key) for op in schedule.ops)
+    if any((op.verb, op.moved) == ("offload", "params") and "fwd" in op.where for op in keys):
         raise TrainingError(
             f"schedule {schedule.name!r} pages weights out after every use, unchanged ones too; that is the baseline "
             "of memory virtualisation, which is simulated for comparison and which the runtime does not execute: "
@@ -45,7 +43,3 @@ def executable_step(schedule: Schedule) -> StepSpec:
     if wrong is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step
-
-
-def _pages_out_after_forward(op: OpKey) -> bool:
-    return (op.verb, op.moved) == ("offload", "params") and "fwd" in op.where

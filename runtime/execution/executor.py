@@ -61,13 +61,19 @@ class Instance:
 
 
 @dataclass(eq=False, slots=True)
-class _Node:
-    """One op in one step."""
+class Call:
+    """One op in one step, as its body sees it."""
 
     op: Op
     step: int
     reads: tuple[Instance, ...]
     writes: tuple[Instance, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Node(Call):
+    """As the executor sees it."""
+
     waiting_for: int = 0
     followers: list[_Node] = field(default_factory=list, repr=False)
     needs: Mapping[str, int] = field(default_factory=dict)
@@ -80,16 +86,6 @@ class _Node:
     ready_ns: int = 0
     granted_ns: int = 0
     start_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One op in one step, as its body sees it."""
-
-    op: Op
-    step: int
-    reads: tuple[Instance, ...]
-    writes: tuple[Instance, ...]
 
 
 class Executor:
@@ -338,7 +334,7 @@ class Executor:
         try:
             self._on_thread_start(stream)
             while (node := self._next(stream)) is not None:
-                self._body(Call(node.op, node.step, node.reads, node.writes))
+                self._body(node)
                 self._finish(node)
         except BaseException as error:
             if node is not None:

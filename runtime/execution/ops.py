@@ -19,7 +19,6 @@ from tierplan.runtime.execution.gradients import complete, gather, given, gradie
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     BufferValue,
-    InputGradientHandle,
     InputHandle,
     SavedTensorHandle,
     content_of,
@@ -132,12 +131,16 @@ class Bodies:
 
     # ---- memory ----
 
+    @property
+    def _drives(self) -> Store:
+        assert self.store is not None
+        return self.store
+
     def allocate(self, instance: Instance) -> Block | Extent:
         """A place for a buffer in its tier."""
         b = instance.buffer
         if b.tier == NVME:
-            assert self.store is not None
-            return self.store.allocate(b.size_bytes)
+            return self._drives.allocate(b.size_bytes)
         return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
 
     def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
@@ -168,9 +171,8 @@ class Bodies:
             value.handle.leave()
         value.gradients = None
         if isinstance(value.place, Extent):
-            assert self.store is not None
             if value.place not in self.committed:
-                self.store.free(value.place)
+                self._drives.free(value.place)
         elif value.place is not None:
             self._unbind(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
@@ -179,18 +181,16 @@ class Bodies:
         """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
         place, size_bytes = value_of(instance).place, instance.buffer.size_bytes
         if isinstance(place, Extent):
-            assert self.store is not None
             out = map_host(size_bytes)[:size_bytes]
-            self.store.read(place, out)
+            self._drives.read(place, out)
             return out
         assert isinstance(place, Block)
         return place.data.cpu().clone()
 
     def commit(self, extents: set[Extent]) -> None:
         """From now on these are the extents of the last commit."""
-        assert self.store is not None
         for extent in self.committed - extents:
-            self.store.free(extent)
+            self._drives.free(extent)
         self.committed = extents
 
     def _unbind(self, block: Block) -> None:
@@ -216,12 +216,10 @@ class Bodies:
             assert isinstance(content, Gradients | TiedGradients)
             gather(old, self._unit(content), new)
         elif isinstance(new.place, Extent):
-            assert self.store is not None
             is_left = target.buffer.becomes is not None and call.step + 1 == self.commits_after
-            self.store.write(new.place, self._memory(source), will_be_committed=is_left)
+            self._drives.write(new.place, self._memory(source), will_be_committed=is_left)
         elif isinstance(old.place, Extent):
-            assert self.store is not None
-            self.store.read(old.place, new.block.pages)
+            self._drives.read(old.place, new.block.pages)
         else:
             new.block.data.copy_(self._memory(source), non_blocking=True)
         if new.handle is not None and target.buffer.tier == DEVICE:
@@ -314,7 +312,7 @@ class Bodies:
             if isinstance(content_of(instance), InputGradient):
                 leaves = batch_run.runs[index].leaves
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
-                instance.value = BufferValue(handle=InputGradientHandle(leaves))
+                instance.value = BufferValue(handle=InputHandle(leaves, is_gradient=True))
         self._finish_gradients(call)
         if index == 0:
             del self._runs[key]
@@ -346,11 +344,8 @@ class Bodies:
 
     def _tied(self, call: Call, unit: ModelUnit) -> BufferValue | None:
         """The share in the unit's gradients that the op reads."""
-        for instance in call.reads:
-            content = content_of(instance)
-            if isinstance(content, TiedGradients) and content.unit == unit.name:
-                return value_of(instance)
-        return None
+        read = ((content_of(x), x) for x in call.reads)
+        return next((value_of(x) for c, x in read if isinstance(c, TiedGradients) and c.unit == unit.name), None)
 
     def _aim(self, unit: ModelUnit, value: BufferValue, which: Iterable[int]) -> None:
         for k in which:
@@ -413,11 +408,8 @@ class Bodies:
 
     def _update(self, call: Call) -> None:
         unit = self.units[self._index[call.op.unit]]
-        grads, params, clip = value_of(call.reads[0]), None, None
-        for instance in call.reads[1:]:
-            if content_of(instance) == Clip():
-                clip = value_of(instance).clip
-        states, part = None, range(unit.num_parameters)
+        grads, params, states, part = value_of(call.reads[0]), None, None, range(unit.num_parameters)
+        clip = next((value_of(x).clip for x in call.reads[1:] if content_of(x) == Clip()), None)
         for instance in call.writes:
             value = self.place(instance)
             content = content_of(instance)
@@ -431,11 +423,9 @@ class Bodies:
                     )
         assert params is not None
         flat = params.block.data.view(self.dtype)[part.start : part.stop]
-        regions = (
-            state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
-            if states
-            else {}
-        )
+        regions = {}
+        if states:
+            regions = state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
         if grads.is_absent:
             if "master" in regions:
                 flat.copy_(regions["master"])

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
-from tierplan.sim.contents import Content, ContentError, Input, Params, States, parse_content, part_ranges
+from tierplan.sim.contents import ContentError, Input, Params, States, parse_content, part_ranges
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
 
@@ -79,15 +79,11 @@ def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
     return None
 
 
-def _content(b: Buffer) -> Content:
+def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> None:
     try:
-        return parse_content(b.content)
+        content = parse_content(b.content)
     except ContentError as error:
         raise _Wrong(f"buffer {b.name!r}: {error}") from error
-
-
-def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> None:
-    content = _content(b)
     batch, unit = getattr(content, "micro_batch", 0) or 0, getattr(content, "unit", None)
     if not 0 <= batch < step.training.gradient_accumulation_steps:
         raise _Wrong(

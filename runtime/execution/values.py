@@ -79,56 +79,35 @@ class SavedTensorHandle(AutogradHandle):
 
 
 class InputHandle(AutogradHandle):
-    """A unit's input: the leaves that the unit before it made."""
+    """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+    def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
         super().__init__()
-        self.leaves = leaves
-        self._strides = [None if leaf.is_contiguous() else leaf.stride() for leaf in leaves]
+        self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
+        self._is_gradient = is_gradient
+        self._strides = [None if t.is_contiguous() else t.stride() for t in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        if not self._is_gradient:
+            return [leaf.detach() for leaf in self.leaves]
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        assert len(gradients) == len(self.leaves), "a gradient that has been used is not moved"
+        return gradients
 
     def memory(self) -> torch.Tensor:
-        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in self.leaves]
+        parts = [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _use(self, memory: torch.Tensor | None) -> None:
         parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
-        for k, leaf in enumerate(self.leaves):
-            if parts is None:
-                leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device)
+        for k, (leaf, stride) in enumerate(zip(self.leaves, self._strides, strict=True)):
+            t = None if parts is None else parts[k].view(leaf.dtype).view(leaf.shape)
+            if t is not None and stride is not None:
+                t = t.new_empty_strided(leaf.shape, stride).copy_(t)
+            if self._is_gradient:
+                leaf.grad = t
             else:
-                flat = parts[k].view(leaf.dtype)
-                shape, stride = leaf.shape, self._strides[k]
-                leaf.data = (
-                    flat.view(shape)
-                    if stride is None
-                    else flat.new_empty_strided(shape, stride).copy_(flat.view(shape))
-                )
-
-
-class InputGradientHandle(AutogradHandle):
-    """The gradient of a unit's input: that of its leaves."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.leaves = [leaf for leaf in leaves if leaf.grad is not None]
-        self._strides = [leaf.grad.stride() for leaf in self.leaves if leaf.grad is not None]
-
-    def memory(self) -> torch.Tensor:
-        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        assert len(gradients) == len(self.leaves), "a gradient that has been used is not moved"
-        parts = [gradient.contiguous().view(-1).view(torch.uint8) for gradient in gradients]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _use(self, memory: torch.Tensor | None) -> None:
-        at = 0
-        for leaf, stride in zip(self.leaves, self._strides, strict=True):
-            if memory is None:
-                leaf.grad = None
-                continue
-            flat = memory[at : at + leaf.nbytes].view(leaf.dtype)
-            at += leaf.nbytes
-            gradient = flat.new_empty_strided(leaf.shape, stride)
-            leaf.grad = flat.view(leaf.shape) if gradient.is_contiguous() else gradient.copy_(flat.view(leaf.shape))
+                leaf.data = placeholder(leaf.shape, leaf.dtype, leaf.device) if t is None else t
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 
 import numpy as np
@@ -52,24 +52,23 @@ class Fit:
     takes: Mapping[str, Mapping[str, float]]
     """Limit -> stream -> part of the limit at full speed."""
     shares: Mapping[str, float]
-    limit_spread: Mapping[str, float]
+    limit_spread: Mapping[str, float] = field(default_factory=dict)
     """Relative standard deviation of each limit, over fits to resampled rounds."""
-    worst_error: float
+    worst_error: float = 0.0
     """Largest difference between a predicted and a measured speed among the mixes fitted."""
 
     def speeds(self, streams: Sequence[str]) -> list[float]:
         """Predicted speeds of these streams while all of them run."""
-        return _predict(streams, self.takes, self.limits, self.shares)
+        demands = [{name: by_stream[s] for name, by_stream in self.takes.items() if s in by_stream} for s in streams]
+        return max_min_speeds(demands, [self.shares.get(s, 1.0) for s in streams], self.limits)
 
-
-def _predict(
-    streams: Sequence[str],
-    takes: Mapping[str, Mapping[str, float]],
-    limits: Mapping[str, float],
-    shares: Mapping[str, float],
-) -> list[float]:
-    demands = [{name: by_stream[s] for name, by_stream in takes.items() if s in by_stream} for s in streams]
-    return max_min_speeds(demands, [shares.get(s, 1.0) for s in streams], limits)
+    def errors(self, mixes: Sequence[Mix], measured: Sequence[Sequence[float]]) -> list[float]:
+        """Predicted less measured speeds of all streams of these mixes; none is measured above full speed."""
+        return [
+            p - min(1.0, m)
+            for mix, speeds in zip(mixes, measured, strict=True)
+            for p, m in zip(self.speeds(mix.streams), speeds, strict=True)
+        ]
 
 
 SHARE_SIGMA = 0.7
@@ -80,32 +79,28 @@ def fit_limits(mixes: Sequence[Mix], priors: Sequence[LimitPrior], *, resamples:
     """The limits that explain the speeds of these mixes best."""
     streams = sorted({s for c in mixes for s in c.streams})
     medians = [c.medians() for c in mixes]
-    fitted = _fit(mixes, medians, priors, streams)
-    takes, limits, shares = fitted
-    errors = [
-        abs(p - min(1.0, m))
-        for mix, measured in zip(mixes, medians, strict=True)
-        for p, m in zip(_predict(mix.streams, takes, limits, shares), measured, strict=True)
-    ]
-    tries: dict[str, list[float]] = {name: [] for name in limits}
+    fit = _fit(mixes, medians, priors, streams)
+    tries: dict[str, list[float]] = {name: [] for name in fit.limits}
     rng = random.Random(seed)
     for _ in range(resamples):
         drawn = [
             tuple(statistics.median(rng.choices(col, k=len(col))) for col in zip(*c.rounds, strict=True)) for c in mixes
         ]
-        resampled_takes, resampled_limits, _ = _fit(mixes, drawn, priors, streams)
+        resampled = _fit(mixes, drawn, priors, streams)
         for name in tries:
-            tries[name].append(_strength(resampled_takes[name], resampled_limits[name]))
+            tries[name].append(_strength(resampled, name))
     spread = {}
     for name, values in tries.items():
-        centre = _strength(takes[name], limits[name])
+        centre = _strength(fit, name)
         spread[name] = sqrt(statistics.fmean((v / centre - 1) ** 2 for v in values)) if values else 1.0
-    return Fit(limits, takes, shares, spread, max(errors, default=0.0))
+    worst_error = max(map(abs, fit.errors(mixes, medians)), default=0.0)
+    return replace(fit, limit_spread=spread, worst_error=worst_error)
 
 
-def _strength(takes: Mapping[str, float], limit: float) -> float:
+def _strength(fit: Fit, limit: str) -> float:
     """How many of its streams could run at full speed, on average: a limit's size in one number."""
-    return limit * len(takes) / sum(takes.values())
+    takes = fit.takes[limit]
+    return fit.limits[limit] * len(takes) / sum(takes.values())
 
 
 def _fit(
@@ -113,11 +108,11 @@ def _fit(
     measured: Sequence[Sequence[float]],
     priors: Sequence[LimitPrior],
     streams: Sequence[str],
-) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+) -> Fit:
     slots = [(p, s) for p in priors if p.sigma > 0 for s in p.takes]
     free_limits = [p for p in priors if p.limit_sigma > 0]
 
-    def unpack(x: np.ndarray) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+    def unpack(x: np.ndarray) -> Fit:
         takes = {p.name: dict(p.takes) for p in priors}
         limits = {p.name: p.limit for p in priors}
         for value, (prior, stream) in zip(x, slots, strict=False):
@@ -128,24 +123,15 @@ def _fit(
         # a stream alone reaches full speed, by definition
         for name, by_stream in takes.items():
             takes[name] = {s: min(w, limits[name]) for s, w in by_stream.items()}
-        return takes, limits, shares
+        return Fit(limits, takes, shares)
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        takes, limits, shares = unpack(x)
-        out = [
-            (p - min(1.0, m)) / SPEED_SIGMA
-            for mix, speeds in zip(mixes, measured, strict=True)
-            for p, m in zip(_predict(mix.streams, takes, limits, shares), speeds, strict=True)
-        ]
-        return np.array([*out, *x])
+        return np.array([*(error / SPEED_SIGMA for error in unpack(x).errors(mixes, measured)), *x])
 
     size = len(slots) + len(free_limits) + len(streams)
-    best = None
-    for start in (0.0, -0.5, 0.5):
-        solution = least_squares(residuals, np.full(size, start), diff_step=1e-3, max_nfev=40)
-        if best is None or solution.cost < best.cost:
-            best = solution
-    assert best is not None
-    takes, limits, shares = unpack(best.x)
-    middle = exp(statistics.fmean(log(v) for v in shares.values()))
-    return takes, limits, {s: v / middle for s, v in shares.items()}
+    solutions = (
+        least_squares(residuals, np.full(size, start), diff_step=1e-3, max_nfev=40) for start in (0.0, -0.5, 0.5)
+    )
+    fit = unpack(min(solutions, key=lambda solution: solution.cost).x)
+    middle = exp(statistics.fmean(log(v) for v in fit.shares.values()))
+    return replace(fit, shares={s: v / middle for s, v in fit.shares.items()})

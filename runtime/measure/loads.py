@@ -82,13 +82,13 @@ def loads(
     """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
     weights = measure_weights(folders) if len(folders) > 1 else ()  # as a run stripes over them
     store = Store(folders, weights=weights) if folders else None
-    host_pool = device.host_pool(sizes.area_bytes)
+    host_pool, cpu = device.host_pool(sizes.area_bytes), Device(torch.device("cpu"))
     host = host_pool.take(sizes.area_bytes)
     try:
         all_loads = [
             *_compute_loads(sizes, device, dtypes),
             *_copies(sizes, host.data, device),
-            *_adam(sizes, dtypes[0]),
+            *(_update(HOST_ADAM, n, sizes, dtypes[0], cpu) for n in sizes.adam_parameters),
         ]
         if store is not None:
             all_loads += _files(store, sizes)
@@ -106,11 +106,10 @@ def loads(
 def _compute_loads(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
     loads = [_overhead(sizes, device)]
     for dtype in dtypes:
-        for hidden in sizes.hidden:
-            loads.append(_matmuls(sizes, hidden, dtype, device))
+        loads += [_matmuls(sizes, hidden, dtype, device) for hidden in sizes.hidden]
         loads.append(_attention(sizes, dtype, device))
     loads.append(_block(sizes, dtypes[0], device))
-    loads.append(_update_on_device(sizes, dtypes[0], device))
+    loads.append(_update(COMPUTE, max(sizes.adam_parameters), sizes, dtypes[0], device))
     return loads
 
 
@@ -220,41 +219,22 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
 # ---- optimizer ----
 
 
-def _adam(sizes: Sizes, dtype: str) -> list[Load]:
-    cpu = Device(torch.device("cpu"))
-    return [_update(HOST_ADAM, n, sizes, dtype, cpu) for n in sizes.adam_parameters]
-
-
-def _update_on_device(sizes: Sizes, dtype: str, device: Device) -> Load:
-    return _update(COMPUTE, max(sizes.adam_parameters), sizes, dtype, device)
-
-
-def _turns(sizes: Sizes, size_bytes: int) -> int:
-    """How many pieces of this size to turn over."""
-    return min(256, max(2, sizes.area_bytes // size_bytes))
-
-
 def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
     """The optimizer step of one unit, of many units in turn, by the code that training uses."""
-    has_master = dtype != "fp32"
-    torch_dtype = TORCH_DTYPES[dtype]
-    per_parameter = 2 * torch_dtype.itemsize + (12 if has_master else 8)
-    settings = OptimizerSettings()
-    memory = device.pool(0)
+    has_master, torch_dtype = dtype != "fp32", TORCH_DTYPES[dtype]
+    state_bytes, value_bytes = num_parameters * (12 if has_master else 8), num_parameters * torch_dtype.itemsize
+    settings, allocate = OptimizerSettings(), device.pool(0).allocate
 
     def unit() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        allocate = memory.allocate
-        params, grads = (
-            allocate(num_parameters * torch_dtype.itemsize).view(torch_dtype)[:num_parameters] for _ in range(2)
-        )
-        size_bytes = num_parameters * (12 if has_master else 8)
-        states = allocate(size_bytes)[:size_bytes]
+        params, grads = (allocate(value_bytes).view(torch_dtype)[:num_parameters] for _ in range(2))
+        states = allocate(state_bytes)[:state_bytes]
         states.zero_()  # touches the pages
         params.fill_(1.0)
         grads.fill_(1e-3)
         return params, grads, state_regions(states, optimizer="adamw", has_master=has_master)
 
-    units = itertools.cycle([unit() for _ in range(_turns(sizes, per_parameter * num_parameters))])
+    num_units = min(256, max(2, sizes.area_bytes // (2 * value_bytes + state_bytes)))
+    units = itertools.cycle([unit() for _ in range(num_units)])
 
     def work() -> None:
         params, grads, regions = next(units)
@@ -270,11 +250,8 @@ def _copies(sizes: Sizes, host: torch.Tensor, device: Device) -> list[Load]:
     there = device.pool(sizes.area_bytes).take(sizes.area_bytes).data
     host.fill_(1)
     there.fill_(1)
-    copies = []
-    for size in sizes.copy_bytes:
-        for stream, source, target in ((H2D, host, there), (D2H, there, host)):
-            copies.append(_copy(stream, size, source, target, device))
-    return copies
+    ways = ((H2D, host, there), (D2H, there, host))
+    return [_copy(stream, size, source, target, device) for size in sizes.copy_bytes for stream, source, target in ways]
 
 
 def _copy(stream: str, size: int, source: torch.Tensor, target: torch.Tensor, device: Device) -> Load:
@@ -303,8 +280,7 @@ def _files(store: Store, sizes: Sizes) -> list[Load]:
     for size in sizes.file_bytes:
         # Small ops have extents of their own: an extent is read and written as a whole.
         own = extents if size == largest else [store.allocate(size) for _ in range(min(256, max(2, 64 * MIB // size)))]
-        for stream in (NVME_READ, NVME_WRITE):
-            accesses.append(_file(store, stream, size, own))
+        accesses += [_file(store, stream, size, own) for stream in (NVME_READ, NVME_WRITE)]
         if own is not extents:
             for extent in own:
                 store.write(extent, memory[:size])

@@ -16,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,12 +53,6 @@ class MeasurementError(ValueError):
     """A request that cannot be measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    rounds: int
-    sizes: Sizes
-
-
 def measure_description(
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
     *,
@@ -91,15 +85,16 @@ def measure_description(
     folders = _folders(nvme_dir)
     chosen = _device(device)
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
-    plan = _plan(budget_s, folders, chosen)
+    num_rounds, sizes = _plan(budget_s, folders, chosen)
     report = progress or (lambda what, part: None)
     report("preparing memory and files", 0.0)
-    with loads(folders, plan.sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
+    with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
         threads = StreamThreads(list(dict.fromkeys(load.stream for load in all_loads)))
         try:
-            seconds = _warm_up(threads, all_loads)
+            # twice: threads start, kernels are chosen, pages are touched
+            op_s = {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
             left_s = budget_s - (time.monotonic() - began) - FIT_S
-            alone, mixes = _rounds(threads, all_loads, seconds, plan, left_s, report)
+            alone, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, report)
         finally:
             threads.close()
     report("fitting shared limits", 0.97)
@@ -107,9 +102,9 @@ def measure_description(
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    source = f"tierplan machine measure, {date}, {plan.rounds} rounds, torch {torch.__version__}"
+    source = f"tierplan machine measure, {date}, {num_rounds} rounds, torch {torch.__version__}"
     description = describe(
-        name, alone, fit, mixes, folders, chosen, plan.sizes, dtype=kinds[0], source=source, remarks=notes
+        name, alone, fit, mixes, folders, chosen, sizes, dtype=kinds[0], source=source, remarks=notes
     )
     report("done", 1.0)
     return description
@@ -144,8 +139,9 @@ def _has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
 
 
-def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
-    rounds = 3 if budget_s < 40 else 5 if budget_s < 300 else 9
+def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> tuple[int, Sizes]:
+    """The number of rounds, and how much is measured in each."""
+    num_rounds = 3 if budget_s < 40 else 5 if budget_s < 300 else 9
     sizes = Sizes()
     if budget_s < 40:
         sizes = replace(sizes, hidden=sizes.hidden[:-1], file_bytes=sizes.file_bytes[:-1])
@@ -168,33 +164,28 @@ def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> _Plan:
             raise MeasurementError(
                 f"{folders[0]} has {free:,} bytes free, but measuring needs 1 GiB; free space, or give another folder"
             )
-    return _Plan(rounds, replace(sizes, file_area_bytes=area))
-
-
-def _warm_up(threads: StreamThreads, all_loads: Sequence[Load]) -> dict[str, float]:
-    """Every load twice: threads start, kernels are chosen, pages are touched. Seconds of one op, by load."""
-    return {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
+    return num_rounds, replace(sizes, file_area_bytes=area)
 
 
 def _rounds(
     threads: StreamThreads,
     all_loads: Sequence[Load],
-    seconds: dict[str, float],
-    plan: _Plan,
+    op_s: dict[str, float],
+    num_rounds: int,
     budget_s: float,
     report: Progress,
 ) -> tuple[Alone, list[Mix]]:
     """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
-    typical = _typical(all_loads, seconds)
+    typical = _typical(all_loads, op_s)
     pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
-    if plan.rounds > LEAST_ROUNDS + 1:
+    if num_rounds > LEAST_ROUNDS + 1:
         pairs += [mix for mix in CHECKS if set(mix) <= set(typical)]
-    window_s = _window_s(all_loads, typical, len(pairs), seconds, budget_s / plan.rounds)
+    window_s = _window_s(all_loads, typical, len(pairs), op_s, budget_s / num_rounds)
     alone: Alone = {load: [] for load in all_loads}
     speeds: dict[tuple[str, ...], list[tuple[float, ...]]] = {pair: [] for pair in pairs}
-    total, done = plan.rounds * (len(all_loads) + len(pairs)), 0
+    total, done = num_rounds * (len(all_loads) + len(pairs)), 0
     began = time.monotonic()
-    for turn in range(plan.rounds):
+    for turn in range(num_rounds):
         if turn >= LEAST_ROUNDS and time.monotonic() - began > budget_s:
             break  # others use the machine, so that everything takes longer than it should
         for load in all_loads:
@@ -212,27 +203,25 @@ def _rounds(
 
 
 def _window_s(
-    all_loads: Sequence[Load], typical: dict[str, Load], num_pairs: int, seconds: dict[str, float], round_s: float
+    all_loads: Sequence[Load], typical: dict[str, Load], num_pairs: int, op_s: dict[str, float], round_s: float
 ) -> float:
     """How long each thing is timed: a round has each load once, and each pair with both of its streams alone.
 
     Every timing also runs an op to warm up, and ends with a whole op, so it takes about two ops more than its window.
     """
-    ops_s = sum(2 * seconds[load.name] for load in all_loads)
-    ops_s += sum(6 * seconds[load.name] for load in typical.values()) * (len(typical) - 1)
+    ops_s = sum(2 * op_s[load.name] for load in all_loads)
+    ops_s += sum(6 * op_s[load.name] for load in typical.values()) * (len(typical) - 1)
     return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(all_loads) + 4 * num_pairs))
 
 
-def _typical(all_loads: Sequence[Load], seconds: dict[str, float]) -> dict[str, Load]:
+def _typical(all_loads: Sequence[Load], op_s: dict[str, float]) -> dict[str, Load]:
     """The load of each stream that stands for it in mix: the largest that a window holds several of."""
     typical: dict[str, Load] = {}
     for load in all_loads:
         if load.stream == COMPUTE and not load.kind.startswith("matmul"):
             continue
         known = typical.get(load.stream)
-        if known is None or (
-            load.kind == known.kind and known.amount < load.amount and seconds[load.name] < TYPICAL_OP_S
-        ):
+        if known is None or (load.kind == known.kind and known.amount < load.amount and op_s[load.name] < TYPICAL_OP_S):
             typical[load.stream] = load
     return typical
 
@@ -241,9 +230,7 @@ def _typical(all_loads: Sequence[Load], seconds: dict[str, float]) -> dict[str, 
 
 
 def _priors(streams: Sequence[str], alone: Alone, device: Device) -> list[LimitPrior]:
-    have = set(streams)
-    cores = os.cpu_count() or 1
-    one = 1.0 / cores
+    have, one = set(streams), 1.0 / (os.cpu_count() or 1)
     priors = []
     if {NVME_READ, NVME_WRITE} <= have:
         priors.append(LimitPrior(NVME_LIMIT, {NVME_READ: 1.0, NVME_WRITE: 1.0}, 0.0, 1.2, 0.4))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tierplan.hwmodels.description import Description, Limit, Quantity
+from tierplan.hwmodels.description import Basis, Description, Limit, Quantity
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
@@ -71,6 +71,7 @@ def describe(
         for c in mixes
     }
     unfitted = [c for c in mixes if len(c.streams) > 2]
+    errors = [round(abs(error), 3) for error in fit.errors(unfitted, [c.medians() for c in unfitted])]
     return Description(
         name=name,
         summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -80,21 +81,13 @@ def describe(
         notes={
             "mixes_predicted_and_measured_speed": speeds,
             "worst_error_of_a_pair": round(fit.worst_error, 3),
-            "median_error_of_mixes_not_fitted": _median_error(fit, unfitted) if unfitted else "not measured",
+            "median_error_of_mixes_not_fitted": round(statistics.median(map(abs, errors)), 3)
+            if errors
+            else "not measured",
             "drives": _drive_note(sizes) if folders else "not measured",
             "remarks": list(remarks),
         },
     )
-
-
-def _median_error(fit: Fit, mixes: Sequence[Mix]) -> float:
-    """Between predicted and measured speeds (fractions of full speed), over all streams of these mixes."""
-    errors = [
-        abs(predicted - min(1.0, measured))
-        for c in mixes
-        for predicted, measured in zip(fit.speeds(c.streams), c.medians(), strict=True)
-    ]
-    return round(statistics.median(errors), 3)
 
 
 def _drive_note(sizes: Sizes) -> str:
@@ -174,39 +167,30 @@ def _curve(rows: dict[float, list[float]], source: str) -> Quantity:
 
 def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[str, Quantity]:
     memory = _host_memory_bytes()
-    values: dict[str, Quantity] = {}
+    rows: list[tuple[str, int, Basis, str]] = []
     if device.is_cuda:
         total = torch.cuda.get_device_properties(device.torch_device).total_memory
-        values["gpu.capacity"] = Quantity(
-            float(total), "measured", f"{source}: {torch.cuda.get_device_name(device.torch_device)}"
-        )
-        values["host.capacity"] = Quantity(float(memory), "measured", source)
+        rows.append(("gpu.capacity", total, "measured", f"{source}: {torch.cuda.get_device_name(device.torch_device)}"))
+        rows.append(("host.capacity", memory, "measured", source))
     else:
         budget = memory // 4 // MIB * MIB
-        values["gpu.capacity"] = Quantity(
-            float(budget), "assumed", "no GPU: the device tier is a budget in host memory, a quarter of it"
-        )
-        values["gpu.reserve"] = Quantity(0.0, "assumed", "a budget has no context")
-        values["host.capacity"] = Quantity(
-            float(memory - budget), "measured", f"{source}: memory of the system less the device tier's budget"
-        )
-    values["host.reserve"] = Quantity(
-        float(min(8 * GIB, memory // 8)),
-        "assumed",
-        "for the system, Python and the framework: an eighth, at most 8 GiB",
-    )
-    values["host.cores"] = Quantity(float(os.cpu_count() or 1), "measured", source)
-    values["nvme.drives"] = Quantity(
-        float(1 if folders else 0), "measured", f"{source}; all folders together count as one"
-    )
+        rest = f"{source}: memory of the system less the device tier's budget"
+        rows += [
+            ("gpu.capacity", budget, "assumed", "no GPU: the device tier is a budget in host memory, a quarter of it"),
+            ("gpu.reserve", 0, "assumed", "a budget has no context"),
+            ("host.capacity", memory - budget, "measured", rest),
+        ]
+    eighth = "for the system, Python and the framework: an eighth, at most 8 GiB"
+    rows += [
+        ("host.reserve", min(8 * GIB, memory // 8), "assumed", eighth),
+        ("host.cores", os.cpu_count() or 1, "measured", source),
+        ("nvme.drives", 1 if folders else 0, "measured", f"{source}; all folders together count as one"),
+    ]
     if folders:
         free = min(shutil.disk_usage(existing(f)).free for f in folders) * len(folders)
-        values["nvme.capacity"] = Quantity(
-            float(free // 10 * 9),
-            "measured",
-            f"{source}: nine tenths of what is free where the NVMe tier is",
-        )
-    return values
+        nine_tenths = f"{source}: nine tenths of what is free where the NVMe tier is"
+        rows.append(("nvme.capacity", free // 10 * 9, "measured", nine_tenths))
+    return {key: Quantity(float(value), basis, why) for key, value, basis, why in rows}
 
 
 def _host_memory_bytes() -> int:

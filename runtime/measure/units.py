@@ -10,7 +10,7 @@ times how each tensor is made again. Blocks that are described alike share the m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.builder import Builder
 from tierplan.sim.contents import (
+    Content,
     Gradients,
     Input,
     InputGradient,
@@ -63,37 +64,25 @@ def profile_workload(
     """
     if num_steps < 2:
         raise ValueError(f"num_steps is {num_steps}; the first is warm-up, so give 2 or more")
-    num_again = max(2, num_steps // 2)
     source = iter(batches)
-    kept, _ = _run(workload, model, source, num_steps, device, num_threads, on_step, drops="nothing")
-    again, replays = _run(
-        workload, model, source, num_again, device, num_threads, lambda k, x: on_step(k + num_steps, x), drops="all"
-    )
+
+    def run(
+        drops: Drops, count: int, on_step: Callable[[int, float], None]
+    ) -> tuple[Trace, dict[str, dict[int, list[float]]]]:
+        schedule = profiling_schedule(workload, drops=drops)
+        with Trainer(
+            schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops != "nothing"
+        ) as trainer:
+            trainer.run(itertools.islice(source, count), count)
+            trainer.restore_model()
+            return trainer.result().trace, trainer.replay_seconds()
+
+    num_again = max(2, num_steps // 2)
+    kept, _ = run("nothing", num_steps, on_step)
+    again, replays = run("all", num_again, lambda k, x: on_step(k + num_steps, x))
     if not all(t.replayable for unit in workload.blocks for t in unit.saved):
-        _, replays = _run(
-            workload, model, source, num_again, device, num_threads, lambda k, x: None, drops="replayable"
-        )
+        _, replays = run("replayable", num_again, lambda k, x: None)
     return with_times(workload, kept, num_steps, again, num_again, replays)
-
-
-def _run(
-    workload: Workload,
-    model: nn.Module,
-    batches: Iterator[Mapping[str, Any]],
-    num_steps: int,
-    device: str,
-    num_threads: int | None,
-    on_step: Callable[[int, float], None],
-    *,
-    drops: Drops,
-) -> tuple[Trace, dict[str, dict[int, list[float]]]]:
-    schedule = profiling_schedule(workload, drops=drops)
-    with Trainer(
-        schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops != "nothing"
-    ) as trainer:
-        trainer.run(itertools.islice(batches, num_steps), num_steps)
-        trainer.restore_model()
-        return trainer.result().trace, trainer.replay_seconds()
 
 
 def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Schedule:
@@ -114,48 +103,35 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         for u in units
         if u.num_parameters
     }
-    shared = builder.buffer(Shared(0), DEVICE, workload.shared_bytes, "acts") if workload.shared_bytes else None
-    inputs: dict[int, str] = {}
-    acts: dict[int, list[str]] = {}
 
-    def uses(unit: Unit) -> list[str]:
-        return [params[name] for name in (unit.name, unit.shares) if name in params]
+    def acts_of(content: Content, size_bytes: int) -> list[str]:
+        return [builder.buffer(content, DEVICE, size_bytes, "acts")] if size_bytes else []
 
+    def compute(key: str, kind: str, unit: Unit, reads: list[str], writes: list[str]) -> None:
+        builder.op(key, COMPUTE, kind, work={}, reads=reads, writes=writes, unit=unit.name)
+
+    shared = acts_of(Shared(0), workload.shared_bytes)
+    used = [[params[name] for name in (unit.name, unit.shares) if name in params] for unit in units]
+    inputs: list[list[str]] = [[]]
+    acts: list[list[str]] = []
     for i, unit in enumerate(units):
-        reads = uses(unit)
-        writes: list[str] = []
-        if i > 0:
-            reads.append(inputs[i])
-        if shared:
-            (writes if i == 0 else reads).append(shared)
-        if i + 1 < len(units):
-            inputs[i + 1] = builder.buffer(Input(units[i + 1].name, 0), DEVICE, unit.output_bytes, "acts")
-            writes.append(inputs[i + 1])
-        acts[i] = []
-        if kept := sum(t.size_bytes for t in unit.saved if not is_dropped(unit, t)):
-            acts[i] = [builder.buffer(KeptActs(unit.name, 0), DEVICE, kept, "acts")]
-        writes += acts[i]
-        key = forward_key(unit.name, 0)
-        builder.op(key, COMPUTE, "forward", work={}, reads=reads, writes=writes, unit=unit.name)
-    dx: str | None = None
+        is_last = i + 1 == len(units)
+        following = [] if is_last else [builder.buffer(Input(units[i + 1].name, 0), DEVICE, unit.output_bytes, "acts")]
+        acts.append(acts_of(KeptActs(unit.name, 0), sum(t.size_bytes for t in unit.saved if not is_dropped(unit, t))))
+        reads = [*used[i], *inputs[i], *(shared if i else [])]
+        compute(forward_key(unit.name, 0), "forward", unit, reads, [*([] if i else shared), *following, *acts[i]])
+        inputs.append(following)
+    dx: list[str] = []
     tied: dict[str, str] = {}
     for i, unit in reversed(list(enumerate(units))):
-        reads = [*(uses(unit) if i > 0 else []), *([inputs[i]] if i > 0 else [])]
+        reads = [*(used[i] if i else []), *inputs[i]]
         if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
-            recomputed = builder.buffer(RecomputedActs(unit.name, 0), DEVICE, dropped, "acts")
-            starts_from = [*reads, *acts[i], *([shared] if shared else [])]
-            key = recompute_key(unit.name, 0)
-            builder.op(key, COMPUTE, "recompute", work={}, reads=starts_from, writes=[recomputed], unit=unit.name)
-            acts[i] = [*acts[i], recomputed]
-        reads += acts[i]
-        writes = []
-        if dx:
-            reads.append(dx)
-        if shared and i > 0:
-            reads.append(shared)
-        if i > 0:
-            dx = builder.buffer(InputGradient(unit.name, 0), DEVICE, unit.input_bytes, "acts")
-            writes.append(dx)
+            recomputed = acts_of(RecomputedActs(unit.name, 0), dropped)
+            compute(recompute_key(unit.name, 0), "recompute", unit, [*reads, *acts[i], *shared], recomputed)
+            acts[i] += recomputed
+        reads += [*acts[i], *dx, *(shared if i else [])]
+        dx = [builder.buffer(InputGradient(unit.name, 0), DEVICE, unit.input_bytes, "acts")] if i else []
+        writes = [*dx]
         if unit.shares:
             owner = next(u for u in units if u.name == unit.shares)
             size_bytes = owner.num_parameters * training.grad_bytes
@@ -167,8 +143,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
             reads += [tied[unit.name]] if unit.name in tied else []
             size_bytes = unit.num_parameters * training.grad_bytes
             writes.append(builder.buffer(Gradients(unit.name, 0), DEVICE, size_bytes, "grads"))
-        key = backward_key(unit.name, 0)
-        builder.op(key, COMPUTE, "backward", work={}, reads=reads, writes=writes, unit=unit.name)
+        compute(backward_key(unit.name, 0), "backward", unit, reads, writes)
     step = StepSpec(
         training=training,
         semantics="in-backward",

@@ -4,8 +4,6 @@ The C library gives large blocks back to the system when they are freed, and eve
 mapped anew: one to ten microseconds per 4 KiB on a virtual machine, which can be more than the kernel that fills it
 takes. Which tensors meet this changes from step to step with the order of allocations, so that steps of one plan differ
 by a tenth and more. Training allocates the same sizes step after step; what it has freed it takes again.
-
-keep_freed_memory()      for the whole process; it holds its peak until it ends
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ arena have, these are kept, too."""
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tells the C library to keep what is freed; False where it is not glibc, which is left as it is.
+    """Tells the C library to keep what is freed: the process holds its peak until it ends.
 
-    So is a process whose memory is capped (`ulimit -d`, `ulimit -v`): holes between what is in use would count there.
-    To be called before threads are started: those that have an arena of their own keep it.
+    False where it is not glibc, which is left as it is. So is a process whose memory is capped (`ulimit -d`, `-v`):
+    holes between what is in use would count there. To be called before threads are started: those that have an
+    arena of their own keep it.
     """
     if any(
         resource.getrlimit(what)[0] != resource.RLIM_INFINITY for what in (resource.RLIMIT_DATA, resource.RLIMIT_AS)

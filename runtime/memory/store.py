@@ -110,11 +110,6 @@ class Store:
         return self._striping.pattern
 
     @property
-    def direct(self) -> bool:
-        """Whether every folder takes O_DIRECT."""
-        return all(f.direct for f in self._files)
-
-    @property
     def paths(self) -> tuple[Path, ...]:
         """The files."""
         return tuple(f.path for f in self._files)

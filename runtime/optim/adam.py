@@ -122,7 +122,7 @@ def update_flat(
     master = regions.get("master")
     target = params if master is None else master
     step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
-    tensors = [params if master is None else master, *(regions[name] for name in REGIONS[settings.name])]
+    tensors = [target, *(regions[name] for name in REGIONS[settings.name])]
     if not segments:
         lengths = ((num_parameters or params.numel()) - sum(odd_lengths), *odd_lengths)
         segments = [Segment(length=length, weight_decay=settings.weight_decay) for length in lengths]
@@ -141,10 +141,7 @@ def update_flat(
                     own = own * clip.to(own.device)
                 own = own.to(target.dtype)
                 tensors_here = [tensor[part] for tensor in tensors]
-                if in_vector is None:
-                    _step(tensors_here, own, settings, step_tensor, rate, segment.weight_decay)
-                else:
-                    _step_in_vector(tensors_here, own, settings, step_tensor, rate, segment.weight_decay, in_vector)
+                _step(tensors_here, own, settings, step_tensor, rate, segment.weight_decay, in_vector)
                 if master is not None:
                     params[part].copy_(master[part])
 
@@ -156,49 +153,33 @@ def _step(
     step: torch.Tensor,
     lr: float,
     weight_decay: float,
+    in_vector: tuple[int, int] | None = None,
 ) -> None:
-    """The optimizer's kernel on what is updated and its moments."""
+    """The optimizer's kernel on what is updated and its moments.
+
+    For some elements of a vector, on them where they stand in it: `in_vector` is (offset, length of the vector).
+    """
+    if in_vector is not None:
+        offset, length = in_vector
+        here = slice(offset, offset + grad.numel())
+        padded = [torch.zeros(length, dtype=grad.dtype, device=grad.device) for _ in (grad, *tensors)]
+        for whole, own in zip(padded, (grad, *tensors), strict=True):
+            whole[here].copy_(own)
+        _step(padded[1:], padded[0], settings, step, lr, weight_decay)
+        for whole, own in zip(padded[1:], tensors, strict=True):
+            own.copy_(whole[here])
+        return
     target, *moments = tensors
     if settings.name == "adamw":
+        first, second = moments
         torch._fused_adamw_(
-            [target],
-            [grad],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [step],
-            lr=lr,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            weight_decay=weight_decay,
-            eps=settings.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+            [target], [grad], [first], [second], [], [step], lr=lr, beta1=settings.betas[0], beta2=settings.betas[1],
+            weight_decay=weight_decay, eps=settings.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
     else:
         if weight_decay:
             grad = grad.add(target, alpha=weight_decay)
         target.add_(grad, alpha=-lr)
-
-
-def _step_in_vector(
-    tensors: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    settings: OptimizerSettings,
-    step: torch.Tensor,
-    lr: float,
-    weight_decay: float,
-    in_vector: tuple[int, int],
-) -> None:
-    """`_step` on some elements of a vector, where they stand in it: (offset, length of the vector)."""
-    offset, length = in_vector
-    here = slice(offset, offset + grad.numel())
-    padded = [torch.zeros(length, dtype=grad.dtype, device=grad.device) for _ in (grad, *tensors)]
-    for whole, own in zip(padded, (grad, *tensors), strict=True):
-        whole[here].copy_(own)
-    _step(padded[1:], padded[0], settings, step, lr, weight_decay)
-    for whole, own in zip(padded[1:], tensors, strict=True):
-        own.copy_(whole[here])
 
 
 def _pieces(segments: Sequence[Segment], chunk_elements: int) -> Iterator[tuple[slice, Segment]]:

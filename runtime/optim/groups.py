@@ -26,13 +26,10 @@ class GroupError(ValueError):
 
 def without_decay(model: nn.Module) -> ParameterGroup:
     """Biases and the parameters of norms, which are commonly spared weight decay, as the Hugging Face Trainer does."""
-    spared = []
-    norms = {f"{name}." for name, module in model.named_modules() if _is_norm(module)}
-    for name, _ in model.named_parameters():
-        owner = name.rpartition(".")[0] + "."
-        if "bias" in name or owner in norms:  # also T5's tables of position biases
-            spared.append(name)
-    return ParameterGroup(names=tuple(spared), weight_decay=0.0)
+    norms = {name for name, module in model.named_modules() if _is_norm(module)}
+    names = (name for name, _ in model.named_parameters())  # also T5's tables of position biases
+    spared = tuple(name for name in names if "bias" in name or name.rpartition(".")[0] in norms)
+    return ParameterGroup(names=spared, weight_decay=0.0)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -90,13 +87,9 @@ def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...
 
 
 def _treatment(name: str, p: torch.Tensor, length: int, settings: OptimizerSettings) -> Segment:
-    group = _group_of(name, settings.groups)
+    group = next((group for group in settings.groups if name in group.names), None)
     decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
     factor = 1.0 if group is None else group.lr_factor
     return Segment(
         length=length, weight_decay=decay, lr_factor=factor, is_frozen=not p.requires_grad or name in settings.frozen
     )
-
-
-def _group_of(name: str, groups: Iterable[ParameterGroup]) -> ParameterGroup | None:
-    return next((group for group in groups if name in group.names), None)

@@ -1,7 +1,4 @@
-"""A model's workload with times that were measured here: traced sizes, and seconds of real steps.
-
-measure_workload(model, training)   the whole model, with random weights, must fit into memory
-"""
+"""A model's workload with times that were measured here: traced sizes, and seconds of real steps."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 def measure_workload(
     model: str | Path, training: Training, *, num_steps: int = 6, num_threads: int | None = None
 ) -> Workload:
-    """What one training step of `model` computes, in seconds of this machine, with their spread.
+    """What one training step of `model`, which must fit into memory, computes: in seconds here, with their spread.
 
     Random weights and tokens: times of dense models do not depend on them. Raises `WorkloadError` if the training is
     for a backend that is not here.

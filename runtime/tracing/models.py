@@ -1,10 +1,4 @@
-"""From a config to a model of `transformers`, and to the inputs that training gives it.
-
-build_config(raw)            the config object of a `config.json`
-model_class(config)          the class with a loss on top
-build_model(raw, training)   the model, on whatever device or mode is active
-example_batch(...)           input ids and labels of one micro-batch
-"""
+"""From a config to a model of `transformers`, and to the inputs that training gives it."""
 
 from __future__ import annotations
 
@@ -18,11 +12,7 @@ from torch import nn
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
-MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_MASKED_LM_MAPPING",
-)
+MAPPINGS = [f"MODEL_FOR_{task}_LM_MAPPING" for task in ("CAUSAL", "SEQ_TO_SEQ_CAUSAL", "MASKED")]
 
 
 def build_config(raw: Mapping[str, object]) -> Any:

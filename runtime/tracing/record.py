@@ -7,7 +7,7 @@ are first seen; one is gone when PyTorch releases it, so peaks are those of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from tierplan.runtime.autograd.replay import is_random
+from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.families.slices import Operation, Save
+from tierplan.sim.workloads.families.tape import Meter
 
 aten = torch.ops.aten
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
 CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 GROUPED_MM = aten._grouped_mm.default
@@ -64,25 +62,6 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: ob
     return {"elementwise_bytes": sum(map(bytes_touched, (*ins, *outs)))}
 
 
-@dataclass
-class _Memory:
-    live_bytes: int = 0
-    peak_bytes: int = 0
-    complete_bytes: int = 0
-    """Of what is live, gradients of own parameters that are complete."""
-    accumulating_peak_bytes: int = 0
-    """The peak without those: they would be part of earlier gradients by then."""
-
-    def add(self, size_bytes: int) -> None:
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.accumulating_peak_bytes = max(self.accumulating_peak_bytes, self.live_bytes - self.complete_bytes)
-
-    def restart(self) -> None:
-        """Peaks from here on."""
-        self.peak_bytes = self.accumulating_peak_bytes = self.live_bytes
-
-
 @dataclass(eq=False)
 class UnitRecorder(TorchDispatchMode):
     """Records one unit. Storages that it sees but that existed before belong to parameters, the input, or outside."""
@@ -105,9 +84,10 @@ class UnitRecorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.memory = _Memory()
+        self.memory = Meter()
         self._numbers: dict[int, int] = {}
-        self._own: set[int] = set()
+        self.own: set[int] = set()
+        """Numbers of the storages that the unit has made."""
         self._made = 0
         self._pins: list[torch.UntypedStorage] = []
 
@@ -133,7 +113,7 @@ class UnitRecorder(TorchDispatchMode):
             return
         self._made += 1
         number = self._numbers[storage._cdata] = self._made
-        self._own.add(number)
+        self.own.add(number)
         size_bytes = storage.nbytes()
         self.memory.add(size_bytes)
         weakref.finalize(storage, self._release, storage._cdata, size_bytes).atexit = False
@@ -141,12 +121,6 @@ class UnitRecorder(TorchDispatchMode):
     def _release(self, address: int, size_bytes: int) -> None:
         self._numbers.pop(address, None)
         self.memory.add(-size_bytes)
-
-    def is_own(self, number: int) -> bool:
-        return number in self._own
-
-    def declare_input(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.input_numbers.update(self.number(t) for t in tensors)
 
     # ---- hooks ----
 
@@ -159,7 +133,7 @@ class UnitRecorder(TorchDispatchMode):
         if storage.nbytes() == 0:
             return t
         number = self.number(t)
-        if number in self._own:
+        if number in self.own:
             if number not in self.saves:
                 self.saves[number] = Save(storage=number, size_bytes=storage.nbytes(), dtype=dtype_name(t.dtype))
         elif number in self.input_numbers:
@@ -199,7 +173,7 @@ class UnitRecorder(TorchDispatchMode):
                 self.parameters_used[self.parameters[address]] = None
             else:
                 number = self.number(t)
-                if number not in self._own and number not in self.input_numbers:
+                if number not in self.own and number not in self.input_numbers:
                     self.outside[address] = t.untyped_storage().nbytes()
         name = func.overloadpacket.__name__
         where = self.scope()
@@ -209,7 +183,7 @@ class UnitRecorder(TorchDispatchMode):
                 reads=tuple(dict.fromkeys(self.number(t) for t in ins)),
                 writes=tuple(dict.fromkeys(self.number(t) for t in outs)),
                 work=work,
-                random=torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args),
+                random=is_random(func, args, kwargs),
             )
         )
         return out
@@ -234,12 +208,3 @@ class ExpertsOnFakes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _grouped_mm(func, args, kwargs or {}) if func is GROUPED_MM else func(*args, **(kwargs or {}))
-
-
-def _draws_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Attention without dropout draws no random numbers, though the operation could."""
-    if "attention" not in func.overloadpacket.__name__:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    position = names.index("dropout_p") if "dropout_p" in names else -1
-    return not (0 <= position < len(args)) or args[position] == 0

@@ -10,9 +10,10 @@ operation, every saved tensor and every release of memory. 175 billion parameter
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, total_work
-
-logger = logging.getLogger(__name__)
 
 
 def trace_workload(model: str | Path, training: Training) -> Workload:
@@ -165,7 +164,7 @@ class _Tracer:
         trained = [p for p in self.parameters_of_model if p.requires_grad]
         handles += [p.register_post_accumulate_grad_hook(self._complete) for p in trained]
         for i, block in enumerate(self.blocks):
-            block.forward = self._replacement(i, block, block.forward)  # type: ignore[method-assign]
+            block.forward = partial(self._block, i, block, block.forward)  # type: ignore[method-assign]
         try:
             self._start(input_tensors=[])
             loss = forward()
@@ -199,13 +198,7 @@ class _Tracer:
         """The module that runs now, by its name inside the block."""
         return self.scopes[-1].removeprefix(self.prefix) if self.scopes else ""
 
-    def _replacement(self, i: int, block: nn.Module, forward: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._block(i, block, forward, args, kwargs)
-
-        return run
-
-    def _block(self, i: int, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _block(self, i: int, block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Ends what ran before, records the block if there is none like it, and hands leaves to what comes next."""
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
@@ -249,7 +242,7 @@ class _Tracer:
         for name, _ in block.named_parameters():
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
-        outputs = [look.fresh(leaves) for look in part.outputs]
+        outputs = [look(leaves) for look in part.outputs]
         for extra in outputs[1:]:  # position biases and the like: what later blocks read of them is shared
             if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
                 self._offer(extra)
@@ -262,19 +255,17 @@ class _Tracer:
     def _start(self, *, input_tensors: list[torch.Tensor]) -> None:
         self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope)
         self.given = input_tensors
-        self.recorder.declare_input(input_tensors)
+        self.recorder.input_numbers.update(map(self.recorder.number, input_tensors))
         self.hooks = saved_tensors_hooks(self.recorder.pack, self.recorder.unpack)
         self.recorder.__enter__()
         self.hooks.__enter__()
 
-    def _stop(self) -> UnitRecorder:
-        recorder, hooks = self.recorder, self.hooks
-        assert recorder is not None
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
-        recorder.__exit__(None, None, None)
+    def _stop(self) -> None:
+        assert self.recorder is not None
+        if self.hooks is not None:
+            self.hooks.__exit__(None, None, None)
+        self.recorder.__exit__(None, None, None)
         self.recorder = self.hooks = None
-        return recorder
 
     def _finish(
         self,
@@ -293,7 +284,7 @@ class _Tracer:
         assert recorder is not None
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
-        self.hooks = None
+        self.hooks = None  # the recorder goes on, for backward
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
         shared_bytes = self._share(recorder, given, results[1:], passed_on)
@@ -313,8 +304,7 @@ class _Tracer:
         grad_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
         memory = recorder.memory
         del gradients
-        recorder.__exit__(None, None, None)
-        self.recorder = self.hooks = None
+        self._stop()
         for t in (*self.given, *self.parameters_of_model):
             t.grad = None
         self._note_shared_reads(recorder)
@@ -348,7 +338,7 @@ class _Tracer:
         for t in itertools.chain(*more):
             storage = t.untyped_storage()
             address, number = storage._cdata, recorder.number(t)
-            if address in seen or number in recorder.saves or not recorder.is_own(number):
+            if address in seen or number in recorder.saves or number not in recorder.own:
                 continue
             seen.add(address)
             shared_bytes += storage.nbytes()
@@ -374,30 +364,21 @@ class _Tracer:
             self.units[-1] = replace(head, num_parameters=head.num_parameters + rest)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """How an output looks: an input that is passed on, a new tensor, or a plain value."""
-
-    input_position: int | None = None
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    requires_grad: bool = False
-    value: object = None
-
-    def fresh(self, inputs: list[object]) -> object:
-        if self.input_position is not None:
-            return inputs[self.input_position]
-        if self.shape is None:
-            return self.value
-        return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+_Look = Callable[[list[object]], object]
+"""Makes an output like the one that was looked at, from a block's inputs."""
 
 
 def _look(x: object, position: Mapping[int, int]) -> _Look:
+    """How an output looks: an input that is passed on, a new tensor, or a plain value."""
     if not isinstance(x, torch.Tensor):
-        return _Look(value=x)
+        return lambda inputs: x
     if id(x) in position:
-        return _Look(input_position=position[id(x)])
-    return _Look(shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad)
+        return itemgetter(position[id(x)])
+    return partial(_fresh, x.shape, x.dtype, x.requires_grad)  # holds no tensor, whose memory would count
+
+
+def _fresh(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, inputs: list[object]) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
 
 def _block_likeness(block: nn.Module) -> object:

@@ -71,7 +71,7 @@ def test_plans_are_the_same_twice():
     rng = random.Random(3)
     workload = random_chain(rng, 2, slots=1)
     machine = random_machine(rng, workload)
-    first, second = (plan(workload, machine, time_limit_s=4, policies=["zero-offload"]) for _ in range(2))
+    first, second = (plan(workload, machine, time_limit_s=2, policies=["zero-offload"]) for _ in range(2))
     assert first.plan == second.plan
     assert first.step_s == second.step_s
 

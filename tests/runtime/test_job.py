@@ -22,6 +22,7 @@ from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime import job
 from tierplan.runtime.data.text import TokenBatches
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
@@ -166,7 +167,29 @@ def test_a_trained_model_is_a_start(files: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_commits_and_resume_goes_on(number: signal.Signals, files: Path) -> None:
+def test_a_signal_commits_and_resume_goes_on(
+    number: signal.Signals, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_step = job._Metrics.on_step
+
+    def with_a_signal(metrics: job._Metrics, step: int, loss: float) -> None:
+        on_step(metrics, step, loss)
+        if step == 2:
+            signal.raise_signal(number)
+
+    with mock.patch.object(job._Metrics, "on_step", with_a_signal):
+        assert main(arguments(files, 100_000, "out")) == 130
+    assert "resume with --resume" in capsys.readouterr().out
+    done = len(metrics(files, "out"))
+    assert 3 <= done < 100
+    assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == done
+    assert main(arguments(files, done + 2, "out", "--resume", "--no-export")) == 0
+    assert len(metrics(files, "out")) == done + 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_from_outside_commits(number: signal.Signals, files: Path) -> None:
     command = [sys.executable, "-c", START, *arguments(files, 100_000, "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -179,10 +202,7 @@ def test_a_signal_commits_and_resume_goes_on(number: signal.Signals, files: Path
     assert process.returncode == 130, err
     assert "resume with --resume" in out
     assert "Traceback" not in err
-    done = len(metrics(files, "out"))
-    assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == done
-    assert main(arguments(files, done + 2, "out", "--resume", "--no-export")) == 0
-    assert len(metrics(files, "out")) == done + 2
+    assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == len(metrics(files, "out"))
 
 
 def test_a_run_that_could_not_begin_leaves_no_tokens_of_its_data(files: Path) -> None:

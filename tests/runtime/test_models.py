@@ -129,10 +129,10 @@ def test_t5(acts: str, accumulation: int, clip: float | None, dtype: str, tmp_pa
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ("in-memory", {}),
-        ("full-recompute", {}),
+        pytest.param("in-memory", {}, marks=pytest.mark.nightly),
+        pytest.param("full-recompute", {}, marks=pytest.mark.nightly),
         ("full-recompute", {"every": 2}),
-        ("zero-offload", {}),
+        pytest.param("zero-offload", {}, marks=pytest.mark.nightly),
         ("zero-infinity", {}),
         ("fuyou", {}),
         ("vertical", {}),

@@ -6,22 +6,18 @@ that moment, relative to the whole calibration run: the *slowdown*.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.measure.units import profile_workload
-from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import Trainer
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
@@ -31,7 +27,7 @@ from tierplan.validation.calibration.calibration import Calibration, calibrate
 from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
-from tierplan.validation.calibration.turns import TurnwiseTraining
+from tierplan.validation.calibration.turns import MANY_BATCHES, TurnwiseTraining
 
 NUM_TURNS = 12
 STEPS_PER_TURN = 1
@@ -39,29 +35,21 @@ STEPS_PER_TURN = 1
 PROFILE_STEPS = 8
 ROOM = 1.3
 """Capacity over predicted peak: no training of a calibration run waits for memory."""
-MANY_BATCHES = 1 << 30
 
 
 @dataclass(eq=False)
 class CalibrationSession:
-    """The calibration model under its plans, ready to be trained turn by turn; a context manager."""
+    """The calibration model under its plans, ready to be trained turn by turn."""
 
     config: Mapping[str, object]
     """The `config.json` of the calibration model: the blocks of the models to be predicted, but fewer of them."""
     training: Training
     machine: Machine
-    nvme_dir: str | os.PathLike[str]
+    nvme_dir: Path
+    life: ExitStack
+    """Closes its trainings."""
     device: str = "cpu"
     _trainings: dict[str, TurnwiseTraining] = field(default_factory=dict)
-    _life: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> CalibrationSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._life.close()
 
     def run(self) -> Calibration:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
@@ -79,7 +67,11 @@ class CalibrationSession:
             schedule = lower(plan, workload, ample)
             peaks = simulate_on(unroll(schedule, 2), ample).peak_bytes
             schedules[name] = with_room(schedule, peaks, ROOM)
-            self._trainings[name] = self._open(name, schedules[name])
+            training = TurnwiseTraining.of(
+                schedules[name], self.config, self.training, self.nvme_dir / name, self.device
+            )
+            self.life.enter_context(training.trainer)
+            self._trainings[name] = training
         measurements, in_memory_s = self._train_in_turns(schedules)
         typical_s = median(in_memory_s)
         return calibrate(workload, machine, measurements, tuple(s / typical_s for s in in_memory_s))
@@ -120,11 +112,3 @@ class CalibrationSession:
         for name in others:
             self._trainings.pop(name).trainer.close()
         return measurements, in_memory_s
-
-    def _open(self, name: str, schedule: Schedule) -> TurnwiseTraining:
-        model = seeded_model(self.config, self.training)
-        folder = Path(self.nvme_dir) / name
-        make_folder(folder)
-        trainer = Trainer(schedule, model, nvme_dir=folder, device=self.device)
-        batches = random_batches(self.config, self.training, MANY_BATCHES)
-        return TurnwiseTraining(self._life.enter_context(trainer), batches)

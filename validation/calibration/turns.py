@@ -6,13 +6,20 @@ turns meet the same speeds on average; one long training after another does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tierplan.runtime.data.synthetic import random_batches, seeded_model
+from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Training
 from tierplan.validation.comparison.steps import cut_steps
+
+MANY_BATCHES = 1 << 30
 
 
 @dataclass(eq=False)
@@ -23,6 +30,16 @@ class TurnwiseTraining:
     batches: Iterator[dict[str, Any]]
     skipped_steps: set[int] = field(default_factory=set)
     """Steps that are not counted."""
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, config: Mapping[str, object], training: Training, nvme_dir: Path, device: str
+    ) -> TurnwiseTraining:
+        """Of a model of this config, with random weights and batches; until its trainer is closed."""
+        model = seeded_model(config, training)
+        make_folder(nvme_dir)
+        trainer = Trainer(schedule, model, nvme_dir=nvme_dir, device=device)
+        return cls(trainer, random_batches(config, training, MANY_BATCHES))
 
     def take_turn(self, num_steps: int, warmup_steps: int = 1) -> tuple[int, ...]:
         """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""

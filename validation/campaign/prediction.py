@@ -21,7 +21,6 @@ from tierplan.validation.campaign.spec import Run
 class RunPrediction:
     """The schedule of a run, and its simulation."""
 
-    workload: Workload
     machine: Machine
     """With the run's budgets."""
     schedule: Schedule
@@ -38,14 +37,14 @@ def predict_run(run: Run, workload: Workload, machine: Machine) -> RunPrediction
         held = planned.steady.peak_bytes
         schedule = with_room(planned.schedule, {tier: held[tier] for tier in (DEVICE, HOST)})
         steady = steady_state(schedule, machine)
-        return RunPrediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
+        return RunPrediction(machine=machine, schedule=schedule, steady=steady)
     ample = with_ample_memory(machine)
     decided = decide(run.policy, workload, ample, run.options)
     budgets: dict[str, int] = {}
     for tier, level in ((DEVICE, run.device), (HOST, run.host)):
         budgets[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, budgets))
     machine, schedule, steady = raise_capacities(decided, workload, with_capacity(machine, budgets))
-    return RunPrediction(workload=workload, machine=machine, schedule=schedule, steady=steady)
+    return RunPrediction(machine=machine, schedule=schedule, steady=steady)
 
 
 def _planner_budgets(run: Run, workload: Workload, machine: Machine) -> Machine:

@@ -27,11 +27,10 @@ from typing import Any
 from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
-from tierplan.runtime.data.synthetic import device_model, random_batches, seeded_model, versions
+from tierplan.runtime.data.synthetic import device_model, versions
 from tierplan.runtime.measure.machine import measure_description
-from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.trainer import RunResult
 from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
@@ -55,17 +54,6 @@ CALIBRATION_RUN = Run(blocks=0, policy="in-memory")
 CALIBRATION_FILE = "calibration.txt"
 """The calibration of a group, beside its `machine.toml`. It is no artifact, so its name does not end with .json."""
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Calibrated:
-    """A group's calibration, and the session that measures how slow the machine is now."""
-
-    calibration: Calibration
-    session: CalibrationSession
-    checks: tuple[float, ...]
-    """Predicted over measured steps of the calibration plans, of this group and those before it."""
-    seconds: float
 
 
 def artifact_path(out_dir: str | os.PathLike[str], group: Group, run: Run) -> Path:
@@ -117,18 +105,14 @@ def run_campaign(
         measure_s=measure_s,
         report=report,
     )
-    paths = [artifact_path(out_dir, group, run) for group in campaign.groups for run in group.runs]
     try:
         for group in campaign.groups:
-            missing = [
-                run
-                for run in group.runs
-                if only in f"{group.name}/{run.name}" and not artifact_path(out_dir, group, run).exists()
-            ]
-            if missing:
+            asked = [run for run in group.runs if only in f"{group.name}/{run.name}"]
+            if missing := [run for run in asked if not artifact_path(out_dir, group, run).exists()]:
                 _run_group(campaign, group, missing, setup)
     finally:
         shutil.rmtree(setup.scratch, ignore_errors=True)
+    paths = [artifact_path(out_dir, group, run) for group in campaign.groups for run in group.runs]
     return [Artifact.load(path) for path in paths if path.exists()]
 
 
@@ -149,8 +133,6 @@ class _Setup:
 def _run_group(campaign: Campaign, group: Group, runs: Sequence[Run], setup: _Setup) -> None:
     with ExitStack() as life:
         calibrated = _calibrate(group, setup, life)
-        checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibrated.calibration.checks.items())
-        setup.report(f"{group.name}: calibrated in {calibrated.seconds:.0f} s, {checks}")
         for batch in [runs] if campaign.interleaved else [[run] for run in runs]:
             for artifact in _execute(campaign, group, batch, calibrated, setup):
                 artifact.save(setup.out_dir / group.name / f"{artifact.run}.json")
@@ -164,6 +146,10 @@ def _line(a: Artifact) -> str:
         f"{a.group}/{a.run}: predicted {format_s(a.predicted_step_s)}, measured {format_s(a.measured_step_s)}, "
         f"{format_error(a.error_frac)}"
     )
+
+
+_Calibrated = tuple[Calibration, CalibrationSession]
+"""A group's calibration, and the session that measures how slow the machine is now."""
 
 
 def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
@@ -180,13 +166,14 @@ def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
         machine=build_machine(description),
         nvme_dir=setup.scratch,
         device=setup.device,
+        life=life,
     )
-    calibration = life.enter_context(session).run()
+    calibration = session.run()
     write_atomically(setup.out_dir / group.name / CALIBRATION_FILE, json.dumps(calibration.record(), indent=1) + "\n")
     setup.checks.extend(calibration.checks.values())
-    return _Calibrated(
-        calibration=calibration, session=session, checks=tuple(setup.checks), seconds=time.monotonic() - began
-    )
+    checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
+    setup.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
+    return calibration, session
 
 
 def _execute(
@@ -212,7 +199,8 @@ class _RunExecution:
     def __init__(
         self, campaign: Campaign, group: Group, run: Run, calibrated: _Calibrated, setup: _Setup, life: ExitStack
     ) -> None:
-        self._campaign, self._calibrated = campaign, calibrated
+        self._campaign, self._checks = campaign, setup.checks
+        self._calibration, self._session = calibrated
         config, training = group.model_config(run.blocks), _training(group, run, setup.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
         self._artifact = Artifact(
@@ -223,7 +211,7 @@ class _RunExecution:
             settings={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
             machine=setup.machine_name,
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            versions=_versions(),
+            versions={"tierplan": __version__, **versions(), "Python": platform.python_version()},
             answered=False,
             campaign_runs=campaign.run_names,
         )
@@ -232,13 +220,13 @@ class _RunExecution:
         self._turn_predictions_s: list[float] = []
         self._life = life.enter_context(ExitStack())
         with self._recording_failure():
-            calibration = calibrated.calibration
-            self._predicted = predict_run(run, with_times_of(calibration.workload, workload), calibration.machine)
-            batches = random_batches(config, training, campaign.steps * run.accumulation)
-            model, folder = seeded_model(config, training), setup.scratch / run.name
-            make_folder(folder)
-            trainer = Trainer(self._predicted.schedule, model, nvme_dir=folder, device=setup.device)
-            self._training = TurnwiseTraining(self._life.enter_context(trainer), batches)
+            self._predicted = predict_run(
+                run, with_times_of(self._calibration.workload, workload), self._calibration.machine
+            )
+            self._training = TurnwiseTraining.of(
+                self._predicted.schedule, config, training, setup.scratch / run.name, setup.device
+            )
+            self._life.enter_context(self._training.trainer)
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:
@@ -253,10 +241,10 @@ class _RunExecution:
         """Measures the slowdown, predicts a step, and trains `num_steps` steps. Does nothing after an error."""
         if self._artifact.why_not:
             return
-        calibration, predicted = self._calibrated.calibration, self._predicted
+        calibration, predicted = self._calibration, self._predicted
         with self._recording_failure():
             calibration_steps = 1 if self._campaign.interleaved else CALIBRATION_STEPS
-            in_memory_s = self._calibrated.session.in_memory_step_s(calibration_steps)
+            in_memory_s = self._session.in_memory_step_s(calibration_steps)
             slowdown = in_memory_s / calibration.in_memory_step_s
             self.slowdowns.append(slowdown)
             self._turn_predictions_s.append(calibration.step_s(predicted.schedule, predicted.machine, slowdown))
@@ -268,11 +256,11 @@ class _RunExecution:
             return self._artifact
         campaign, predicted = self._campaign, self._predicted
         with self._recording_failure():
-            steady = self._calibrated.calibration.steady(predicted.schedule, predicted.machine, slowdown)
+            steady = self._calibration.steady(predicted.schedule, predicted.machine, slowdown)
             artifact = replace(
                 self._artifact,
                 predicted_step_s=steady.period_s,
-                interval_s=interval_around(steady.period_s, interval_half_width(self._calibrated.checks)),
+                interval_s=interval_around(steady.period_s, interval_half_width(self._checks)),
                 turn_predictions_s=tuple(self._turn_predictions_s),
                 slowdowns=tuple(self.slowdowns),
                 skipped_steps=tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps)),
@@ -321,10 +309,6 @@ def _training(group: Group, run: Run, device: str) -> Training:
         max_grad_norm=run.max_grad_norm,
         **settings,
     )
-
-
-def _versions() -> dict[str, str]:
-    return {"tierplan": __version__, **versions(), "Python": platform.python_version()}
 
 
 def _machine_name(device: str) -> str:

@@ -48,21 +48,18 @@ def attribute(
         groups.setdefault((op.stream, op.kind), []).append(op.key)
     order = sorted(groups, key=lambda g: -abs(sum(measured_ns[k] - predicted_ns[k] for k in groups[g])))
     num_groups = min(MAX_GROUPS, max(1, MAX_SIMULATED_OPS // (NUM_STEPS * len(schedule.ops)) - 2))
-    told_apart, others = order[:num_groups], order[num_groups:]
+    parts = [(*group, groups[group]) for group in order[:num_groups]]
+    if others := order[num_groups:]:
+        parts.append(("", "other ops", [key for group in others for key in groups[group]]))
 
     repeated = unroll(schedule, NUM_STEPS)
     durations = dict(predicted_ns)
     before = first = _step_s(repeated, durations)
     contributions = []
-    for stream, kind in told_apart:
-        durations.update({key: measured_ns[key] for key in groups[stream, kind]})
+    for stream, kind, keys in parts:
+        durations.update({key: measured_ns[key] for key in keys})
         now = _step_s(repeated, durations)
         contributions.append(Contribution(stream=stream, kind=kind, seconds=now - before))
-        before = now
-    if others:
-        durations.update({key: measured_ns[key] for group in others for key in groups[group]})
-        now = _step_s(repeated, durations)
-        contributions.append(Contribution(stream="", kind="other ops", seconds=now - before))
         before = now
     # The prediction itself may differ from what its own median durations give, by what contention varies over steps.
     rest = (measured_step_s - before) - (predicted_step_s - first)
@@ -71,7 +68,5 @@ def attribute(
 
 
 def _step_s(repeated: Schedule, duration_ns: Mapping[str, float]) -> float:
-    costs = {}
-    for op in repeated.ops:
-        costs[op.key] = Cost(duration_ns[split_step(op.key).key] / 1e9, 0.0)
+    costs = {op.key: Cost(duration_ns[split_step(op.key).key] / 1e9, 0.0) for op in repeated.ops}
     return cut_steps(simulate(repeated, costs)).step_s

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -225,30 +226,15 @@ def run_demo(
         # no sub-batches: they would sum gradients in another order than the training that the losses are compared with
         planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
         progress("planning", 1.0)
+    settings: dict[str, Any] = {"steps": steps, "optimizer": optimizer, "seed": seed, "num_threads": num_threads}
     with _timed("train with the plan", seconds):
+        settings["on_step"] = lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps)
         model = seeded_model(modelled.config, training, seed)
-        run = train(
-            planned.schedule,
-            model,
-            batches,
-            steps=steps,
-            nvme_dir=nvme,
-            optimizer=optimizer,
-            seed=seed,
-            num_threads=num_threads,
-            on_step=lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps),
-        )
+        run = train(planned.schedule, model, batches, nvme_dir=nvme, **settings)
     with _timed("train in memory", seconds):
+        settings["on_step"] = lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps)
         reference = seeded_model(modelled.config, training, seed)
-        reference_losses, reference_bytes = train_with_tracked_memory(
-            reference,
-            batches,
-            steps=steps,
-            optimizer=optimizer,
-            seed=seed,
-            num_threads=num_threads,
-            on_step=lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps),
-        )
+        reference_losses, reference_bytes = train_with_tracked_memory(reference, batches, **settings)
     comparison = compare(
         planned.schedule,
         planned.steady.trace,

@@ -26,7 +26,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.contents import OpKey, parse_key
+from tierplan.sim.contents import parse_key
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -86,7 +86,6 @@ class Row:
 
 DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute", "fits")
 """Quantities that are shares of something, or yes (1) or no (0): their error is the difference."""
-TIMES = ("step_s", "phases_s", "iteration_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,23 +252,10 @@ def _step(table: Settings, settings: Settings) -> Prediction:
     return predict(settings["policy"], _workload(settings), _machine(settings), settings.get("options"))
 
 
-def _fits(table: Settings, settings: Settings) -> float:
-    """1 where it fits, 0 where it does not."""
-    return float(_step(table, settings).fits)
-
-
-def _tflops(table: Settings, settings: Settings) -> float | None:
-    return _step(table, settings).tflops_8nd
-
-
 def _best_tflops(table: Settings, settings: Settings) -> float | None:
     """The best throughput over batches, as the papers count it."""
-    throughputs = []
-    for batch in settings["batches"]:
-        prediction = _step(table, {**settings, "batch": batch})
-        if prediction.tflops_8nd is not None:
-            throughputs.append(prediction.tflops_8nd)
-    return max(throughputs, default=None)
+    throughputs = (_step(table, {**settings, "batch": batch}).tflops_8nd for batch in settings["batches"])
+    return max((x for x in throughputs if x is not None), default=None)
 
 
 def _phase(table: Settings, settings: Settings) -> float | Prediction:
@@ -278,28 +264,27 @@ def _phase(table: Settings, settings: Settings) -> float | Prediction:
     What still waits in buffers for its way to NVMe does not: DeepSpeed's writes go on while the update begins.
     """
     scenario = {name: value for name, value in settings.items() if name not in ("phase", "value", "low", "high")}
-    prediction, seconds = _phases(json.dumps(scenario, sort_keys=True))
+    prediction, seconds = _logged_phases_s(json.dumps(scenario, sort_keys=True))
     return prediction if settings["phase"] == "step" or not prediction.fits else seconds[settings["phase"]]
 
 
-def _is_of_backward(op: OpKey) -> bool:
-    return op.verb in ("bwd", "cast") or (op.verb, op.moved) == ("offload", "grads")
-
-
 @lru_cache(maxsize=4)
-def _phases(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
-    """The prediction for a scenario (as JSON), and the seconds of the phases of one step."""
+def _logged_phases_s(scenario: str) -> tuple[Prediction, Mapping[str, float]]:
+    """The prediction for a scenario (as JSON), and the phases of one step where DeepSpeed's log cuts them.
+
+    `tierplan.sim.analysis.phases` cuts by what the device computes, so that its phases do not wait for gradients.
+    """
     settings = json.loads(scenario)
-    machine = _machine(settings)
-    prediction = predict(settings["policy"], _workload(settings), machine, settings.get("options"))
+    prediction = _step({}, settings)
     if not prediction.fits or prediction.schedule is None:
         return prediction, {}
-    trace = simulate_on(prediction.schedule, machine)
-    forward_end_s = min(s.start_ns for s in trace.spans if parse_key(s.key).verb in ("recompute", "bwd")) / 1e9
-    ends_ns = [s.end_ns for s in trace.spans if _is_of_backward(parse_key(s.key))]
+    trace = simulate_on(prediction.schedule, _machine(settings))
     keys = {op.key: parse_key(op.key) for op in prediction.schedule.ops}
-    written = {key for key, k in keys.items() if (k.verb, k.moved) == ("write", "grads")}
-    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if op.key in written}
+    moves = {key: (k.verb, k.moved) for key, k in keys.items()}
+    forward_end_s = min(s.start_ns for s in trace.spans if keys[s.key].verb in ("recompute", "bwd")) / 1e9
+    of_backward = {key for key in keys if keys[key].verb in ("bwd", "cast") or moves[key] == ("offload", "grads")}
+    ends_ns = [s.end_ns for s in trace.spans if s.key in of_backward]
+    size = {op.key: op.work["bytes"] for op in prediction.schedule.ops if moves[op.key] == ("write", "grads")}
     devices = prediction.plan.devices if prediction.plan else 1
     own = min(prediction.num_parameters // devices, SUB_GROUP_PARAMETERS)
     buffered = 4.0 * OPTIMIZER_BUFFERS * own * devices  # fp32 in pinned buffers
@@ -429,8 +414,8 @@ def _below_recompute(table: Settings, settings: Settings) -> float:
 
 QUANTITIES: Mapping[str, Callable[[Settings, Settings], float | Prediction | None]] = {
     "step_s": _step,
-    "fits": _fits,
-    "tflops_8nd": _tflops,
+    "fits": lambda table, settings: float(_step(table, settings).fits),
+    "tflops_8nd": lambda table, settings: _step(table, settings).tflops_8nd,
     "best_tflops_8nd": _best_tflops,
     "phases_s": _phase,
     "efficiency": _efficiency,

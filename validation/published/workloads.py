@@ -5,7 +5,7 @@ Our simulator is then given the same inputs as the authors' own simulation or me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
@@ -89,6 +89,14 @@ def tensor_parallel_workload(
     attention = 4.0 * batch * seq**2 * hidden / tensor_parallel
     blocks: list[Unit] = []
     decoder_begins = layers - decoder_layers
+
+    def size_bytes(tensor: Mapping[str, Any]) -> int:
+        units = float(tensor.get("units", 0.0)) + float(tensor.get("parallel_units", 0.0)) / tensor_parallel
+        return round(units * unit_bytes)
+
+    def saved(sizes: Iterable[tuple[str, int]]) -> tuple[SavedTensor, ...]:
+        return tuple(SavedTensor(index=i, name=name, size_bytes=n, dtype="fp16") for i, (name, n) in enumerate(sizes))
+
     for layer in range(layers):
         for chunk in chunks:
             if chunk.get("decoder") and layer < decoder_begins:
@@ -97,15 +105,6 @@ def tensor_parallel_workload(
             work = {"matmul_fp16_flops": matmul * chunk["flops_share"]}
             if chunk.get("attention"):
                 work["attention_fp16_flops"] = attention
-            saved = tuple(
-                SavedTensor(
-                    index=i,
-                    name=tensor["name"],
-                    size_bytes=round(_units(tensor, tensor_parallel) * unit_bytes),
-                    dtype="fp16",
-                )
-                for i, tensor in enumerate(saves)
-            )
             blocks.append(
                 Unit(
                     name=f"L{len(blocks)}",
@@ -113,27 +112,24 @@ def tensor_parallel_workload(
                     num_parameters=round(12 * hidden**2 * chunk["flops_share"] / tensor_parallel),
                     forward=work,
                     backward={kind: 2 * flops for kind, flops in work.items()},
-                    saved=saved,
+                    saved=saved((tensor["name"], size_bytes(tensor)) for tensor in saves),
                     input_bytes=border,
                     output_bytes=border,
-                    backward_work_bytes=round(_units(chunk["gradients"], tensor_parallel) * unit_bytes),
+                    backward_work_bytes=size_bytes(chunk["gradients"]),
                 )
             )
     embed = Unit(
         name="embed", kind="embed", num_parameters=0, forward={}, backward={}, output_bytes=border, saves_input=False
     )
     logits = seq * batch * vocabulary // tensor_parallel
-    of_head = [(tensor["name"], round(_units(tensor, tensor_parallel) * unit_bytes)) for tensor in head_saves]
-    of_head.append(("softmax", FP16_BYTES * logits))
+    of_head = [*((tensor["name"], size_bytes(tensor)) for tensor in head_saves), ("softmax", FP16_BYTES * logits)]
     head = Unit(
         name="head",
         kind="head",
         num_parameters=0,
         forward={},
         backward={},
-        saved=tuple(
-            SavedTensor(index=i, name=name, size_bytes=size, dtype="fp16") for i, (name, size) in enumerate(of_head)
-        ),
+        saved=saved(of_head),
         input_bytes=border,
         forward_work_bytes=2 * FP16_BYTES * logits,
         backward_work_bytes=border,
@@ -142,15 +138,7 @@ def tensor_parallel_workload(
         name=name,
         model_type="formula",
         training=Training(
-            per_device_train_batch_size=batch,
-            sequence_length=seq,
-            dtype="fp16",
-            optimizer="sgd",
-            master_weights=False,
+            per_device_train_batch_size=batch, sequence_length=seq, dtype="fp16", optimizer="sgd", master_weights=False
         ),
         units=(embed, *blocks, head),
     )
-
-
-def _units(tensor: Mapping[str, Any], tensor_parallel: int) -> float:
-    return float(tensor.get("units", 0.0)) + float(tensor.get("parallel_units", 0.0)) / tensor_parallel

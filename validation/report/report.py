@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierplan.sim.output.plots import Excerpt, plot_holdings, plot_timelines
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
 from tierplan.sim.trace import Trace
-from tierplan.validation.comparison.compare import Comparison, Pair
+from tierplan.validation.comparison.compare import Comparison, Pair, StreamComparison
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 from tierplan.validation.report.pictures import inline_svg, plot_losses, typical_steps
 
@@ -78,18 +78,19 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _key_figures(comparison: Comparison) -> str:
-    step = comparison.step_s
+    step, busiest = comparison.step_s, comparison.deciding_stream
     assert step.measured is not None
-    busiest = comparison.deciding_stream
+    interval = ""
+    if comparison.interval_s is not None:
+        interval = f"90 % between {format_s(comparison.interval_s[0])} and {format_s(comparison.interval_s[1])}"
+    steady = comparison.measured_steps_s[comparison.warmup_steps :]
+    scatter = f"median of {len(steady)}; {format_s(min(steady))} to {format_s(max(steady))}"
+    worked_frac = busiest.measured.busy_s / busiest.measured.total_s if busiest.measured.total_s else 0.0
     items = [
-        ("Step, predicted", format_s(step.predicted), _interval(comparison)),
-        ("Step, measured", format_s(step.measured), _measured_steps(comparison)),
+        ("Step, predicted", format_s(step.predicted), interval),
+        ("Step, measured", format_s(step.measured), "one step" if len(steady) == 1 else scatter),
         ("Error", format_error(comparison.step_error_frac), "predicted / measured − 1"),
-        (
-            "Busiest stream",
-            busiest.stream,
-            f"worked {format_frac(_part(busiest.measured.busy_s, busiest.measured.total_s))} of the step",
-        ),
+        ("Busiest stream", busiest.stream, f"worked {format_frac(worked_frac)} of the step"),
     ]
     for tier in comparison.tiers:
         peak = tier.peak_bytes
@@ -98,20 +99,6 @@ def _key_figures(comparison: Comparison) -> str:
                 (f"Peak in {tier.tier}", format_bytes(peak.measured), f"predicted {format_bytes(peak.predicted)}")
             )
     return cards(items)
-
-
-def _interval(comparison: Comparison) -> str:
-    if comparison.interval_s is None:
-        return ""
-    low, high = comparison.interval_s
-    return f"90 % between {format_s(low)} and {format_s(high)}"
-
-
-def _measured_steps(comparison: Comparison) -> str:
-    steady = comparison.measured_steps_s[comparison.warmup_steps :]
-    if len(steady) == 1:
-        return "one step"
-    return f"median of {len(steady)}; {format_s(min(steady))} to {format_s(max(steady))}"
 
 
 def _timelines(steps: Mapping[str, Excerpt]) -> str:
@@ -126,59 +113,41 @@ def _timelines(steps: Mapping[str, Excerpt]) -> str:
     )
 
 
-def _part(amount: float, whole: float) -> float:
-    return amount / whole if whole else 0.0
-
-
 def _causes(comparison: Comparison) -> str:
-    contributions = comparison.attribution
-    by_op = table(
-        ("ops", "stream", "seconds", ""),
-        [
-            (c.kind, c.stream, format_s(c.seconds, signed=True), bar)
-            for c, bar in zip(contributions, bars([c.seconds for c in contributions]), strict=True)
-        ],
-        num_left=2,
-    )
+    def with_bars(columns: Sequence[str], rows: Sequence[tuple[tuple[str, ...], float]]) -> str:
+        cells = zip(rows, bars([seconds for _, seconds in rows]), strict=True)
+        shown = [(*names, format_s(seconds, signed=True), bar) for (names, seconds), bar in cells]
+        return table((*columns, "seconds", ""), shown, num_left=len(columns))
+
     busiest = comparison.deciding_stream
-    causes = list(busiest.causes.items())
-    by_cause = table(
-        ("cause", "seconds", ""),
-        [
-            (name, format_s(seconds, signed=True), bar)
-            for (name, seconds), bar in zip(causes, bars([s for _, s in causes]), strict=True)
-        ],
-    )
     return section(
         "Where the difference comes from",
         paragraph(
             "Measured minus predicted. By ops: what the simulated step gains when it is given the measured durations "
             "of these ops, one row after the other; ops that are not on the critical path gain nothing."
         ),
-        by_op,
+        with_bars(("ops", "stream"), [((c.kind, c.stream), c.seconds) for c in comparison.attribution]),
         paragraph(f"By cause, on the busiest stream, {busiest.stream}:"),
-        by_cause,
+        with_bars(("cause",), [((name,), seconds) for name, seconds in busiest.causes.items()]),
     )
 
 
+def _cells(pair: Pair, show: Callable[[float], str]) -> tuple[str, str, str]:
+    """Predicted, measured, error."""
+    return show(pair.predicted), "–" if pair.measured is None else show(pair.measured), format_error(pair.error_frac)
+
+
 def _streams(comparison: Comparison) -> str:
-    rows = [
-        (
-            s.stream,
-            format_s(s.predicted.busy_s),
-            format_s(s.measured.busy_s),
-            format_error(s.busy_s.error_frac),
-            f"{format_s(s.predicted.input_s)} / {format_s(s.measured.input_s)}",
-            f"{format_s(s.predicted.memory_s)} / {format_s(s.measured.memory_s)}",
-            f"{format_s(s.predicted.idle_s)} / {format_s(s.measured.idle_s)}",
-        )
-        for s in comparison.streams
-    ]
+    def row(s: StreamComparison) -> tuple[str, ...]:
+        waits = [(getattr(s.predicted, part), getattr(s.measured, part)) for part in ("input_s", "memory_s", "idle_s")]
+        return (s.stream, *_cells(s.busy_s, format_s), *(f"{format_s(p)} / {format_s(m)}" for p, m in waits))
+
     return section(
         "Streams",
         paragraph("Per step; the last three columns show predicted / measured.", "soft"),
         table(
-            ("stream", "busy, predicted", "busy, measured", "error", "waits for input", "for memory", "overhead"), rows
+            ("stream", "busy, predicted", "busy, measured", "error", "waits for input", "for memory", "overhead"),
+            map(row, comparison.streams),
         ),
     )
 
@@ -188,12 +157,8 @@ def _kinds(comparison: Comparison) -> str:
         (
             f"{k.kind} on {k.stream}",
             f"{k.num_ops}",
-            format_s(k.predicted_s),
-            format_s(k.measured_s),
-            format_error(k.seconds.error_frac),
-            format_s(k.rate_s, signed=True),
-            format_s(k.overhead_s, signed=True),
-            format_s(k.contention_s, signed=True),
+            *_cells(k.seconds, format_s),
+            *(format_s(seconds, signed=True) for seconds in (k.rate_s, k.overhead_s, k.contention_s)),
         )
         for k in comparison.kinds
     ]
@@ -205,15 +170,13 @@ def _kinds(comparison: Comparison) -> str:
 
 
 def _memory(comparison: Comparison, steps: Mapping[str, Excerpt]) -> str:
-    tiers = [t.tier for t in comparison.tiers if t.peak_bytes.predicted or t.peak_bytes.measured]
-    rows = [
-        (t.tier, *_bytes_cells(t.peak_bytes), format_bytes(t.capacity_bytes))
-        for t in comparison.tiers
-        if t.peak_bytes.predicted or t.peak_bytes.measured
-    ]
+    used = [t for t in comparison.tiers if t.peak_bytes.predicted or t.peak_bytes.measured]
+    rows = [(t.tier, *_cells(t.peak_bytes, format_bytes), format_bytes(t.capacity_bytes)) for t in used]
     return section(
         "Memory over the step",
-        inline_svg(plot_holdings(steps, tiers), "bytes held in each tier over one step") if tiers else "",
+        inline_svg(plot_holdings(steps, [t.tier for t in used]), "bytes held in each tier over one step")
+        if used
+        else "",
         table(("tier", "peak, predicted", "measured", "error", "capacity"), rows),
     )
 
@@ -224,24 +187,14 @@ def _bytes(comparison: Comparison) -> str:
     agree = "They agree exactly." if comparison.bytes_agree else "They do not all agree."
     if all(pair.measured is None for pair in comparison.moved_bytes.values()):
         agree = "The run did not count them."
-    rows = [(stream, *_exact_cells(pair)) for stream, pair in comparison.moved_bytes.items()]
+
+    def row(stream: str, pair: Pair) -> tuple[str, ...]:
+        difference = None if pair.measured is None else f"{pair.measured - pair.predicted:+,.0f}".replace("+0", "0")
+        return stream, *_cells(pair, lambda moved: f"{moved:,.0f}")[:2], difference or "–"
+
+    rows = [row(stream, pair) for stream, pair in comparison.moved_bytes.items()]
     return section(
         "Bytes moved per step", paragraph(agree), table(("stream", "predicted", "measured", "difference"), rows)
-    )
-
-
-def _bytes_cells(pair: Pair) -> tuple[str, str, str]:
-    measured = "–" if pair.measured is None else format_bytes(pair.measured)
-    return format_bytes(pair.predicted), measured, format_error(pair.error_frac)
-
-
-def _exact_cells(pair: Pair) -> tuple[str, str, str]:
-    if pair.measured is None:
-        return f"{pair.predicted:,.0f}", "–", "–"
-    return (
-        f"{pair.predicted:,.0f}",
-        f"{pair.measured:,.0f}",
-        f"{pair.measured - pair.predicted:+,.0f}".replace("+0", "0"),
     )
 
 

@@ -26,7 +26,9 @@ class Meter:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.complete_bytes = 0
+        """Of what is live, gradients of own parameters that are complete."""
         self.accumulating_peak_bytes = 0
+        """The peak without those: they would be part of earlier gradients by then."""
 
     def add(self, size_bytes: int) -> None:
         self.live_bytes += size_bytes

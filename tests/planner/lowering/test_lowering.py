@@ -13,6 +13,7 @@ from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import validate
@@ -90,18 +91,16 @@ def test_the_refined_order_keeps_streams_and_never_needs_more_memory() -> None:
     refined = lower(plan, workload, toy_machine())
     for stream in plain.streams:
         assert [o.key for o in plain.ops if o.stream == stream] == [o.key for o in refined.ops if o.stream == stream]
-    low, high = 1, 4000
-    while low < high:  # the least device memory, in MiB, in which the plain order completes
-        middle = (low + high) // 2
+    least, completes = MIB, False
+    while not completes:  # the least device memory in which the plain order completes
+        machine = toy_machine(device_bytes=least)
         try:
-            machine = toy_machine(device_bytes=middle * MIB)
             simulate_on(lower(plan, workload, machine, refine=False), machine)
-            high = middle
-        except RuntimeError:
-            low = middle + 1
-    machine = toy_machine(device_bytes=low * MIB)
+            completes = True
+        except OutOfMemory as short:
+            least = short.needed_bytes or 2 * least
     trace = simulate_on(lower(plan, workload, machine), machine)
-    assert trace.peak_bytes["gpu0"] <= low * MIB
+    assert trace.peak_bytes["gpu0"] <= least
 
 
 def test_compute_visits_each_unit_once_per_micro_batch_and_direction() -> None:

@@ -50,7 +50,7 @@ def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `measure` on this machine, at sizes that take no time."""
-    monkeypatch.setattr(module, "_plan", lambda budget_s, folders, device: module._Plan(3, TINY))
+    monkeypatch.setattr(module, "_plan", lambda budget_s, folders, device: (3, TINY))
     monkeypatch.setattr(module, "LEAST_WINDOW_S", 0.002)
 
 
@@ -71,11 +71,7 @@ def test_the_measured_machine_is_complete_and_kept(config_folder: Path, tiny: No
     assert not machine.nameplate
     assert load_machine("here") == machine
     assert list(tmp_path.glob("tierplan*")) == []  # the file is gone
-
-
-def test_every_measured_number_has_its_spread(config_folder: Path, tiny: None, tmp_path: Path) -> None:
-    measure(tmp_path, budget_s=5, device="cpu", dtypes=["fp32"])
-    description = load_description("here")
+    description = load_description("here")  # every number has its spread
     rates = [k for k in description.values if k.split(".")[1] not in ("capacity", "reserve", "cores", "drives")]
     for key in rates:
         quantity = description.values[key]

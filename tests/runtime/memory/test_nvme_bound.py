@@ -70,7 +70,10 @@ def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
     assert part.partition("\n")[2].rstrip() == "\n".join(runtime_page.lines(*records, names=names))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(c, marks=() if c.places else pytest.mark.nightly, id=c.name) for c in CONFIGURATIONS],
+)
 def test_the_drive_limits_each_configuration_by_a_margin(configuration: Configuration) -> None:
     """On the described machine of two cores; kinds of data on the drive are those that the name says."""
     place = configuration.on(machine(1, 1))

@@ -118,7 +118,6 @@ def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
 
     with mock.patch("tierplan.runtime.memory.files.os.open", refuse_direct):
         store = Store([tmp_path])
-    assert not store.direct
     assert "does not take O_DIRECT" in store.notes[0]
     extent = store.allocate(123_456)
     store.write(extent, noise(123_456, 1))

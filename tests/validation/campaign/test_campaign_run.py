@@ -15,12 +15,12 @@ from tests.toys import toy_machine
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration import session
 from tierplan.validation.calibration.calibration import Calibration
+from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
 from tierplan.validation.campaign.artifact import load_artifacts
 from tierplan.validation.campaign.prediction import predict_run
@@ -114,15 +114,15 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
 def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full drive, and an error without a text, in runs that take turns with one that does well."""
 
-    class Failing(Trainer):
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            if "nvme.read" in self.schedule.streams:
+    class Failing(TurnwiseTraining):
+        def take_turn(self, *args: Any, **kwargs: Any) -> Any:
+            if "nvme.read" in self.trainer.schedule.streams:
                 raise OSError(28, "No space left on device")
-            if "host.adam" in self.schedule.streams:
+            if "host.adam" in self.trainer.schedule.streams:
                 raise RuntimeError
-            return super().run(*args, **kwargs)
+            return super().take_turn(*args, **kwargs)
 
-    monkeypatch.setattr(campaign_run, "Trainer", Failing)
+    monkeypatch.setattr(campaign_run, "TurnwiseTraining", Failing)
     runs = (GROUP.runs[1], GROUP.runs[2], GROUP.runs[0])
     campaign = replace(CAMPAIGN, interleaved=True, groups=(replace(GROUP, runs=runs),))
     full, silent, well = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path)
