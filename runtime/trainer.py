@@ -34,6 +34,7 @@ from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
@@ -73,7 +74,7 @@ def train(
     batches: Iterable[Batch],
     *,
     steps: int,
-    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    nvme_dir: Folders | None = None,
     **settings: Any,
 ) -> RunResult:
     """Trains `model` for `steps` optimizer steps as the schedule says; its parameters are the trained ones afterwards.
@@ -97,7 +98,7 @@ class Trainer:
 
     schedule: Schedule
     model: nn.Module
-    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    nvme_dir: Folders | None = None
     nvme_weights: Sequence[float] = ()
     """Relative speeds of several folders, which get stripes in proportion; measured before the run if not given."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -148,7 +149,8 @@ class Trainer:
         self._threads_before = torch.get_num_threads()
         self._threads = self.num_threads or self._threads_before
         self._losses: dict[int, list[float]] = {}
-        self._units: list[ModelUnit] = []
+        self.units: Sequence[ModelUnit] = ()
+        """The model's; none before the first `run`."""
         self._store: Store | None = None
         self._bodies: Bodies
         self._executor: Executor
@@ -159,15 +161,12 @@ class Trainer:
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
         """What `close` ends, and changes back in the model."""
-        self._durability: Durability | None = None
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
-        self._origin: Durability | None = None
+        folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
+        self._origin = None if folder is None else Durability(folder, self._settings(), resume=resume)
         """Where the state to begin with is."""
-        if self.out_dir is not None:
-            self._origin = self._durability = Durability(self.out_dir, self._settings(), resume=self.resume)
-        elif self.start is not None:
-            self._origin = Durability(self.start, self._settings(), resume=True)
+        self._durability = self._origin if self.start is None else None
         self._resumed = self._origin.last if self._origin is not None else None
         if self.start is not None and self._resumed is None:
             raise TrainingError(f"{self.start} holds no state to begin with; give a folder that was saved by a run")
@@ -295,7 +294,7 @@ class Trainer:
     def replay_seconds(self) -> dict[str, dict[int, list[float]]]:
         """By unit and saved tensor, what making it again took each time; of what was replayed with `time_replays`."""
         recipes = self._hooks.recipes if self._is_set_up else {}
-        return {self._units[index].name: dict(r.seconds) for (index, _), r in recipes.items() if r is not None}
+        return {self.units[index].name: dict(r.seconds) for (index, _), r in recipes.items() if r is not None}
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
@@ -305,11 +304,6 @@ class Trainer:
     def is_placed(self) -> bool:
         """Whether the model's parameters are in the schedule's tiers now."""
         return self._is_set_up and not self._is_closed
-
-    @property
-    def units(self) -> Sequence[ModelUnit]:
-        """The model's units; empty before the first `run`."""
-        return tuple(self._units)
 
     def content(self, content: Params | States) -> torch.Tensor:
         """A copy of a unit's parameters or of all its states, in host memory; uint8.
@@ -339,18 +333,18 @@ class Trainer:
     def _set_up(self, first: Batch) -> None:
         self._set_back.enter_context(without_cache(self.model))
         self._device = Device(torch.device(self.device))
-        self._units = split_model(self.model, first)
-        check_groups(self.optimizer, [name for unit in self._units for name, _ in unit.parameters])
+        self.units = split_model(self.model, first)
+        check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.parameters])
         self._check_units()
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
-        self._hooks = ModelHooks(self._units)
+        self._hooks = ModelHooks(self.units)
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
         self._bodies = Bodies(
-            units=self._units,
+            units=self.units,
             device=self._device,
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
@@ -384,24 +378,24 @@ class Trainer:
         if self._origin is None or self._resumed is None:
             self._placement.begin(self.weights)
         else:  # the bytes of the last commit go into their tiers, or are found there
-            for unit in self._units:
+            for unit in self.units:
                 unit.unbind()
             if rng := self._origin.place(self._executor.carried, self._bodies, self._placement.fill):
                 self._device.set_rng_state(rng)
         self._device.settle()
 
     def _check_units(self) -> None:
-        for unit, spec in zip(self._units, self._step.units, strict=False):
+        for unit, spec in zip(self.units, self._step.units, strict=False):
             if (unit.name, unit.num_parameters) != (spec.name, spec.num_parameters):
                 raise TrainingError(
                     f"the model has unit {unit.name!r} with {unit.num_parameters:,} parameters where the schedule has "
                     f"{spec.name!r} with {spec.num_parameters:,}; make the schedule from this model"
                 )
-        if len(self._units) != len(self._step.units):
+        if len(self.units) != len(self._step.units):
             raise TrainingError(
-                f"the model has {len(self._units)} units, the schedule {len(self._step.units)}; make it from this model"
+                f"the model has {len(self.units)} units, the schedule {len(self._step.units)}; make it from this model"
             )
-        for unit in self._units:
+        for unit in self.units:
             if unit.num_parameters and unit.dtype != self._dtype:
                 raise TrainingError(
                     f"unit {unit.name!r} has parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
@@ -414,7 +408,7 @@ class Trainer:
             return
         if self.nvme_dir is None:
             raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
-        folders = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else list(self.nvme_dir)
+        folders = paths_of(self.nvme_dir)
         durability = self._durability
         pattern = self._resumed.stripes if self._resumed is not None else ()
         weights = self.nvme_weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
@@ -444,7 +438,7 @@ class Trainer:
 
         return MicroBatchRun(
             hooks=self._hooks,
-            units=self._units,
+            units=self.units,
             specs=self._step.units,
             forward=forward,
             external=batch_addresses(moved, self.model),

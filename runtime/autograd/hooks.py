@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit
 
-
-class RunsBlocks(Protocol):
-    """Decides what a call of a block does: a `MicroBatchRun`."""
-
-    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Stands for the forward of the unit with this index."""
+RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
+"""Stands for the forward of the unit with this index; it is given the original one and its arguments."""
 
 
 class ModelHooks:
@@ -33,22 +30,17 @@ class ModelHooks:
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
         for index, unit in enumerate(units):
-            if unit.block is not None:
-                self._replace(unit.block, index)
+            if (block := unit.block) is not None:
+                self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
+                block.forward = partial(self._forward, index, block.forward)
 
-    def _replace(self, block: nn.Module, index: int) -> None:
-        original = block.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            run: RunsBlocks | None = getattr(self._local, "run", None)
-            return original(*args, **kwargs) if run is None else run.block(index, original, args, kwargs)
-
-        self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
-        block.forward = forward
+    def _forward(self, index: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        run: RunsBlock | None = getattr(self._local, "run", None)
+        return original(*args, **kwargs) if run is None else run(index, original, args, kwargs)
 
     @contextmanager
-    def of(self, run: RunsBlocks) -> Iterator[None]:
-        """Calls of blocks in this thread belong to this run."""
+    def of(self, run: RunsBlock) -> Iterator[None]:
+        """Inside, `run` is what calls of blocks in this thread do."""
         self._local.run = run
         try:
             yield

@@ -260,7 +260,20 @@ class MicroBatchRun:
         recreator = Recreator(
             self._params_of(index), inputs, self.external, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
         )
-        with self._rerunning(index, recreator), self.hooks.of(_Echo(self, index, recreator)):
+
+        def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            if i > index:
+                if makes_output:
+                    self._refill(index, tree_flatten((args, kwargs))[0])
+                raise AllRecreated
+            result = self.runs[i].result
+            assert result is not None
+            if i + 1 == index:
+                self.device.set_rng_state(self.runs[index].rng or self.device.rng_state())
+                recreator.is_on = True
+            return tree_unflatten(*result)
+
+        with self._rerunning(index, recreator), self.hooks.of(echo):
             self.forward()
 
     @contextmanager
@@ -304,7 +317,7 @@ class MicroBatchRun:
         try:
             if self._is_cancelled:
                 return
-            with self.hooks.of(self), self.device.on(COMPUTE), torch.enable_grad():
+            with self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad():
                 self._open(0)
                 loss = self.forward()
                 self._close()
@@ -444,29 +457,6 @@ class MicroBatchRun:
             seen.update(following)
             waiting += following
         self.hooks.checked.add((index, len(roots)))
-
-
-@dataclass(eq=False)
-class _Echo:
-    """Stands for the run while a unit outside of blocks is run again: blocks before it only give what they gave."""
-
-    batch_run: MicroBatchRun
-    index: int
-    recreator: Recreator
-
-    def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if index > self.index:
-            if self.recreator.runs_to_end:
-                self.batch_run._refill(self.index, tree_flatten((args, kwargs))[0])
-            raise AllRecreated
-        run = self.batch_run.runs[index]
-        assert run.result is not None
-        if index + 1 == self.index:
-            self.batch_run.device.set_rng_state(
-                self.batch_run.runs[self.index].rng or self.batch_run.device.rng_state()
-            )
-            self.recreator.is_on = True
-        return tree_unflatten(*run.result)
 
 
 def _addresses(values: object) -> set[int]:

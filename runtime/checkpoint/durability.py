@@ -42,25 +42,21 @@ class Durability:
         self.close = weakref.finalize(self, os.close, self._lock)
         """Lets another run have the folder."""
         try:
-            self.last = self._last(resume)
+            self.last = self._log.last()
             """The last commit."""
+            if self.last is not None and not resume:
+                raise CommitError(
+                    f"{self.folder} holds a run that was committed after {self.last.num_steps} steps; resume it, or "
+                    "give another folder"
+                )
+            if self.last is not None:
+                check_same_settings(self.last, settings)
         except BaseException:
             self.close()
             raise
         self.run_id = os.urandom(8).hex() if self.last is None else self.last.run_id
         self._seal: Extent | None = None
         self._has_failed = False
-
-    def _last(self, resume: bool) -> Commit | None:
-        last = self._log.last()
-        if last is not None:
-            if not resume:
-                raise CommitError(
-                    f"{self.folder} holds a run that was committed after {last.num_steps} steps; resume it, or give "
-                    "another folder"
-                )
-            check_same_settings(last, self._settings)
-        return last
 
     def commit(
         self,
@@ -110,7 +106,9 @@ class Durability:
         """When this returns, all that was written to the store is on the drives, in the files that are at their paths,
         with a page that says of which run and step; and these extents have checksums."""
         before, self._seal = self._seal, store.allocate(PAGE_BYTES)
-        store.write(self._seal, _page(stamp("tier", self.run_id, num_steps)), will_be_committed=True)
+        page = map_host(PAGE_BYTES)
+        page.copy_(torch.frombuffer(bytearray(stamp("tier", self.run_id, num_steps)), dtype=torch.uint8))
+        store.write(self._seal, page, will_be_committed=True)
         store.sync()
         store.check()
         for extent in (*([before] if before else []), self._seal):
@@ -243,9 +241,3 @@ def _stored(extent: Extent, store: Store) -> Stored:
     checksum = store.checksum(extent)
     assert checksum is not None
     return Stored(size_bytes=extent.size_bytes, offset_bytes=extent.offset_bytes, in_store=True, xxh3=checksum)
-
-
-def _page(content: bytes) -> torch.Tensor:
-    page = map_host(PAGE_BYTES)
-    page.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return page

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """A commit that is whole."""
-
-    num_steps: int
-    num_contents: int
-    size_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"the commit after {self.num_steps} steps is whole: {self.num_contents} contents, {self.size_bytes:,} bytes"
-        )
-
-
-def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.PathLike[str]] = ()) -> Verified:
-    """Reads all of a run's last commit, in little memory.
+def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.PathLike[str]] = ()) -> str:
+    """Reads all of a run's last commit, in little memory; says what is whole.
 
     `nvme_dirs` are the folders of its NVMe tier now, if they are not where they were.
 
@@ -40,38 +26,26 @@ def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.P
         commit = log.last()
         if commit is None:
             raise CommitError(f"{folder} holds no commit; nothing can be resumed from it")
-        damage = [*_in_memory(log, commit), *_in_store(commit, nvme_dirs)]
+        if damage := list(_damage(log, commit, nvme_dirs)):
+            raise CommitError("; ".join(damage))
     finally:
         os.close(lock)
-    if damage:
-        raise CommitError("; ".join(damage))
-    return Verified(
-        num_steps=commit.num_steps,
-        num_contents=len(commit.contents),
-        size_bytes=sum(where.size_bytes for where in commit.contents.values() if not where.is_absent),
-    )
+    size_bytes = sum(where.size_bytes for where in commit.contents.values() if not where.is_absent)
+    return f"the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, {size_bytes:,} bytes"
 
 
-def _in_memory(log: CommitLog, commit: Commit) -> list[str]:
-    """What is wrong with contents that were in memory."""
-    problems = []
+def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> Iterator[str]:
+    """What is wrong with contents that were in memory, and with those on the NVMe tier."""
     for name, where in commit.contents.items():
         if not where.in_store and not where.is_absent:
             try:
                 log.read_resident(commit, name)
             except CommitError as error:
-                problems.append(str(error))
-    return problems
-
-
-def _in_store(commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """What is wrong with contents on the NVMe tier."""
+                yield str(error)
     if commit.seal is None:
-        return []
-    store = Store(nvme_dirs or commit.folders, pattern=commit.stripes, run_id=commit.run_id)
-    try:
+        return
+    with closing(Store(nvme_dirs or commit.folders, pattern=commit.stripes, run_id=commit.run_id)) as store:
         store.expect(commit.store_bytes)
-        problems = []
         for name, where in {**commit.contents, "the seal": commit.seal}.items():
             if where.in_store:
                 extent = Extent(where.offset_bytes, where.size_bytes)
@@ -79,7 +53,4 @@ def _in_store(commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> li
                 try:
                     store.verify(extent)
                 except DamageError as error:
-                    problems.append(f"{name!r} is damaged: {error}")
-        return problems
-    finally:
-        store.close()
+                    yield f"{name!r} is damaged: {error}"

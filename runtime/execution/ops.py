@@ -449,7 +449,6 @@ class Bodies:
             clip=clip,
             segments=self.segments[unit.name],
             begin=part.start,
-            num_parameters=unit.num_parameters,
             label=unit.name,
         )
 

@@ -7,7 +7,7 @@ those that the runtime knows, on streams and in tiers that it has, about units o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.sim.contents import ContentError, Input, Params, States, parse_content, part_ranges
@@ -25,42 +25,38 @@ STREAMS_BY_KIND = {
 """The kinds of op that the runtime executes, and where."""
 
 
-class _Wrong(Exception):
-    """What is wrong, the rule, and what there is."""
-
-
 def check_plausible(schedule: Schedule, step: StepSpec) -> str | None:
     """What is wrong with the schedule of this step, if anything is."""
-    try:
-        _check_tiers(schedule)
-        _check_step(schedule, step)
-        units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
-        for b in schedule.buffers:
-            _check_content(b, step, units)
-        for op in schedule.ops:
-            _check_op(op, tiers, step, units)
-        _check_memory(schedule)
-    except _Wrong as wrong:
-        return str(wrong)
-    return None
+    return next(_wrongs(schedule, step), None)
 
 
-def _check_tiers(schedule: Schedule) -> None:
+Wrongs = Iterator[str]
+"""What is wrong, the rule, and what there is. What comes behind the first may rest on it."""
+
+
+def _wrongs(schedule: Schedule, step: StepSpec) -> Wrongs:
     for tier in schedule.tiers:
         if tier.name not in (DEVICE, HOST, NVME) and any(b.tier == tier.name for b in schedule.buffers):
-            raise _Wrong(f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}")
+            yield f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}"
+    yield from _check_step(schedule, step)
+    units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
+    for b in schedule.buffers:
+        yield from _check_content(b, step, units)
+    for op in schedule.ops:
+        yield from _check_op(op, tiers, step, units)
+    yield from _check_memory(schedule)
 
 
-def _check_step(schedule: Schedule, step: StepSpec) -> None:
+def _check_step(schedule: Schedule, step: StepSpec) -> Wrongs:
     """The settings, which are numbers beside the ops, must be those of the ops."""
     names = [unit.name for unit in step.units]
     if len(set(names)) < len(names):
-        raise _Wrong("two units of the step have one name; names are unique")
+        yield "two units of the step have one name; names are unique"
     training = step.training
     forwards = [op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == (names[:1] or [""])[0]]
     declared = training.gradient_accumulation_steps
     if sorted(forwards) != list(range(min(declared, len(forwards) + 1))):
-        raise _Wrong(
+        yield (
             f"the step has gradient_accumulation_steps={declared:,}, but the first unit runs forward {len(forwards)} "
             "times; it must run once for each micro-batch"
         )
@@ -79,64 +75,60 @@ def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
     return None
 
 
-def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> None:
+def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> Wrongs:
     try:
         content = parse_content(b.content)
     except ContentError as error:
-        raise _Wrong(f"buffer {b.name!r}: {error}") from error
+        yield f"buffer {b.name!r}: {error}"
+        return
     batch, unit = getattr(content, "micro_batch", 0) or 0, getattr(content, "unit", None)
     if not 0 <= batch < step.training.gradient_accumulation_steps:
-        raise _Wrong(
-            f"buffer {b.name!r} is of micro-batch {batch}; the step has {step.training.gradient_accumulation_steps}"
-        )
+        yield f"buffer {b.name!r} is of micro-batch {batch}; the step has {step.training.gradient_accumulation_steps}"
     owner = None if unit is None else units.get(unit)
     if unit is not None and owner is None and "-" not in unit:  # a pack is called after its first and last unit
-        raise _Wrong(f"buffer {b.name!r} is of unit {unit!r}, which the step has not")
+        yield f"buffer {b.name!r} is of unit {unit!r}, which the step has not"
     if owner is None:
         return
     training, num_parameters = step.training, owner.num_parameters
     if isinstance(content, States):
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):
-            raise _Wrong(f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts")
+            yield f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts"
         wanted = len(ranges[content.part]) * training.state_bytes
     elif isinstance(content, Params):
         wanted = num_parameters * training.param_bytes
     else:
         return
     if b.size_bytes != wanted:
-        raise _Wrong(
-            f"buffer {b.name!r} has {b.size_bytes:,} bytes; those of {num_parameters:,} parameters have {wanted:,}"
-        )
+        yield f"buffer {b.name!r} has {b.size_bytes:,} bytes; those of {num_parameters:,} parameters have {wanted:,}"
 
 
-def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[str, UnitSpec]) -> None:
-    streams = STREAMS_BY_KIND.get(op.kind)
-    if streams is None:
-        raise _Wrong(f"op {op.key!r} is of kind {op.kind!r}; the runtime knows {', '.join(STREAMS_BY_KIND)}")
+def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[str, UnitSpec]) -> Wrongs:
+    streams = STREAMS_BY_KIND.get(op.kind, ())
+    if not streams:
+        yield f"op {op.key!r} is of kind {op.kind!r}; the runtime knows {', '.join(STREAMS_BY_KIND)}"
     if op.stream not in streams:
-        raise _Wrong(f"op {op.key!r} is on stream {op.stream!r}; ops of kind {op.kind} run on {', '.join(streams)}")
+        yield f"op {op.key!r} is on stream {op.stream!r}; ops of kind {op.kind} run on {', '.join(streams)}"
     if op.kind == "copy":
         if not op.reads or len(op.writes) != 1:
-            raise _Wrong(f"op {op.key!r} copies {len(op.reads)} buffers to {len(op.writes)}; a copy has one of each")
+            yield f"op {op.key!r} copies {len(op.reads)} buffers to {len(op.writes)}; a copy has one of each"
         way = tiers[op.reads[0]], tiers[op.writes[0]]
         if way != COPIES[op.stream]:
-            raise _Wrong(f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from "
-                         f"{COPIES[op.stream][0]} to {COPIES[op.stream][1]}")  # fmt: skip
+            source, target = COPIES[op.stream]
+            yield f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from {source} to {target}"
     elif op.kind in ("forward", "recompute", "backward", "update") and op.unit not in units:
-        raise _Wrong(f"op {op.key!r} is of unit {op.unit!r}, which the step has not")
-    if not 0 <= op.micro_batch < step.training.gradient_accumulation_steps:
-        raise _Wrong(f"op {op.key!r} is of micro-batch {op.micro_batch}; they count from 0 to one less than "
-                     f"{step.training.gradient_accumulation_steps}")  # fmt: skip
+        yield f"op {op.key!r} is of unit {op.unit!r}, which the step has not"
+    if not 0 <= op.micro_batch < (count := step.training.gradient_accumulation_steps):
+        yield f"op {op.key!r} is of micro-batch {op.micro_batch}; they count from 0 to one less than {count}"
 
 
-def _check_memory(schedule: Schedule) -> None:
+def _check_memory(schedule: Schedule) -> Wrongs:
     """What the host is to hold at the least must be there, whatever capacity the schedule claims."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     held = sum(b.size_bytes for b in schedule.buffers if b.initial and b.tier == HOST)
     largest = max((b.size_bytes for b in schedule.buffers if b.tier == HOST), default=0)
     if max(held, largest) > there:
-        raise _Wrong(
+        yield (
             f"it holds {max(held, largest):,} bytes in host memory at once, but this machine has {there:,}; plan for a "
             "machine with so much"
         )

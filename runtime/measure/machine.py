@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +27,9 @@ from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, N
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
-from tierplan.runtime.measure.report import Alone, describe, existing
+from tierplan.runtime.measure.report import Alone, describe, free_bytes
 from tierplan.runtime.measure.timing import StreamThreads
+from tierplan.runtime.memory.files import Folders, paths_of
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the part that is done, 0 to 1."""
@@ -54,7 +54,7 @@ class MeasurementError(ValueError):
 
 
 def measure_description(
-    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+    nvme_dir: Folders | None,
     *,
     budget_s: float = 60.0,
     device: str = "auto",
@@ -82,7 +82,7 @@ def measure_description(
         raise MeasurementError(
             f"budget_s is {budget_s}; every stream needs several windows: give {LEAST_BUDGET_S:.0f} seconds or more"
         )
-    folders = _folders(nvme_dir)
+    folders = () if nvme_dir is None else tuple(paths_of(nvme_dir))
     chosen = _device(device)
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
     num_rounds, sizes = _plan(budget_s, folders, chosen)
@@ -111,13 +111,6 @@ def measure_description(
 
 
 # ---- what to measure ----
-
-
-def _folders(nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[Path, ...]:
-    if nvme_dir is None:
-        return ()
-    several = [nvme_dir] if isinstance(nvme_dir, (str, os.PathLike)) else list(nvme_dir)
-    return tuple(Path(folder) for folder in several)
 
 
 def _device(device: str) -> Device:
@@ -156,7 +149,7 @@ def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> tuple[i
             adam_parameters=(1 << 10, 1 << 20, 1 << 25),
             area_bytes=2 * GIB,
         )
-    free = min((shutil.disk_usage(existing(f)).free for f in folders), default=0) * len(folders)
+    free = free_bytes(folders)
     area = GIB if budget_s < 40 else 4 * GIB if budget_s < 600 else max(4 * GIB, min(64 * GIB, free // 4))
     if folders and free < 2 * area:
         area = max(GIB // 4, free // 4 // MIB * MIB)

@@ -138,12 +138,10 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
     return Quantity(rate, "measured", f"{source}: what a block takes beyond its matmuls and attention", half)
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
+def free_bytes(folders: Sequence[Path]) -> int:
+    """For data that is dealt out to these folders, which need not be there yet."""
+    existing = (next(f for f in (folder, *folder.parents) if f.exists()) for folder in map(Path.absolute, folders))
+    return min((shutil.disk_usage(folder).free for folder in existing), default=0) * len(folders)
 
 
 def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:
@@ -187,9 +185,8 @@ def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[
         ("nvme.drives", 1 if folders else 0, "measured", f"{source}; all folders together count as one"),
     ]
     if folders:
-        free = min(shutil.disk_usage(existing(f)).free for f in folders) * len(folders)
         nine_tenths = f"{source}: nine tenths of what is free where the NVMe tier is"
-        rows.append(("nvme.capacity", free // 10 * 9, "measured", nine_tenths))
+        rows.append(("nvme.capacity", free_bytes(folders) // 10 * 9, "measured", nine_tenths))
     return {key: Quantity(float(value), basis, why) for key, value, basis, why in rows}
 
 

@@ -57,6 +57,14 @@ def naming(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
 
 # ---- files and folders ----
 
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Of the NVMe tier: one, or several to stripe over."""
+
+
+def paths_of(folders: Folders) -> list[Path]:
+    """Each folder's path."""
+    return [Path(f) for f in ([folders] if isinstance(folders, str | os.PathLike) else folders)]
+
 
 def make_folder(path: Path) -> None:
     """The folder is there, with those above it, for good."""

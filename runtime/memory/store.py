@@ -91,8 +91,11 @@ class Store:
         except BaseException:
             self.close()
             raise
+        self.pattern, self.paths = self._striping.pattern, tuple(f.path for f in self._files)
+        """One round of stripes, as indices of folders; and the files."""
         self._free: list[tuple[int, int]] = []  # offset, length; by offset, never adjacent
-        self._end_bytes = 0
+        self.size_bytes = 0
+        """Address space in use or freed: what the files together must hold."""
         self._lock = threading.Lock()
         self._bounce = threading.local()
         self._samples: dict[Extent, str] = {}
@@ -104,16 +107,6 @@ class Store:
         """What a user should know: folders without O_DIRECT."""
         return tuple(f.note for f in self._files if f.note)
 
-    @property
-    def pattern(self) -> tuple[int, ...]:
-        """One round of stripes, as indices of folders."""
-        return self._striping.pattern
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files."""
-        return tuple(f.path for f in self._files)
-
     def claim(self, run_id: str, run_folder: str) -> None:
         """Notes in every folder whose committed data its file holds, so that no other run writes over it."""
         for file in self._files:
@@ -123,11 +116,6 @@ class Store:
         """Raises `StoreError` unless every file is where and what it was: its name, its length, its first page."""
         for file in self._files:
             file.check()
-
-    @property
-    def size_bytes(self) -> int:
-        """Address space in use or freed: what the files together must hold."""
-        return self._end_bytes
 
     def reserve(self, size_bytes: int) -> None:
         """Makes room for so many bytes on the drives now, so that a full disk is an error before the run."""
@@ -156,12 +144,12 @@ class Store:
                     else:
                         self._free[k] = (offset + room, length - room)
                     return Extent(offset, size_bytes)
-            offset = self._end_bytes
+            offset = self.size_bytes
             if self._free and sum(self._free[-1]) == offset:
                 offset = self._free.pop()[0]
             for file, share in zip(self._files, self._striping.shares(offset + room), strict=True):
                 file.grow(share)
-            self._end_bytes = offset + room
+            self.size_bytes = offset + room
             return Extent(offset, size_bytes)
 
     def allocate_at(self, extent: Extent, checksum: str) -> None:
@@ -171,10 +159,10 @@ class Store:
         with self._lock:
             self._checksums[extent] = checksum
             end = extent.offset_bytes + padded(extent.size_bytes)
-            if end > self._end_bytes:
-                if extent.offset_bytes > self._end_bytes:
-                    self._free.append((self._end_bytes, extent.offset_bytes - self._end_bytes))
-                self._end_bytes = end
+            if end > self.size_bytes:
+                if extent.offset_bytes > self.size_bytes:
+                    self._free.append((self.size_bytes, extent.offset_bytes - self.size_bytes))
+                self.size_bytes = end
                 return
             for k, (offset, length) in enumerate(self._free):
                 if offset <= extent.offset_bytes and end <= offset + length:

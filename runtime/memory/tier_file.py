@@ -19,7 +19,8 @@ PROBE_NAME = "tierplan.probe"
 OWNER_NAME = "tierplan.owner.json"
 RECORD_NAME = "commit.json"
 """In the folder of the run that owns a file: without it, or with another run's, the claim is void."""
-MAGIC = b"tierplan tier 2\n"
+REMOVE_OWNER = "remove both files if no run needs what is in the folder, or give another folder"
+HEADER = b"tierplan tier 2\n".ljust(PAGE_BYTES, b"\0")
 HEADER_BYTES = 64 << 10
 """Before the data: one page is written; the rest keeps the data on the boundaries of a drive's own pages."""
 
@@ -109,7 +110,7 @@ class TierFile:
         size_bytes = os.fstat(self._lock_fd).st_size
         if size_bytes:
             files.read_at(self._lock_fd, self.path, [memoryview(page)[: min(size_bytes, PAGE_BYTES)]], 0)
-        if page == _header():
+        if page == HEADER:
             return
         if size_bytes > PAGE_BYTES or any(page):
             raise StoreError(
@@ -117,7 +118,7 @@ class TierFile:
                 f"{self.path} is not a file of this version of tierplan, so it is not written over; remove it, or give "
                 "another folder",
             )
-        files.write_at(self._lock_fd, self.path, [memoryview(_header())], 0)
+        files.write_at(self._lock_fd, self.path, [memoryview(HEADER)], 0)
         files.sync_file(self._lock_fd, self.path)
         files.sync_folder(self.folder)  # for the name of the file, too
 
@@ -126,7 +127,7 @@ class TierFile:
         files.check_in_place(self._lock_fd, self.path, HEADER_BYTES + self.size_bytes)
         page = map_host(PAGE_BYTES).numpy()
         files.read_at(self.fd, self.path, [page.data], 0, direct=self.direct)
-        if page.tobytes() != _header():
+        if page.tobytes() != HEADER:
             raise StoreError(
                 errno.EIO,
                 f"the first page of {self.path} is not what was written there; another program or the drive changed "
@@ -191,10 +192,3 @@ class TierFile:
         finally:
             os.close(self.fd)
             os.close(self._lock_fd)
-
-
-REMOVE_OWNER = "remove both files if no run needs what is in the folder, or give another folder"
-
-
-def _header() -> bytes:
-    return MAGIC.ljust(PAGE_BYTES, b"\0")

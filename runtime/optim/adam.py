@@ -3,7 +3,7 @@
 AdamW is `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, applied to pieces of 1 Mi elements,
 so that a bf16 gradient is cast where it is needed (2.3 times as fast as casting a whole buffer first). The kernel
 rounds differently in the last, partial vector of a tensor, so pieces end on whole vectors, except at the end of a
-parameter that is not whole vectors (`odd_lengths`). Then every chunk size and thread count gives the same bits.
+parameter that is not whole vectors (a `Segment`). Then every chunk size and thread count gives the same bits.
 
 The states of a unit are one flat fp32 buffer of regions, each one element per parameter:
 `[master copy, if any | first moment | second moment]`.
@@ -84,10 +84,8 @@ def update_flat(
     step: int,
     lr: float,
     clip: torch.Tensor | None = None,
-    odd_lengths: Sequence[int] = (),
     segments: Sequence[Segment] = (),
     begin: int = 0,
-    num_parameters: int | None = None,
     label: str = "",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> None:
@@ -105,12 +103,10 @@ def update_flat(
         1 in the first step of training.
     clip
         Coefficient of global-norm clipping, a scalar tensor of the dtype that `clip_grad_norm_` has made it.
-    odd_lengths
-        Lengths of the parameters at the end of the buffer that are not whole vectors, in their order.
     segments
-        Of the whole buffer, in place of `odd_lengths`, where not all of it is updated alike.
-    begin, num_parameters
-        Of a part: where it begins in the buffer, and how many elements the whole buffer has.
+        Of the whole buffer. By default all of it is updated alike, and is whole vectors but at its end.
+    begin
+        Of a part: where it begins in the buffer.
     label
         What is updated, for messages.
 
@@ -123,9 +119,7 @@ def update_flat(
     target = params if master is None else master
     step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
     tensors = [target, *(regions[name] for name in REGIONS[settings.name])]
-    if not segments:
-        lengths = ((num_parameters or params.numel()) - sum(odd_lengths), *odd_lengths)
-        segments = [Segment(length=length, weight_decay=settings.weight_decay) for length in lengths]
+    segments = segments or [Segment(length=begin + params.numel(), weight_decay=settings.weight_decay)]
     starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=begin))
     for piece, segment in _pieces(segments, chunk_elements):
         rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor

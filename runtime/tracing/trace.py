@@ -307,7 +307,8 @@ class _Tracer:
         self._stop()
         for t in (*self.given, *self.parameters_of_model):
             t.grad = None
-        self._note_shared_reads(recorder)
+        # Of what was passed on, that counts which is read later; with its gradient, if it has one.
+        self.shared |= {at: self.candidates[at][1] for at in recorder.outside if at in self.candidates}
         for parameter in recorder.parameters_used:
             self.owner.setdefault(parameter, name)
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
@@ -349,12 +350,6 @@ class _Tracer:
         """Notes what counts as shared if later parts read it: its bytes, and those of its gradient."""
         storage = t.untyped_storage()
         self.candidates[storage._cdata] = (storage, storage.nbytes() * (2 if t.requires_grad else 1))
-
-    def _note_shared_reads(self, recorder: UnitRecorder) -> None:
-        """Of what was passed on, that counts which is read later; with its gradient, if it has one."""
-        for address in recorder.outside:
-            if address in self.candidates:
-                self.shared[address] = self.candidates[address][1]
 
     def _own_the_rest(self) -> None:
         """Parameters that no part used belong to the head, so that the count is the model's."""

@@ -32,6 +32,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
     monkeypatch.setattr("tierplan.planner.planning.on_all_devices", lambda *args: None)  # else all are used
     monkeypatch.setattr("tierplan.planner.planning.search_packs", lambda *args, **more: None)
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 50_000)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return str(tmp_path)
 

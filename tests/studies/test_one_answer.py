@@ -39,7 +39,7 @@ def question(rng: random.Random, folder: Path) -> Point:
         batch=2,
         seq=rng.choice((64, 128)),
         semantics=rng.choice(("", "delayed-1")),
-        planner_s=10.0,
+        planner_s=2.0,
         overrides=overrides,
     )
 
@@ -86,6 +86,7 @@ def test_the_commands_print_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: [])
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 100_000)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
     asked = ["--model", str(tmp_path), "--machine", "laptop", "--seq", "128", "--batch", "2", "--json"]
     found: list[dict[str, Any]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 
@@ -53,11 +53,14 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     peak = peak_bytes(tier, plan, workload, machine)
     if level == "roomy":
         return ceil(peak * ROOM)
-    least = _least(lambda size: _completes(tier, plan, workload, with_capacity(machine, {tier: size})), peak)
+    least, most = 0, peak
+    while most - least > PRECISION * most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if _completes(tier, middle, plan, workload, machine) else (middle, most)
     if level == "tight":
-        return ceil(least * ROOM)
+        return ceil(most * ROOM)
     if level == "middle":
-        return ceil((least + peak) / 2 * ROOM)
+        return ceil((most + peak) / 2 * ROOM)
     raise ValueError(f"level is {level!r}; choose roomy, middle or tight")
 
 
@@ -85,23 +88,10 @@ def peak_bytes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> i
     return steady.peak_bytes[tier]
 
 
-def _completes(tier: str, plan: Plan, workload: Workload, machine: Machine) -> bool:
+def _completes(tier: str, capacity_bytes: int, plan: Plan, workload: Workload, machine: Machine) -> bool:
     """Whether the schedule completes with this capacity of `tier`, other tiers being raised as needed."""
-    capacity = machine.tier(tier).capacity_bytes
     try:
-        raised, _, _ = raise_capacities(plan, workload, machine)
+        raised, _, _ = raise_capacities(plan, workload, with_capacity(machine, {tier: capacity_bytes}))
     except (OutOfMemory, ScheduleError):
         return False
-    return raised.tier(tier).capacity_bytes == capacity
-
-
-def _least(suffices: Callable[[int], bool], enough: int) -> int:
-    """The least size that suffices, to within `PRECISION`; `enough` is one that is known to."""
-    low, high = 0, enough
-    while high - low > PRECISION * high:
-        middle = (low + high) // 2
-        if suffices(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return raised.tier(tier).capacity_bytes == capacity_bytes

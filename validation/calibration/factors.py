@@ -80,14 +80,6 @@ def with_times_of(measured: Workload, workload: Workload) -> Workload:
                 f"{measured.name!r}, whose times it should take, saves {len(like.saved)}; give the same architecture"
             )
         saved = tuple(replace(t, recompute=k.recompute) for t, k in zip(unit.saved, like.saved, strict=True))
-        units.append(
-            replace(
-                unit,
-                forward=like.forward,
-                backward=like.backward,
-                recompute=like.recompute,
-                saved=saved,
-                spread=like.spread,
-            )
-        )
+        times = {name: getattr(like, name) for name in ("forward", "backward", "recompute", "spread")}
+        units.append(replace(unit, saved=saved, **times))
     return replace(workload, units=tuple(units))

@@ -8,7 +8,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.sim.step import Action
-from tierplan.sim.workloads.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Workload
 
 IN_MEMORY = "in-memory"
 """Everything stays on the device. This plan also says how fast the machine is at the moment."""
@@ -27,10 +27,11 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     """The plans by name, for the calibration model."""
     offload = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
     on_nvme = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
+    every_other: list[Action] = ["recompute" if k % 2 else "keep" for k in range(len(workload.blocks[0].saved))]
     return {
         IN_MEMORY: decide("in-memory", workload, machine),
         FULL_RECOMPUTE: decide("full-recompute", workload, machine),
-        PARTIAL_RECOMPUTE: _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan(acts=_every_other(workload.blocks[0]))),
+        PARTIAL_RECOMPUTE: _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan(acts=tuple(every_other))),
         OFFLOAD: _uniform(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
         ON_NVME: _uniform(ON_NVME, workload, on_nvme),
         OPTIMIZER_SWEEP: decide("zero-infinity", workload, machine, {"pipeline": "on"}),
@@ -43,7 +44,3 @@ def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | N
     units = [block if u.kind == "block" else ends for u in workload.units]
     units[1] = first or block
     return UnitwisePlan(policy=name, units=tuple(units))
-
-
-def _every_other(block: Unit) -> tuple[Action, ...]:
-    return tuple("recompute" if k % 2 else "keep" for k in range(len(block.saved)))

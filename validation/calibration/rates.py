@@ -76,16 +76,11 @@ def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, 
         if predicted_contention_s > LEAST_CONTENTION_FRAC * alone_s:
             wanted = contention * (max(measured_contention_s, 0.0) / predicted_contention_s) ** 0.5
             wanted = min(CONTENTION_FACTOR_LIMIT, max(1 / CONTENTION_FACTOR_LIMIT, wanted))
-            machine = _with_contention(machine, wanted / contention)
-            contention = wanted
+            # all other streams take so many times as much of the limits of computation
+            shared, factor = machine.stream(COMPUTE).takes, wanted / contention
+            streams = (s if s.name == COMPUTE else with_demand(s, shared, factor) for s in machine.streams)
+            machine, contention = replace(machine, streams=tuple(streams)), wanted
     return machine
-
-
-def _with_contention(machine: Machine, factor: float) -> Machine:
-    """The machine on which all other streams take `factor` times as much of the limits of computation."""
-    shared = machine.stream(COMPUTE).takes
-    streams = [s if s.name == COMPUTE else with_demand(s, shared, factor) for s in machine.streams]
-    return replace(machine, streams=tuple(streams))
 
 
 class _Sample(NamedTuple):

@@ -314,10 +314,9 @@ def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, di
     profile = next(p for p in table["profile"] if p["model"] == settings["model"])
     workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
     devices = settings["devices"]
-    changes: list[str] = []
-    if settings.get("contention") == "fixed shares":
-        per_device = table["system"]["host_link_bytes_per_s"] / devices
-        changes = [f"link.h2d={per_device} B/s", f"link.d2h={per_device} B/s"]
+    per_device = table["system"]["host_link_bytes_per_s"] / devices
+    is_shared = settings.get("contention") == "fixed shares"
+    changes = [f"link.h2d={per_device} B/s", f"link.d2h={per_device} B/s"] if is_shared else []
     options: dict[str, object] = {"devices": devices}
     if not settings.get("search"):
         options["pack"] = profile["layer_pack"]
@@ -342,12 +341,8 @@ def _iteration(table: Settings, settings: Settings) -> float:
 def _weight_swap(table: Settings, settings: Settings) -> float:
     schedule, _ = _one_iteration(table, settings)
     kinds = {b.name: b.kind for b in schedule.buffers}
-    moved = sum(
-        op.work.get("bytes", 0.0)
-        for op in schedule.ops
-        if parse_stream(op.stream).is_host_link and kinds[op.reads[0]] in ("params", "grads")
-    )
-    return moved / 2**30
+    on_link = (op for op in schedule.ops if parse_stream(op.stream).is_host_link)
+    return sum(op.work.get("bytes", 0.0) for op in on_link if kinds[op.reads[0]] in ("params", "grads")) / 2**30
 
 
 def _compute_only(table: Settings, settings: Settings) -> float:
@@ -362,14 +357,10 @@ def _speedup(table: Settings, settings: Settings) -> float:
 
 
 def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
+    sizes = {name: settings[name] for name in ("hidden", "layers", "vocabulary", "batch", "seq", "tensor_parallel")}
     return tensor_parallel_workload(
         f"transformer-{settings['hidden']}",
-        hidden=settings["hidden"],
-        layers=settings["layers"],
-        vocabulary=settings["vocabulary"],
-        batch=settings["batch"],
-        seq=settings["seq"],
-        tensor_parallel=settings["tensor_parallel"],
+        **sizes,
         chunks=table["chunk"],
         head_saves=table["head"][settings["head"]]["saves"],
         decoder_layers=settings.get("decoder_layers", 0),

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tierplan.sim.output.plots import TRACE_COLOURS, Excerpt
 from tierplan.sim.trace import Trace
-from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
+from tierplan.validation.comparison.steps import cut_predicted, cut_steps
 
 SVG_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "tierplan", "font.family": "sans-serif"}
 """Text stays text, and the same figure gives the same SVG."""
@@ -25,15 +25,10 @@ NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 def typical_steps(predicted: Trace, measured: Trace, warmup_steps: int) -> dict[str, Excerpt]:
     """Of each trace, the step whose duration is nearest to the median."""
-    return {
-        "predicted": _typical_step(predicted, cut_predicted(predicted, warmup_steps)),
-        "measured": _typical_step(measured, cut_steps(measured, warmup_steps)),
-    }
-
-
-def _typical_step(trace: Trace, steps: Steps) -> Excerpt:
-    k = steps.typical
-    return Excerpt(trace, steps.begin_ns[k] / 1e9, steps.end_ns[k] / 1e9)
+    cut = {"predicted": cut_predicted(predicted, warmup_steps), "measured": cut_steps(measured, warmup_steps)}
+    windows = {name: (steps.begin_ns[steps.typical], steps.end_ns[steps.typical]) for name, steps in cut.items()}
+    traces = {"predicted": predicted, "measured": measured}
+    return {name: Excerpt(traces[name], begin / 1e9, end / 1e9) for name, (begin, end) in windows.items()}
 
 
 def inline_svg(figure: Figure, label: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
+from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, Segment, state_regions, update_flat
 
 N = 10_007
 
@@ -69,6 +70,10 @@ def test_sgd_against_torch(weight_decay: float) -> None:
     assert torch.equal(params, reference.detach())
 
 
+def cut(lengths: Sequence[int], weight_decay: float) -> list[Segment]:
+    return [Segment(length=length, weight_decay=weight_decay) for length in lengths]
+
+
 def test_parameters_of_odd_lengths_keep_their_bits() -> None:
     """Each parameter's last, partial vector is rounded as when it is updated alone."""
     lengths = (64, 48, 7, 19, 3)
@@ -82,7 +87,8 @@ def test_parameters_of_odd_lengths_keep_their_bits() -> None:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
         grads = torch.cat([p.grad for p in alone if p.grad is not None])
-        update_flat(flat, grads, regions, OptimizerSettings(lr=1e-2), step=step, lr=1e-2, odd_lengths=lengths[2:])
+        settings, segments = OptimizerSettings(lr=1e-2), cut((112, *lengths[2:]), OptimizerSettings().weight_decay)
+        update_flat(flat, grads, regions, settings, step=step, lr=1e-2, segments=segments)
     assert torch.equal(flat, torch.cat([p.detach() for p in alone]))
     assert torch.equal(regions["second"], torch.cat([optimizer.state[p]["exp_avg_sq"] for p in alone]))
 
@@ -116,7 +122,7 @@ def test_parts_have_the_bits_of_the_whole_wherever_they_are_cut(name: str, dtype
                 here = grads[piece] if one_by_one else [grads[a:b] for a, b in itertools.pairwise(gradient_borders)]
                 update_flat(
                     params[piece], here, found, settings, step=step, lr=1e-2, clip=clip,
-                    odd_lengths=lengths[1:], begin=piece.start, num_parameters=n, chunk_elements=100,
+                    segments=cut(lengths, 0.1), begin=piece.start, chunk_elements=100,
                 )  # fmt: skip
         return [params, *(torch.cat([found[key] for found in regions]) for key in regions[0])]
 
