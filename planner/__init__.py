@@ -12,5 +12,5 @@ infeasible       what to say when no plan fits
 planning         the planner: bound, solve, round, lower, simulate, refine
 questions        the largest model, what more hardware is worth, how long drives last
 plan_file        the plan as a file
-training_files   settings from a DeepSpeed JSON or Hugging Face training arguments
+training_files   settings from configurations of DeepSpeed, accelerate and the Hugging Face Trainer
 """

@@ -1,16 +1,17 @@
-"""Training settings from the files that people have: a DeepSpeed JSON, or Hugging Face training arguments.
+"""Training settings from the files that people have: DeepSpeed's JSON, accelerate's YAML, the Trainer's arguments.
 
-    read_deepspeed(path, base)        the settings and the policy that a DeepSpeed configuration amounts to
-    read_training_args(path, base)    the settings of a `TrainingArguments` JSON
+    read_training_file(path, base)           any of the three, told apart by what they hold
+    read_deepspeed(path, base)        a DeepSpeed configuration
 
-Both take the settings that the file does not have (sequence length, attention) from `base`.
+They say the settings and the policy that a file amounts to on one machine. What it does not have (sequence length,
+attention, whatever is `auto`) is taken from `base`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,33 @@ class Configured:
     """The policy's settings."""
     notes: tuple[str, ...] = ()
     """What was left out of account, or filled in."""
+    says: Mapping[str, object] = field(default_factory=dict)
+    """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
+
+
+def read_training_file(path: str | Path, base: Training) -> Configured:
+    """What a configuration of DeepSpeed, accelerate or the Hugging Face Trainer asks for.
+
+    Raises `WorkloadError` for another file, and for settings that nothing here has (adapters, several machines).
+    """
+    path = Path(path)
+    raw = _read(path)
+    adapters = sorted(ADAPTERS & raw.keys())
+    if adapters and (raw.get("finetuning_type") != "full" or len(adapters) > 1):
+        raise WorkloadError(
+            f"{path} has {adapters[0]}: {raw[adapters[0]]!r}; steps are explained where all parameters are trained "
+            "in 32 or 16 bits, not for adapters or a quantised base"
+        )
+    if DEEPSPEED_ONLY & raw.keys():
+        return _deepspeed(raw, base, str(path))
+    if "distributed_type" in raw or "compute_environment" in raw:
+        return _accelerate(raw, base, path)
+    if any(key in raw for key in ("per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim")):
+        return _trainer(raw, base, path)
+    raise WorkloadError(
+        f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
+        "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
+    )
 
 
 def read_deepspeed(path: str | Path, base: Training) -> Configured:
@@ -38,9 +66,15 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
 
     Raises `WorkloadError` for a file that is none, or a setting that no policy has.
     """
-    raw = _read_json(Path(path))
+    return _deepspeed(_read(Path(path)), base, str(path))
+
+
+def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configured:
     notes: list[str] = []
+    says = flat(raw)
     zero = _section(raw, "zero_optimization")
+    if zero.get("cpu_offload") is True:  # of DeepSpeed before 0.4
+        zero = {"offload_optimizer": {"device": "cpu"}, **zero}
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
@@ -50,7 +84,7 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
         base,
         per_device_train_batch_size=_count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
         gradient_accumulation_steps=_count(raw, "gradient_accumulation_steps", base.gradient_accumulation_steps),
-        dtype=_precision(raw),
+        dtype=_precision(raw, base),
         master_weights=True,
         optimizer=_optimizer(_section(raw, "optimizer"), base),
         max_grad_norm=_clipping(raw, base),
@@ -62,22 +96,23 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
     recompute = bool(_section(raw, "activation_checkpointing"))
     notes += [] if recompute else ["no activation_checkpointing section: set in the model, if at all"]
     places = {
-        name: _offload(zero, key, str(path))
+        name: _offload(zero, key, path)
         for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
     }
     if stage == 3:
         options = {**places, **_of_optimizer(_section(zero, "offload_optimizer"))}
-        return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes))
+        if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
+            options["prefetch"] = "0"
+        return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes), says=says)
     if places["params"] != "device":
         raise WorkloadError(f"{path}: offload_param needs zero_optimization.stage 3, but it is {stage}")
     if places["optimizer"] == "nvme":
         raise WorkloadError(f"{path}: offload_optimizer to nvme needs zero_optimization.stage 3, but it is {stage}")
     if places["optimizer"] == "host":
         options = {"checkpointing": "on" if recompute else "off"}
-        return Configured(training=training, policy="zero-offload", options=options, notes=tuple(notes))
-    return Configured(
-        training=training, policy="full-recompute" if recompute else "in-memory", options={}, notes=tuple(notes)
-    )
+        return Configured(training=training, policy="zero-offload", options=options, notes=tuple(notes), says=says)
+    policy = "full-recompute" if recompute else "in-memory"
+    return Configured(training=training, policy=policy, options={}, notes=tuple(notes), says=says)
 
 
 KNOWN = {
@@ -87,30 +122,101 @@ KNOWN = {
 }  # fmt: skip
 
 
-def read_training_args(path: str | Path, base: Training) -> tuple[Training, bool]:
-    """The settings of a `TrainingArguments` JSON, and whether it asks for gradient checkpointing."""
-    raw = _read_json(Path(path))
+ADAPTERS = {"finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config"}
+DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
+    """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
     norm = raw.get("max_grad_norm", 1.0)  # the Trainer clips unless told not to
+    optim = str(raw.get("optim", ADAMW[0])).removeprefix("OptimizerNames.").lower()
+    if optim not in (*ADAMW, "sgd"):
+        raise WorkloadError(f"{path}: optim is {optim!r}; {', '.join(ADAMW)} and sgd are supported")
+    dtype = next((name for name in ("bf16", "fp16") if raw.get(name) is True), base.dtype)
     training = replace(
         base,
         per_device_train_batch_size=_count(raw, "per_device_train_batch_size", 8),
         gradient_accumulation_steps=_count(raw, "gradient_accumulation_steps", 1),
         max_grad_norm=float(norm) if isinstance(norm, (int, float)) and norm > 0 else None,
-        optimizer="sgd" if raw.get("optim") == "sgd" else "adamw",
+        optimizer="sgd" if optim == "sgd" else "adamw",
+        dtype=dtype,  # type: ignore[arg-type]
     )
-    return training, bool(raw.get("gradient_checkpointing", False))
+    recompute = bool(raw.get("gradient_checkpointing", False))
+    if deepspeed := raw.get("deepspeed"):
+        section = {"activation_checkpointing": {"of": "gradient_checkpointing"}} if recompute else {}
+        return _with_deepspeed(deepspeed, section, training, path, raw)
+    if raw.get("fsdp"):
+        return _fsdp("offload" in str(raw["fsdp"]), training, raw)
+    policy = "full-recompute" if recompute else "in-memory"
+    return Configured(training=training, policy=policy, options={}, says=flat(raw))
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
+    """What `accelerate config` wrote."""
+    if raw.get("num_machines", 1) != 1:
+        raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
+    precision = str(raw.get("mixed_precision") or "no").lower()
+    if precision not in ("no", "bf16", "fp16"):
+        raise WorkloadError(f"{path}: mixed_precision is {precision!r}; no, bf16 and fp16 are supported")
+    base = base if precision == "no" else replace(base, dtype=precision)  # type: ignore[arg-type]
+    ours = _section(raw, "deepspeed_config")
+    if ours.get("deepspeed_config_file"):
+        return _with_deepspeed(ours["deepspeed_config_file"], {}, base, path, raw)
+    match raw.get("distributed_type"):
+        case "DEEPSPEED":
+            zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
+            for name in ("optimizer", "param"):
+                if device := ours.get(f"offload_{name}_device"):
+                    zero[f"offload_{name}"] = {"device": device, "nvme_path": ours.get(f"offload_{name}_nvme_path")}
+            same = ("gradient_accumulation_steps", "gradient_clipping")
+            content = {"zero_optimization": zero, **{key: ours[key] for key in same if key in ours}}
+            return _with_deepspeed({precision: {"enabled": True}, **content}, {}, base, path, raw)
+        case "FSDP":
+            return _fsdp(_section(raw, "fsdp_config").get("fsdp_offload_params") is True, base, raw)
+    return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
+
+
+def _with_deepspeed(
+    given: object, more: Mapping[str, object], base: Training, path: Path, raw: Mapping[str, object]
+) -> Configured:
+    """A DeepSpeed configuration inside another file, or beside it."""
+    content = given if isinstance(given, Mapping) else _read(path.parent / str(given))
+    found = _deepspeed({**content, **more}, base, str(path))
+    return replace(found, says={**flat(raw), **found.says})
+
+
+def _fsdp(offload: bool, training: Training, raw: Mapping[str, object]) -> Configured:
+    """PyTorch's FSDP shards as ZeRO-3 does; with offloading, everything lies in host memory."""
+    place = "host" if offload else "device"
+    options = {"params": place, "optimizer": place, "host_buffers": "none"}
+    notes = (f"FSDP is simulated as ZeRO-3, parameters and optimizer on the {'host' if offload else 'GPU'}",)
+    return Configured(training=training, policy="zero-infinity", options=options, notes=notes, says=flat(raw))
+
+
+def _read(path: Path) -> dict[str, object]:
+    """JSON or YAML, of which JSON is a part."""
+    import yaml
+
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except FileNotFoundError as error:
-        raise WorkloadError(f"there is no file {str(path)!r}; give a JSON file") from error
-    except (ValueError, RecursionError) as error:
-        raise WorkloadError(f"{path} is not JSON: {error}") from error
+        raise WorkloadError(f"there is no file {str(path)!r}; give a configuration in JSON or YAML") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise WorkloadError(f"{path} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise WorkloadError(f"{path} holds a {type(raw).__name__}; a configuration is one JSON object")
     return raw
+
+
+def flat(raw: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """`{"nvme": {"drives": 1}}` and `{"nvme.drives": 1}` are the same."""
+    found: dict[str, object] = {}
+    for key, value in raw.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _section(raw: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -129,12 +235,14 @@ def _count(raw: Mapping[str, object], name: str, default: int) -> int:
     return value
 
 
-def _precision(raw: Mapping[str, object]) -> Literal["fp32", "bf16", "fp16"]:
-    if _section(raw, "bf16").get("enabled") in (True, AUTO):
-        return "bf16"
-    if _section(raw, "fp16").get("enabled") in (True, AUTO):
-        return "fp16"
-    return "fp32"
+def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:
+    """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
+    known: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
+    enabled = {name: _section(raw, name).get("enabled") for name in known}
+    auto = [name for name in known if enabled[name] == AUTO]
+    if base.dtype in auto:
+        auto.insert(0, base.dtype)  # type: ignore[arg-type]
+    return next((name for name in known if enabled[name] is True), auto[0] if auto else "fp32")
 
 
 def _optimizer(section: Mapping[str, object], base: Training) -> Literal["adamw", "sgd"]:

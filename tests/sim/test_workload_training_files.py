@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.training_files import read_deepspeed, read_training_args
+from tierplan.planner.training_files import read_deepspeed, read_training_file
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 BASE = Training(sequence_length=512, per_device_train_batch_size=3)
@@ -94,7 +94,73 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_trainer_arguments(tmp_path: Path) -> None:
-    content = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "max_grad_norm": 0.0}
-    training, checkpointing = read_training_args(written(tmp_path, content), BASE)
-    assert (training.per_device_train_batch_size, training.max_grad_norm, checkpointing) == (2, None, True)
-    assert read_training_args(written(tmp_path, {}), BASE)[0].max_grad_norm == 1.0  # the Trainer's default
+    content = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "max_grad_norm": 0.0, "fp16": True}
+    found = read_training_file(written(tmp_path, content), BASE)
+    t = found.training
+    assert (t.per_device_train_batch_size, t.max_grad_norm, t.dtype) == (2, None, "fp16")
+    assert found.policy == "full-recompute"
+    assert read_training_file(written(tmp_path, {"output_dir": "x"}), BASE).training.max_grad_norm == 1.0  # its default
+
+
+def test_what_deepspeed_leaves_open_comes_from_the_trainers_arguments(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "zero.json").write_text(
+        json.dumps({"zero_optimization": zero, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
+                    "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"})
+    )  # fmt: skip
+    content = {"per_device_train_batch_size": 5, "fp16": True, "gradient_checkpointing": True, "deepspeed": "zero.json"}
+    found = read_training_file(written(tmp_path, content), BASE)
+    t = found.training
+    assert (t.per_device_train_batch_size, t.dtype, t.max_grad_norm) == (5, "fp16", 1.0)
+    assert (found.policy, found.options) == ("zero-offload", {"checkpointing": "on"})
+    assert found.says["zero_optimization.offload_optimizer.device"] == "cpu"
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: nvme
+  offload_optimizer_nvme_path: /mnt/fast
+  offload_param_device: cpu
+  gradient_accumulation_steps: 4
+"""
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(ACCELERATE)
+    found = read_training_file(path, BASE)
+    assert (found.policy, found.options) == ("zero-infinity", {"params": "host", "optimizer": "nvme"})
+    assert (found.training.dtype, found.training.gradient_accumulation_steps) == ("bf16", 4)
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n")
+    assert read_training_file(path, BASE).options["optimizer"] == "host"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- 1", "one JSON object"),
+        ("a: 1", "no configuration of DeepSpeed"),
+        ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
+        ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
+        ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
+        ("optim: lion_32bit", "optim is 'lion_32bit'"),
+        ("optim: sgd\ndeepspeed: none.json", "there is no file"),
+    ],
+)
+def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        read_training_file(tmp_path / "c.yaml", BASE)
+
+
+def test_prefetching_and_old_names_are_taken_into_account(tmp_path: Path) -> None:
+    off = {"zero_optimization": {"stage": 3, "overlap_comm": False}}
+    assert read_deepspeed(written(tmp_path, off), BASE).options["prefetch"] == "0"
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert read_deepspeed(written(tmp_path, old), BASE).policy == "zero-offload"

@@ -17,6 +17,8 @@ COMMANDS: tuple[str, ...] = (
     "sweep",
     "advise",
     "page",
+    "explain-run",
     "validate",
 )
-"""Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`."""
+"""Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`, `explain-run` in
+`explain_run.py`."""

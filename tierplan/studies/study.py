@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tierplan import __version__
+from tierplan.planner.training_files import flat
 
 
 class StudyError(ValueError):
@@ -187,21 +188,10 @@ def load_study(path: str | os.PathLike[str]) -> Study:
         name=record.get("name", source.stem),
         question=record.get("question", ""),
         scenario={key: _values(value) for key, value in sections["scenario"].items()},
-        overrides={key: _values(value) for key, value in _flat(sections["set"]).items()},
+        overrides={key: _values(value) for key, value in flat(sections["set"]).items()},
     )
     return study.relative_to(source.parent)
 
 
 def _values(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """`{"nvme": {"drives": 1}}` and `{"nvme.drives": 1}` are the same: TOML writes both as `nvme.drives`."""
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

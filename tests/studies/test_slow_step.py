@@ -1,0 +1,247 @@
+"""`explain-run`: steps that others measured, and steps of a machine that is slower in one part than it says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.planner.training_files import Configured, read_training_file
+from tierplan.sim.workloads.workload import Training
+from tierplan.studies.evaluate import machine_of, training_of
+from tierplan.studies.slow_step import explain
+from tierplan.studies.slow_step.explain import Explanation, explain_run
+from tierplan.studies.slow_step.measured import MeasuredStep, MeasuredStepError, read_kineto, read_log
+from tierplan.studies.slow_step.setups import COMPUTE, CORES, DRIVES, LINKS, setup_of
+from tierplan.studies.slow_step.text import explanation_lines
+from tierplan.studies.study import Point
+
+RTX_3090 = Point(model="gpt2-xl", machine="desktop-4090", overrides={"gpu.part": "rtx-3090"}, planner_s=0.2)
+ZERO_3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+          "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner has tests of its own; here it would take most of the time."""
+    monkeypatch.setattr(explain, "_best", lambda *_: None)
+
+
+def configured(tmp_path: Path, content: object, point: Point) -> Configured:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    return read_training_file(path, training_of(point, machine_of(point)))
+
+
+# ---- steps that others asked about ----
+
+
+def test_deepspeed_1635_is_not_normal_and_adam_is_to_blame(tmp_path: Path) -> None:
+    """1.35 B parameters, ZeRO-3 with the optimizer in host memory, RTX 3090: 22.9 s of 24.1 s in the update."""
+    log = tmp_path / "log"
+    log.write_text(
+        "rank=0 time (ms) | forward_microstep: 376.60 | backward_microstep: 864.56 | step_microstep: 22880.87\n"
+        "time (ms) | forward: 376.60 | backward: 864.56 | backward_inner: 806.87 | step: 22880.87\n"
+    )
+    said = explain_run(RTX_3090, configured(tmp_path, ZERO_3, RTX_3090), read_log(str(log), 1))
+    assert said.verdict == "slow"
+    assert said.ratio is not None
+    assert said.ratio > 5
+    assert said.suspects[0].part == CORES
+    # 1.35 B parameters in 21.8 s are 62 M/s; gpt2-xl has 1.56 B
+    assert 50e6 < said.suspects[0].rates["host.adam"] < 100e6
+    assert "host cores" in "\n".join(explanation_lines(said))
+
+
+def test_deepspeed_6695_offloads_what_fits(tmp_path: Path) -> None:
+    """1.2 B parameters offloaded to the host: 310 s of 490 s in Adam, 31 s in all without."""
+    point = replace(RTX_3090, model="llama-3.2-1b", machine="ssdtrain-a100", overrides={})
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    said = explain_run(point, configured(tmp_path, zero, point), MeasuredStep(step_s=2.45))
+    assert "no offloading" in said.gains[0].what
+    assert said.gains[0].gain_frac > 0.5
+
+
+def test_llamafactory_2937_and_slime_1139_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="quantised base"):
+        configured(tmp_path, {"finetuning_type": "lora", "quantization_bit": 4}, RTX_3090)
+    with pytest.raises(ValueError, match="on one machine"):
+        configured(tmp_path, {"distributed_type": "MULTI_GPU", "num_machines": 4}, RTX_3090)
+
+
+# ---- a machine that is slower in one part than it says ----
+
+
+def slowed(part: str, factor: float, config: Configured, point: Point) -> MeasuredStep:
+    """What such a machine would measure."""
+    simulator = explain._Simulator(point.model, machine_of(point), False)
+    setup, _ = setup_of(config, simulator.machine)
+    now = simulator.predict(setup)
+    assert now.plan is not None
+    slow = simulator.with_part(setup, now.plan, part, factor)
+    assert slow.step_s is not None
+    return MeasuredStep(step_s=slow.step_s, phases=slow.phases)
+
+
+@pytest.mark.parametrize(
+    ("part", "device"), [(CORES, "cpu"), (LINKS, "cpu"), (COMPUTE, "cpu"), (DRIVES, "nvme"), (CORES, "nvme")]
+)
+def test_the_part_that_is_slow_is_found_with_its_factor(part: str, device: str, tmp_path: Path) -> None:
+    point = replace(RTX_3090, model="gpt2-large")
+    zero = {"stage": 3, "offload_optimizer": {"device": device}, "offload_param": {"device": "cpu"}}
+    config = configured(tmp_path, {**ZERO_3, "zero_optimization": zero}, point)
+    said = explain_run(point, config, slowed(part, 9.0, config, point))
+    assert said.verdict == "slow"
+    found = [s.part for s in said.suspects]
+    # drives and cores work in the same phase; of two that explain it, the one that need be less slow comes first
+    assert found.index(part) <= (part == CORES and device == "nvme")
+    assert said.suspects[found.index(part)].factor == pytest.approx(9.0, rel=0.1)
+
+
+def test_what_was_expected_is_normal_and_needs_no_suspect(tmp_path: Path) -> None:
+    config = configured(tmp_path, ZERO_3, RTX_3090)
+    said = explain_run(RTX_3090, config, slowed(CORES, 1.0, config, RTX_3090))
+    assert (said.verdict, said.suspects) == ("normal", ())
+
+
+def test_a_micro_step_is_recognised(tmp_path: Path) -> None:
+    config = configured(tmp_path, {**ZERO_3, "gradient_accumulation_steps": 8}, RTX_3090)
+    whole = slowed(CORES, 1.0, config, RTX_3090)
+    said = explain_run(RTX_3090, config, MeasuredStep(step_s=whole.step_s / 8))
+    assert said.verdict == "fast"
+    assert any("one micro-batch's" in note for note in said.notes)
+
+
+def test_what_does_not_fit_cannot_be_judged(tmp_path: Path) -> None:
+    point = replace(RTX_3090, model="gpt-13b")
+    said = explain_run(point, configured(tmp_path, ZERO_3, point), MeasuredStep(step_s=14.2))
+    assert (said.verdict, said.expected_s, said.ratio) == ("does not fit", None, None)
+    assert "cannot be judged" in "\n".join(explanation_lines(said))
+
+
+# ---- settings that cost ----
+
+
+def expectation(tmp_path: Path, more: dict[str, object], optimizer: dict[str, object]) -> Explanation:
+    point = replace(RTX_3090, model="gpt2-large")
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", **optimizer}, "offload_param": {"device": "cpu"}}
+    config = configured(tmp_path, {**ZERO_3, "zero_optimization": zero, **more}, point)
+    return explain_run(point, config, MeasuredStep(step_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "optimizer", "change"),
+    [
+        ({}, {"device": "cpu", "pin_memory": False}, "pin_memory: true"),
+        ({"aio": {"queue_depth": 1, "block_size": 131072}}, {}, "aio: queue_depth"),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {}, "torch_adam: false"),
+        ({"save_steps": 1}, {}, "save_steps: 10"),
+        ({}, {}, "pipeline_read: true"),
+        ({}, {}, "offload_optimizer: cpu"),
+        ({"gradient_accumulation_steps": 8}, {}, "micro-batches of 8"),
+    ],
+)
+def test_a_setting_that_costs_is_named_with_what_it_saves(
+    more: dict[str, object], optimizer: dict[str, object], change: str, tmp_path: Path
+) -> None:
+    plain = expectation(tmp_path, {}, {key: value for key, value in optimizer.items() if key == "device"})
+    said = expectation(tmp_path, more, optimizer)
+    gain = next(g for g in said.gains if g.what.startswith(change))
+    assert said.expected_s is not None
+    assert plain.expected_s is not None
+    assert gain.step_s < said.expected_s
+    if gain.assumed:
+        assert said.expected_s > plain.expected_s
+    assert [g.step_s for g in said.gains] == sorted(g.step_s for g in said.gains)
+
+
+# ---- what was measured ----
+
+
+def test_micro_batches_of_a_log_are_summed_and_the_first_step_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = [f"[Rank 0] time (ms) | fwd_microstep: {f} | bwd_microstep: 20 | step_microstep: {s}"
+             for f, s in ((500, 0), (500, 900), (10, 0), (12, 30), (10, 0), (12, 30))]  # fmt: skip
+    log.write_text("\n".join(lines))
+    found = read_log(str(log), 2)
+    assert found.step_s == pytest.approx(0.092)
+    assert found.phases is not None
+    assert found.phases.forward_s == pytest.approx(0.022)
+    log.write_text("loss 3.2\n")
+    with pytest.raises(MeasuredStepError, match="wall_clock_breakdown"):
+        read_log(str(log), 1)
+
+
+def test_a_trace_is_read_with_overlaps_counted_once(tmp_path: Path) -> None:
+    def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    events = [event("user_annotation", f"ProfilerStep#{k}", k * 1e6, 1e6) for k in range(2)]
+    events += [
+        event("kernel", "gemm", 1e5, 2e5),
+        event("kernel", "norm", 2e5, 2e5),
+        event("kernel", "ncclReduce", 0, 9e5),
+    ]
+    events += [event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 1e6, 4e5, bytes=300),
+               event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1e6, 1e5, bytes=100),
+               event("user_annotation", "Optimizer.step#AdamW.step", 1.5e6, 5e5)]  # fmt: skip
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = read_kineto(str(path))
+    assert found.step_s == pytest.approx(1.0)
+    assert found.busy_s == pytest.approx({"compute": 0.15, "p2p": 0.45, "d2h": 0.2, "h2d": 0.05, "update": 0.25})
+    assert found.pageable_frac == 0.75
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(MeasuredStepError, match="no trace"):
+        read_kineto(str(tmp_path / "x.json"))
+
+
+def test_a_trace_tells_the_slow_part_by_its_own_time() -> None:
+    config = Configured(training=Training(dtype="bf16"), policy="zero-offload", options={"checkpointing": "on"})
+    point = replace(RTX_3090, model="gpt2-large")
+    measured = MeasuredStep(step_s=3.0, busy_s={"compute": 0.2, "h2d": 2.5, "d2h": 2.4}, pageable_frac=1.0)
+    said = explain_run(point, config, measured)
+    assert said.suspects[0].part == LINKS
+    assert any("not pinned" in note for note in said.notes)
+
+
+# ---- the command ----
+
+
+def test_the_command_says_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO_3))
+    argv = ["explain-run", "--config", str(path), "--model", "gpt2-large", "--machine", "desktop-4090", "--step-s", "9"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["verdict"] == "slow"
+    assert record["suspects"][0]["part"] in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no measured step was given"),
+        (["--step-s", "1", "--config", "ds.json", "--policy", "fuyou"], "both say how it is trained"),
+        (["--log", "ds.json", "--trace", "ds.json"], "give one of them"),
+        (["--step-s", "1", "--config", "ds.json", "--batch", "7"], "--batch is 7, but ds.json says 1"),
+        (["--step-s", "1", "--policy", "none"], "none"),
+    ],
+)
+def test_wrong_questions_get_one_line(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(ZERO_3))
+    assert main(["explain-run", "--model", "gpt2", "--machine", "desktop-4090", *argv]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+    assert message in printed.err

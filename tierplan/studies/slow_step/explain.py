@@ -1,0 +1,378 @@
+"""What a step should take, where the difference to the measured one probably lies, and what to change first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import exp, log
+from typing import Any
+
+from scipy.optimize import brentq
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.scaling import with_faster
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.prediction import Prediction, predict, predict_plan
+from tierplan.planner.training_files import Configured
+from tierplan.sim.output.text import format_frac
+from tierplan.sim.workloads.workload import Workload, WorkloadError
+from tierplan.studies.defaults import load_or_trace
+from tierplan.studies.evaluate import best_plan, machine_of
+from tierplan.studies.slow_step.measured import MeasuredStep
+from tierplan.studies.slow_step.setups import (
+    COMPUTE,
+    CORES,
+    DRIVES,
+    LINKS,
+    PEERS,
+    Setup,
+    SetupChange,
+    changes,
+    part_of,
+    setup_of,
+    with_checkpoints,
+)
+from tierplan.studies.study import Point
+
+CALIBRATED_FRAC, DATA_SHEET_FRAC = 0.15, 0.3
+"""Within which a step is normal: published steps are met within 14 % on machines that were calibrated
+(docs/validation.md), and rates from data sheets are worse."""
+MOST_FACTOR = 256.0
+LEAST_GAIN_FRAC = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a part of a machine is often slower than its data sheet says."""
+
+    what: str
+    factor: float
+    """How many times slower, about; published where there is a source."""
+    source: str = ""
+
+
+CAUSES: Mapping[str, tuple[Cause, ...]] = {
+    CORES: (
+        Cause(what="Adam in PyTorch instead of DeepSpeedCPUAdam, or one compiled without AVX", factor=6.5,
+              source="DeepSpeed pull request 735"),
+        Cause(what="OMP_NUM_THREADS=1, which torchrun sets, or several ranks on few cores", factor=10,
+              source="ISEEKYAN/Megatron-LM issue 188"),
+        Cause(what="cores not bound to ranks (--bind_cores_to_rank)", factor=1.3, source="DeepSpeed pull request 7474"),
+        Cause(what="one DIMM, or channels left empty", factor=2, source="DeepSpeed issue 6695"),
+        Cause(what="host memory that the system has swapped out", factor=30),
+    ),
+    LINKS: (
+        Cause(what="copies from memory that is not pinned (pin_memory: true)", factor=2),
+        Cause(what="a slot with 4 or 8 lanes, or one generation older", factor=2),
+        Cause(what="GPUs that share the host's link, all copying", factor=2, source="Mist's measurements of 8x A10G"),
+        Cause(what="memory of the other socket", factor=2.9, source="torchtitan issue 3519"),
+        Cause(what="copies that wait for each other", factor=10, source="DeepSpeed issue 1130"),
+    ),
+    DRIVES: (
+        Cause(what="writes beyond the drive's cache", factor=4, source="WD SN850X: 6.3 GB/s, then 0.9 to 1.8"),
+        Cause(what="a drive shared with the system, or a file system without O_DIRECT", factor=2),
+        Cause(what="too few requests in flight (aio: queue_depth, block_size, intra_op_parallelism)", factor=3),
+    ),
+    COMPUTE: (
+        Cause(what="the GPU's limit of power or heat, or another program on it", factor=1.5),
+        Cause(what="attention that is not fused (attn_implementation: flash_attention_2 or sdpa)", factor=2),
+        Cause(what="fp32 kernels where 16 bits were meant", factor=4),
+        Cause(what="small kernels that Python launches too slowly, or a GPU that waits for data", factor=3),
+    ),
+    PEERS: (Cause(what="GPUs that exchange through host memory, without peer-to-peer access", factor=4),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A part of the machine that explains the difference where it is slower (or faster) than the machine says."""
+
+    part: str
+    factor: float
+    """Times slower; below 1 for faster."""
+    step_s: float
+    """Simulated with that."""
+    misfit_frac: float
+    """Of the measured step: what it leaves unexplained, phase by phase where phases were measured."""
+    rates: Mapping[str, float]
+    """What its streams then reach at most, by stream: units per second of their main work."""
+    causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A change of the setup, with the step that it gives."""
+
+    what: str
+    why: str
+    step_s: float
+    gain_frac: float
+    assumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Is the step normal, and what to do."""
+
+    model: str
+    machine: str
+    setup: Setup
+    measured: MeasuredStep
+    expected: Prediction
+    expected_s: float | None
+    """None where the setup cannot run here, by the simulation."""
+    normal_frac: float
+    suspects: tuple[Suspect, ...] = ()
+    gains: tuple[Gain, ...] = ()
+    best: Prediction | None = None
+    """What the planner reaches for the same sequences; None where nothing fits."""
+    notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.expected_s is None else self.measured.step_s / self.expected_s
+
+    @property
+    def verdict(self) -> str:
+        """`normal`, `slow`, `fast`, or `does not fit`."""
+        if self.ratio is None:
+            return "does not fit"
+        if abs(self.ratio - 1.0) <= self.normal_frac:
+            return "normal"
+        return "slow" if self.ratio > 1 else "fast"
+
+    def record(self) -> dict[str, object]:
+        """The explanation as JSON values."""
+        phases, best = self.expected.phases, self.best
+        return {
+            "model": self.model,
+            "machine": self.machine,
+            "setup": asdict(self.setup),
+            "verdict": self.verdict,
+            "measured_s": self.measured.step_s,
+            "expected_s": self.expected_s,
+            "ratio": self.ratio,
+            "normal_within_frac": self.normal_frac,
+            "phases": {
+                "measured": asdict(self.measured.phases) if self.measured.phases else None,
+                "expected": asdict(phases) if phases else None,
+            },
+            "measured_busy_s": dict(self.measured.busy_s),
+            "why_not": self.expected.why_not or None,
+            "limits": [asdict(limit) for limit in self.expected.limits],
+            "suspects": [asdict(s) for s in self.suspects],
+            "changes": [asdict(g) for g in self.gains],
+            "best": None if best is None else best.record(),
+            "notes": list(self.notes),
+            "assumptions": list(self.assumptions),
+        }
+
+
+class _Simulator:
+    """Setups on one machine, each simulated once."""
+
+    def __init__(self, model: str, machine: Machine, exact: bool) -> None:
+        self.model, self.machine, self.exact = model, machine, exact
+        self.streams: dict[str, set[str]] = {}
+        for stream in machine.streams:
+            self.streams.setdefault(part_of(stream.name), set()).add(stream.name)
+
+    def workload(self, setup: Setup) -> Workload:
+        return load_or_trace(self.model, setup.training, exact=self.exact)
+
+    def slowed(self, factors: Mapping[str, float]) -> Machine:
+        machine = self.machine
+        for part, factor in factors.items():
+            machine = with_faster(machine, self.streams.get(part, set()), 1.0 / factor)
+        return machine
+
+    def predict(self, setup: Setup) -> Prediction:
+        return predict(setup.policy, self.workload(setup), self.slowed(setup.slower), setup.options)
+
+    def with_part(self, setup: Setup, plan: Plan, part: str, factor: float) -> Prediction:
+        """The same plan where one part is slower still."""
+        slower = {**setup.slower, part: setup.slower.get(part, 1.0) * factor}
+        return predict_plan(plan, self.workload(setup), self.slowed(slower))
+
+
+def explain_run(point: Point, configured: Configured, measured: MeasuredStep) -> Explanation:
+    """The explanation of a measured step of a configuration; `point` says model, machine and the planner's limit."""
+    machine = machine_of(point)
+    simulator = _Simulator(point.model, machine, point.exact)
+    setup, assumed = setup_of(configured, machine)
+    workload = simulator.workload(setup)
+    if measured.phases is None and not measured.busy_s:
+        setup = with_checkpoints(setup, configured.says, machine, workload.num_parameters)
+    expected = simulator.predict(setup)
+    expected_s = None if expected.step_s is None else expected.step_s + setup.extra_s
+    explanation = Explanation(
+        model=workload.name,
+        machine=machine.name,
+        setup=setup,
+        measured=measured,
+        expected=expected,
+        expected_s=expected_s,
+        normal_frac=DATA_SHEET_FRAC if _is_rough(machine) else CALIBRATED_FRAC,
+        gains=_gains(simulator, setup, configured, expected_s),
+        best=_best(point, setup, expected.tokens),
+        notes=configured.notes,
+        assumptions=(*assumed, *_always(machine, setup)),
+    )
+    if expected_s is None or explanation.verdict == "normal":
+        return explanation
+    hints = _hints(explanation)
+    return replace(explanation, suspects=_suspects(simulator, setup, explanation), notes=(*configured.notes, *hints))
+
+
+def _is_rough(machine: Machine) -> bool:
+    """Whether a rate that matters comes from a data sheet, or was assumed."""
+    numbers: list[Any] = [machine.description.get(key) for key in ("link.h2d", "link.d2h")]
+    return bool(machine.nameplate) or any(n and n["basis"] in ("nameplate", "assumed") for n in numbers)
+
+
+def _always(machine: Machine, setup: Setup) -> tuple[str, ...]:
+    lines = ["data loading, evaluation and logging take no time"]
+    if setup.extra_s:
+        lines.append("checkpoints are written at the drives' rate while training waits")
+    if machine.nameplate:
+        lines.append(
+            f"from data sheets rather than measured: {', '.join(machine.nameplate)} (`tierplan machine measure`)"
+        )
+    return tuple(lines)
+
+
+def _hints(explanation: Explanation) -> tuple[str, ...]:
+    """What else than a slow part may be behind the figure."""
+    measured, setup, expected_s = explanation.measured, explanation.setup, explanation.expected_s
+    assert expected_s is not None
+    steps = setup.training.gradient_accumulation_steps
+    lines = []
+    if steps > 1 and abs(measured.step_s * steps / expected_s - 1.0) <= explanation.normal_frac:
+        lines.append(
+            f"{steps} times the measured time is what one optimizer step should take: was it one micro-batch's?"
+        )
+    if measured.phases is not None:
+        timed = sum(asdict(measured.phases).values())
+        if measured.step_s > 1.15 * timed:
+            lines.append(
+                f"{measured.step_s - timed:.3g} s of the step lie outside of forward, backward and update: data "
+                "loading, logging, evaluation or checkpoints"
+            )
+    if measured.pageable_frac > 0.05:
+        part = format_frac(measured.pageable_frac)
+        lines.append(f"{part} of the copied bytes lie in memory that is not pinned; set pin_memory: true")
+    return tuple(lines)
+
+
+def _suspects(simulator: _Simulator, setup: Setup, explanation: Explanation) -> tuple[Suspect, ...]:
+    """One part after the other, slowed until the step is the measured one; those that explain most first."""
+    measured, plan = explanation.measured, explanation.expected.plan
+    assert plan is not None
+    target_s = measured.step_s - setup.extra_s
+    busy = _busy(explanation.expected)
+    found = []
+    for part in simulator.streams:
+        if part not in busy or target_s <= 0:
+            continue
+
+        def step_s(log_factor: float, part: str = part) -> float:
+            prediction = simulator.with_part(setup, plan, part, exp(log_factor))
+            return (prediction.step_s or 0.0) - target_s
+
+        direct = _measured_busy(measured, part)
+        if direct is not None:
+            factor = min(max(direct / busy[part], 1 / MOST_FACTOR), MOST_FACTOR)
+        else:
+            ends = (0.0, log(MOST_FACTOR)) if target_s > explanation.expected.step_s else (-log(MOST_FACTOR), 0.0)  # type: ignore[operator]
+            if step_s(ends[0]) > 0 or step_s(ends[1]) < 0:
+                continue
+            factor = exp(float(brentq(step_s, *ends, xtol=0.02)))
+        prediction = simulator.with_part(setup, plan, part, factor)
+        misfit = _misfit(prediction, measured, target_s)
+        causes = tuple(
+            c.what + (f" ({c.factor:g} times slower: {c.source})" if c.source else "")
+            for c in sorted(CAUSES[part], key=lambda c: abs(log(c.factor / max(factor, 1.0))))
+            if factor > 1
+        )
+        rates = {
+            s.name: max(next(iter(s.rates.values())).points)[1] / factor / setup.slower.get(part, 1.0)
+            for s in simulator.machine.streams
+            if s.name in simulator.streams[part] and (part != COMPUTE)
+        }
+        found.append(
+            Suspect(
+                part=part,
+                factor=factor,
+                step_s=(prediction.step_s or 0.0) + setup.extra_s,
+                misfit_frac=misfit,
+                rates=rates,
+                causes=causes,
+            )
+        )
+    return tuple(sorted(found, key=lambda s: (round(s.misfit_frac, 1), abs(log(s.factor)))))
+
+
+def _busy(prediction: Prediction) -> dict[str, float]:
+    """Predicted seconds at work by part, of its busiest stream."""
+    busy: dict[str, float] = {}
+    streams = {s.name for s in prediction.hardware.streams} if prediction.hardware else set()
+    for stream, share in prediction.utilization.items():
+        if stream in streams:
+            part = part_of(stream)
+            busy[part] = max(busy.get(part, 0.0), share * (prediction.step_s or 0.0))
+    return busy
+
+
+def _measured_busy(measured: MeasuredStep, part: str) -> float | None:
+    kinds = {COMPUTE: ("compute",), LINKS: ("h2d", "d2h"), CORES: ("update",)}.get(part, ())
+    found = [measured.busy_s[kind] for kind in kinds if kind in measured.busy_s]
+    return max(found) if found else None
+
+
+def _misfit(prediction: Prediction, measured: MeasuredStep, target_s: float) -> float:
+    """What is not explained, over the measured step: of phases or of parts at work, where they were measured."""
+    if prediction.step_s is None or prediction.phases is None:
+        return 1.0
+    left_s = [abs(prediction.step_s - target_s)]
+    if measured.phases is not None:
+        simulated, timed = asdict(prediction.phases), asdict(measured.phases)
+        left_s = [abs(simulated[name] - timed[name]) for name in timed]
+    for part, busy_s in _busy(prediction).items():
+        if (worked_s := _measured_busy(measured, part)) is not None:
+            left_s.append(abs(worked_s - busy_s))
+    return sum(left_s) / measured.step_s
+
+
+def _gains(simulator: _Simulator, setup: Setup, configured: Configured, expected_s: float | None) -> tuple[Gain, ...]:
+    """Changes that fit and save time, most first; of larger micro-batches only the best."""
+    found: dict[str, Gain] = {}
+    for change in changes(setup, configured.says):
+        try:
+            prediction = simulator.predict(change.setup)
+        except (PlanError, MachineError, WorkloadError):
+            continue
+        if prediction.step_s is None:
+            continue
+        gain = _gain(change, prediction.step_s + change.setup.extra_s, expected_s)
+        kind = "micro-batch" if change.what.startswith("micro-batches") else change.what
+        if gain.gain_frac >= LEAST_GAIN_FRAC and (kind not in found or gain.step_s < found[kind].step_s):
+            found[kind] = gain
+    return tuple(sorted(found.values(), key=lambda g: g.step_s))
+
+
+def _gain(change: SetupChange, step_s: float, expected_s: float | None) -> Gain:
+    gain_frac = 1.0 if expected_s is None else 1.0 - step_s / expected_s
+    return Gain(what=change.what, why=change.why, step_s=step_s, gain_frac=gain_frac, assumed=change.assumed)
+
+
+def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
+    """What `tierplan plan` says of the same sequences on the same machine."""
+    t = setup.training
+    sequences = (tokens or t.tokens_per_step) // t.sequence_length
+    asked = replace(point, sequences=sequences, dtype=t.dtype, optimizer=t.optimizer, max_grad_norm=t.max_grad_norm)
+    try:
+        return best_plan(asked).result.prediction
+    except InfeasiblePlan:
+        return None

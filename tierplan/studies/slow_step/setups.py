@@ -1,0 +1,213 @@
+"""A setup of training as a configuration file has it, and the changes to it that may save time.
+
+Settings that the simulator knows are judged by simulating again. For others the table below says how much slower a part
+of the machine is by them: that is an assumption, and is named as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
+from tierplan.planner.training_files import Configured
+from tierplan.sim.workloads.workload import Training
+
+COMPUTE, LINKS, DRIVES, CORES, PEERS = "GPU", "host links", "drives", "host cores", "links between GPUs"
+PAGEABLE, TORCH_ADAM = 2.0, 6.5
+ON_CPU = "Adam of PyTorch took 56 s where DeepSpeed's took 8.2 s (DeepSpeed pull request 735)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is trained, how, and how much slower than the machine says its parts are by assumption."""
+
+    training: Training
+    policy: str
+    options: Mapping[str, str]
+    slower: Mapping[str, float] = field(default_factory=dict)
+    """Factors above 1, by part (`part_of`)."""
+    extra_s: float = 0.0
+    """Of a step, beside what is simulated: checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupChange:
+    """One thing to change."""
+
+    what: str
+    why: str
+    setup: Setup
+    assumed: bool = False
+    """Rests on an assumed factor; else all of the gain is simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostlySetting:
+    """A setting that makes a part of the machine slower."""
+
+    key: str
+    value: object
+    part: str
+    factor: float
+    better: str
+    why: str
+
+
+COSTS = (
+    *(
+        CostlySetting(
+            key=f"zero_optimization.offload_{what}.pin_memory",
+            value=False,
+            part=LINKS,
+            factor=PAGEABLE,
+            better="pin_memory: true",
+            why="copies from memory that is not pinned go through a buffer, at about half the rate, and block",
+        )
+        for what in ("optimizer", "param")
+    ),
+    CostlySetting(
+        key="optimizer.params.torch_adam", value=True, part=CORES, factor=TORCH_ADAM, better="torch_adam: false",
+        why=ON_CPU,
+    ),
+    CostlySetting(
+        key="zero_force_ds_cpu_optimizer", value=False, part=CORES, factor=TORCH_ADAM,
+        better="zero_force_ds_cpu_optimizer: true", why=ON_CPU,
+    ),
+)  # fmt: skip
+
+
+def part_of(stream: str) -> str:
+    """The part of the machine that a stream belongs to."""
+    name = parse_stream(stream)
+    if name.is_drive:
+        return DRIVES
+    if name.device is None:
+        return CORES
+    return COMPUTE if name.is_compute else LINKS if name.is_host_link else PEERS
+
+
+def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str, ...]]:
+    """The setup of a configuration on a machine, and what was assumed for it."""
+    says, slower, assumed = configured.says, {}, []
+    for cost in COSTS:
+        if says.get(cost.key) == cost.value and cost.part not in slower:
+            slower[cost.part] = cost.factor
+            assumed.append(f"{cost.key} is {cost.value}: {cost.part} {cost.factor:g} times slower, since {cost.why}")
+    setup = Setup(training=configured.training, policy=configured.policy, options=configured.options, slower=slower)
+    uses_drive = "nvme" in setup.options.values()
+    if uses_drive and (factor := _queue_factor(says, machine)) > 1.02:
+        setup = replace(setup, slower={**slower, DRIVES: factor})
+        assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
+    if setup.policy == "zero-infinity":
+        assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
+    if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
+        assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
+    paths = {says[f"zero_optimization.offload_{w}.nvme_path"] for w in ("param", "optimizer") if
+             says.get(f"zero_optimization.offload_{w}.nvme_path")}  # fmt: skip
+    if uses_drive and len(paths) == 1:
+        assumed.append(
+            f"nvme_path {paths.pop()} lies on the machine's drives alone, not on the system's drive or a tmpfs"
+        )
+    return setup, tuple(assumed)
+
+
+_QUEUE_WHY = "requests in flight x block_size / (latency + time of a block)"
+
+
+def _queue_factor(says: Mapping[str, object], machine: Machine) -> float:
+    """How much slower drives are with DeepSpeed's few asynchronous requests: each takes latency and transfer."""
+
+    def number(key: str, default: float) -> float:
+        value = says.get(f"aio.{key}", default)
+        return float(value) if isinstance(value, int | float) and value > 0 else default
+
+    stream = machine.stream(NVME_READ)
+    rate = max(per_s for _, per_s in stream.rates["bytes"].points)
+    block = number("block_size", 2**20)
+    depth = number("queue_depth", 8) * number("intra_op_parallelism", number("thread_count", 1))
+    return max(1.0, rate * (stream.latency_s + block / rate) / (depth * block))
+
+
+def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine, num_parameters: int) -> Setup:
+    """The setup with the time that the Trainer's checkpoints take: written while training waits."""
+    every = says.get("save_steps")
+    if not isinstance(every, int) or every < 1 or says.get("save_strategy", "steps") != "steps":
+        return setup
+    rates = [s.rates["bytes"].points for s in machine.streams if s.name == NVME_WRITE]
+    if not rates:
+        return setup
+    size = num_parameters * (setup.training.param_bytes + setup.training.state_bytes)
+    return replace(setup, extra_s=size / max(rate for _, rate in rates[0]) / every)
+
+
+def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
+    """What might save time, each by itself; whether it fits and what it saves is for the simulation to say."""
+    training, options = setup.training, setup.options
+    for cost in COSTS:
+        if says.get(cost.key) == cost.value and setup.slower.get(cost.part) == cost.factor:
+            slower = {part: factor for part, factor in setup.slower.items() if part != cost.part}
+            yield SetupChange(what=cost.better, why=cost.why, setup=replace(setup, slower=slower), assumed=True)
+    if DRIVES in setup.slower:
+        slower = {part: factor for part, factor in setup.slower.items() if part != DRIVES}
+        yield SetupChange(
+            what="aio: queue_depth 32, intra_op_parallelism 4", why="keeps the drives' queues full",
+            setup=replace(setup, slower=slower), assumed=True,
+        )  # fmt: skip
+    if setup.extra_s:
+        what = f"save_steps: {10 * int(str(says['save_steps']))}"
+        why = "training waits while a checkpoint is written"
+        yield SetupChange(what=what, why=why, setup=replace(setup, extra_s=setup.extra_s / 10), assumed=True)
+
+    def option(what: str, why: str, **more: str) -> SetupChange:
+        return SetupChange(what=what, why=why, setup=replace(setup, options={**options, **more}))
+
+    if setup.policy == "zero-infinity":
+        if options.get("prefetch") == "0":
+            yield option("overlap_comm: true, and prefetching", "parameters come while the GPU computes", prefetch="2")
+        if options.get("optimizer") == "nvme":
+            if options.get("pipeline") != "on":
+                why = "states are read and written while others are updated"
+                yield option("pipeline_read: true, pipeline_write: true", why, pipeline="on")
+            yield option("offload_optimizer: cpu", "states need not go through the drives", optimizer="host")
+        if options.get("params") == "nvme":
+            yield option("offload_param: cpu", "parameters need not go through the drives", params="host")
+            both = {"params": "host", "optimizer": "host"}
+            yield option("offload_param and offload_optimizer: cpu", "nothing goes through the drives", **both)
+        if options.get("params") in ("host", "nvme"):
+            yield option("no offload_param", "parameters stay on the GPU", params="device")
+        if options.get("checkpoints", "host") != "device":
+            yield option("checkpoints of activations on the GPU", "they need not be copied", checkpoints="device")
+    if setup.policy == "zero-offload" and options.get("checkpointing") == "on":
+        yield option("no gradient checkpointing", "nothing is computed twice", checkpointing="off")
+
+    def instead(what: str, why: str, policy: str, **more: str) -> SetupChange:
+        return SetupChange(what=what, why=why, setup=replace(setup, policy=policy, options=more, slower={}))
+
+    if setup.policy == "zero-infinity":
+        why = "parameters stay on the GPU, and backward need not fetch them"
+        yield instead("stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
+    if setup.policy in ("zero-infinity", "zero-offload"):
+        yield instead("no offloading, with gradient checkpointing", "everything fits on the GPU", "full-recompute")
+    if setup.policy != "in-memory":
+        yield instead("no offloading and no recomputation", "everything fits on the GPU", "in-memory")
+    if training.dtype == "fp32":
+        for name in ("bf16", "fp16"):
+            faster = replace(training, dtype=name)  # type: ignore[arg-type]
+            why = "half the bytes, and tensor cores"
+            yield SetupChange(what=f"{name} instead of fp32", why=why, setup=replace(setup, training=faster))
+    if training.attention == "plain":
+        flash = replace(training, attention="flash")
+        yield SetupChange(
+            what="flash attention", why="no matrix of scores is kept", setup=replace(setup, training=flash)
+        )
+    batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    for factor in (2, 4, 8, 16, 32):
+        if steps % factor == 0:
+            larger = replace(
+                training, per_device_train_batch_size=batch * factor, gradient_accumulation_steps=steps // factor
+            )
+            what = f"micro-batches of {batch * factor} in {steps // factor} steps of accumulation"
+            why = "parameters are fetched less often, and products are larger"
+            yield SetupChange(what=what, why=why, setup=replace(setup, training=larger))

@@ -1,0 +1,105 @@
+"""The explanation of a measured step for people, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from tierplan.hwmodels.names import HOST_ADAM
+from tierplan.hwmodels.units import format_amount
+from tierplan.sim.output.text import columns, format_count, format_frac, format_s, in_short
+from tierplan.studies.answer import limited_text
+from tierplan.studies.slow_step.explain import Explanation, Suspect
+
+MOST_CHANGES = 6
+
+
+def explanation_lines(e: Explanation) -> list[str]:
+    """The answer, where the difference lies, what to change, what the machine could do, what was assumed."""
+    t, options = e.setup.training, "".join(f", {k} {v}" for k, v in e.setup.options.items())
+    lines = [
+        f"{e.model} on {e.machine}",
+        *_wrapped(
+            f"{e.setup.policy}{options}; {t.gradient_accumulation_steps} x {t.per_device_train_batch_size} sequences "
+            f"of {t.sequence_length} tokens, {t.dtype}"
+        ),
+        "",
+        *_wrapped(_verdict(e)),
+        *(line for note in e.notes for line in _wrapped(f"Note: {note}")),
+    ]
+    if e.expected_s is not None:
+        lines += ["", *columns(_phases(e))]
+    if e.suspects:
+        lines += ["", "Where the difference probably lies, the likeliest first", *columns(_suspects(e.suspects))]
+        lines += [line for cause in e.suspects[0].causes for line in _wrapped(f"  - {cause}")]
+    if e.gains:
+        lines += ["", "What to change first, each by itself", *columns(_gains(e))]
+    lines += ["", *_wrapped(_best(e)), ""]
+    return lines + [line for text in e.assumptions for line in _wrapped(f"Assumed: {text}.")]
+
+
+def _verdict(e: Explanation) -> str:
+    measured = format_s(e.measured.step_s)
+    if e.expected_s is None or e.ratio is None:
+        return (
+            f"By the simulation this does not run here, so {measured} cannot be judged: {in_short(e.expected.why_not)} "
+            "If it does run, the machine or the model is another one than was said."
+        )
+    limit = limited_text(e.expected.limits)
+    head = f"A step takes {measured}; it should take {format_s(e.expected_s)}, limited by {limit}."
+    match e.verdict:
+        case "normal":
+            return f"Normal. {head} Up to {format_frac(e.normal_frac)} more or less is what such figures are good for."
+        case "slow":
+            return f"Not normal: {e.ratio:.3g} times as long as it should be. {head}"
+    return f"Quicker than it should be, so something assumed here is wrong. {head}"
+
+
+def _phases(e: Explanation) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("one step", "measured", "expected")]
+    timed = asdict(e.measured.phases) if e.measured.phases else {}
+    simulated = asdict(e.expected.phases) if e.expected.phases else {}
+    for name, seconds in simulated.items():
+        there = format_s(timed[name]) if name in timed else "-"
+        rows.append((name.removesuffix("_s"), there, format_s(seconds)))
+    if e.setup.extra_s:
+        rows.append(("checkpoints", "-", format_s(e.setup.extra_s)))
+    assert e.expected_s is not None
+    return [*rows, ("all", format_s(e.measured.step_s), format_s(e.expected_s))]
+
+
+def _suspects(suspects: Sequence[Suspect]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("part", "speed", "then a step takes", "that is")]
+    for s in suspects:
+        speed = f"1/{s.factor:.3g}" if s.factor >= 1 else f"{1 / s.factor:.3g} x"
+        rows.append((s.part, speed, format_s(s.step_s), ", ".join(_rate(*item) for item in s.rates.items())))
+    return rows
+
+
+def _rate(stream: str, per_s: float) -> str:
+    if stream == HOST_ADAM:
+        return f"{stream} {format_count(per_s)} parameters/s"
+    return f"{stream} {format_amount(per_s, 'bytes/s')}"
+
+
+def _gains(e: Explanation) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("step", "saves", "change")]
+    for g in e.gains[:MOST_CHANGES]:
+        saves = "makes it fit" if e.expected_s is None else format_frac(g.gain_frac)
+        rows.append((format_s(g.step_s), saves, f"{g.what}: {g.why}" + (" (assumed)" if g.assumed else "")))
+    return rows
+
+
+def _best(e: Explanation) -> str:
+    if e.best is None or e.best.step_s is None:
+        return "The planner finds nothing that fits this machine."
+    than = "" if e.expected_s is None else f", {e.expected_s / e.best.step_s:.3g} times as fast as this setup should be"
+    return (
+        f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
+        f"{e.best.micro_batch} x {e.best.accumulation}, by `tierplan plan`)."
+    )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
