@@ -35,6 +35,7 @@ from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
     NEED_SEVERAL_DEVICES,
     bound_by_compute,
+    bound_of_packs,
     on_all_devices,
     search_packs,
 )
@@ -65,6 +66,7 @@ def plan(
     orders: Iterable[Order] | None = None,
     batches: Batches | None = None,
     drive_lifetime_years: float | None = None,
+    beat_s: float = float("inf"),
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
@@ -86,6 +88,9 @@ def plan(
         either, whichever takes least time for the same work.
     drive_lifetime_years
         Years of training without pause that the drives are to last: plans that write more are no candidates.
+    beat_s
+        A step of what is known already: the search ends where nothing that is left can be quicker. Until then it is the
+        search that there is without this.
 
     Raises
     ------
@@ -95,7 +100,8 @@ def plan(
     write_limit = float("inf")
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
-    return _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit).run(policies, orders)
+    loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s)
+    return loop.run(policies, orders)
 
 
 class _Loop:
@@ -108,6 +114,7 @@ class _Loop:
         seed: int,
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = float("inf"),
+        beat_s: float = float("inf"),
     ) -> None:
         if time_limit_s is not None and not 0 < time_limit_s < float("inf"):
             raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
@@ -122,7 +129,7 @@ class _Loop:
         self.batches = batches if self.num_devices > 1 else None
         self.started = time.perf_counter()
         self.budget = Budget.of(time_limit_s)
-        self.write_limit_bytes_per_s = write_limit_bytes_per_s
+        self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = PlanSimulator(
             workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s
         )
@@ -144,7 +151,8 @@ class _Loop:
             compared = self._compare(POLICIES if policies is None else policies)
             if self.num_devices > 1:
                 self.budget.restart()  # their schedules are several times longer than the budget was measured for
-                search_packs(self.incumbents, self.simulate_plan, seed=self.seed)
+                if bound_of_packs(problems[0], self.num_devices) < self.beat_s:
+                    search_packs(self.incumbents, self.simulate_plan, seed=self.seed)
             if (shape := self._shape_of_best()) and all(shape != (p.order, p.sub_batches) for p in problems):
                 problems.append(self._problem(self.semantics, *shape))
                 bounds.append(self._bound(problems[-1]))
@@ -235,8 +243,12 @@ class _Loop:
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(self._tried(p, bound), bound.step_s) for p, bound in pairs]
+        if all(r.bound_s >= self.beat_s for r in racers):
+            return
         for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
             if self.budget.is_out_of_time or (self.budget.ops_left <= 0 and self.incumbents.best is not None):
+                return
+            if all(r.is_over or r.bound_s >= self.beat_s for r in racers):
                 return
 
     def _tried(self, p: Problem, bound: Bound) -> Iterator[float]:
@@ -266,6 +278,9 @@ class _Loop:
         return float("inf") if best is None or best.step_s is None else best.step_s
 
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
+        if self.beat_s < float("inf"):
+            why = f"none that was tried does, and no other is quicker than the {self.beat_s:.3g} s of one that is known"
+            return InfeasiblePlan(self.workload, self.machine, (), why)
         if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
             gentlest = min(worn, key=lambda c: c.wear)
             least_s = min(bound.step_s for bound in bounds)

@@ -1,15 +1,16 @@
 """The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
-A lower bound is quick, a plan takes seconds. Every division of the sequences is bounded first, and the one with the
-best bound is planned: of those that are as good the one with the largest micro-batches, since the planner also cuts
-these into the smaller ones. Where it does not fit after all, the next one is planned."""
+Each division of the sequences gets the search that it gets when asked by itself, so none of them alone ends better than
+all: the most promising first, and none any longer once all that is left of it has a bound above what is found. The most
+promising has the best bound, and of those that are as good the largest micro-batches, since the planner also cuts these
+into the smaller ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import isqrt, log
+from math import inf, isqrt, log
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -51,10 +52,12 @@ def plan_sequences(
     time_limit_s: float | None = None,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
+    only_one: bool = False,
 ) -> Division:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
+    `time_limit_s` is of each division. With `only_one`, the most promising one that fits is the answer.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
     """
     if sequences < 1:
@@ -84,29 +87,27 @@ def plan_sequences(
         """Best bound first, to three digits, and larger micro-batches; on several devices, two for each first."""
         return (float(f"{bounds[batch]:.3g}"), -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
 
-    best: tuple[int, PlanResult] | None = None
+    best: tuple[Workload, PlanResult] | None = None
     planned: dict[int, float] = {}
     for batch in sorted(bounds, key=rank):
-        if best is not None:
+        if best is not None and (only_one or best[1].status == "interrupted"):
             break
         accumulation = sequences // batch
         kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
         if num > 1 and accumulation % num == 0:
             kinds.insert(0, (make(batch, accumulation // num), "each"))
         for workload, batches in kinds:
-            if best is not None and best[1].step_s <= bounds[batch] * (1 + CLOSE_FRAC):
-                continue
             try:
-                result = planned_for(workload, batches=batches)
+                result = planned_for(workload, batches=batches, beat_s=inf if best is None else best[1].step_s)
             except InfeasiblePlan:
                 continue
             planned[batch] = min(result.step_s, planned.get(batch, result.step_s))
             if best is None or result.step_s < best[1].step_s:
-                best, workloads[batch] = (batch, result), workload
+                best = workload, result
     if best is None:
         planned_for(workloads[1])  # says what is missing
         raise AssertionError("single sequences fit, but no division did")
-    return Division(workload=workloads[best[0]], result=best[1], bounds_s=bounds, planned_s=planned)
+    return Division(workload=best[0], result=best[1], bounds_s=bounds, planned_s=planned)
 
 
 def divisors(number: int) -> list[int]:

@@ -29,6 +29,12 @@ def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, seed: 
         incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=share, seed=seed))
 
 
+def bound_of_packs(problem: Problem, num_devices: int) -> float:
+    """No step in packs is shorter, in seconds: compute is shared, and every parameter is updated in host memory."""
+    parameters, adam = sum(unit.gparams for unit in problem.units), problem.rates.adam
+    return max(compute_s(problem) / num_devices, parameters / adam if adam else 0.0)
+
+
 def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
     """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
     if incumbents.plain is not None:

@@ -179,18 +179,6 @@ def make(batch: int, accumulation: int = 1):
     )
 
 
-def test_the_outer_search_finds_the_best_division():
-    machine = small_machine(device_mb=60, host_mb=100, nvme_mb=0)
-    chosen = plan_sequences(make, machine, sequences=4, time_limit_s=2)
-    alone = {}
-    for batch in (1, 2, 4):
-        try:
-            alone[batch] = plan(make(batch, 4 // batch), machine, time_limit_s=2).step_s
-        except InfeasiblePlan:
-            assert chosen.bounds_s[batch] >= chosen.result.step_s or batch not in chosen.planned_s
-    assert chosen.result.step_s <= min(alone.values()) * 1.02
-
-
 def fits(batch: int, machine: Machine) -> bool:
     try:
         return plan(make(batch), machine, time_limit_s=0.4).step_s > 0

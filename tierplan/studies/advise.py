@@ -1,7 +1,8 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
 The best plan for the machine as it is, and for the machine with one thing bought at a time: each is what `tierplan
-plan` says of that machine, by the same function. Only what makes training quicker is listed.
+plan` says of that machine, by the same function. Where the division into micro-batches is searched, a purchase is
+planned in the most promising one alone: it gives at least that much. Only what makes training quicker is listed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recom
 """Policies that make room, on one device or several, for the same."""
 LARGEST = "largest-model"
 """In place of a policy: what is asked for is the largest model."""
+BOUGHT = "planner, one division"
+"""In place of a policy: the answer for a machine with something bought."""
+ONE_DIVISION = "a purchase is planned in one division into micro-batches: it gives at least what is said here"
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
 QUICK_S = 0.4
@@ -36,7 +40,7 @@ QUICK_S = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing bought, and what it does: the answer is that of `tierplan plan` for that machine."""
+    """One thing bought, and what it does: the answer is that of `tierplan plan` for that machine and that division."""
 
     bought: Purchase
     answer: Mapping[str, Any]
@@ -118,10 +122,10 @@ def advise(
     """
     prices, job = prices or PriceList(), job or TrainingJob()
     if quick:
-        point = replace(point, planner_s=QUICK_S)
+        point = replace(point, planner_s=QUICK_S, policy=BOUGHT)
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = purchases(description, prices)
-    points = [point, *(replace(point, overrides={**point.overrides, **b.overrides}) for b in bought)]
+    points = [point, *(replace(point, policy=BOUGHT, overrides={**point.overrides, **b.overrides}) for b in bought)]
     if not quick:
         points.append(replace(point, policy=LARGEST))
     answer, *answers = sweep(points, answer_point, num_workers=num_workers, progress=progress)
@@ -135,16 +139,16 @@ def advise(
         num_tried=len(bought),
         largest_model="" if quick else str(answers[-1].get("largest_model", "")),
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
-        assumptions=_assumptions(description, prices, bought),
+        assumptions=(*((ONE_DIVISION,) if point.sequences else ()), *_assumptions(description, prices, bought)),
     )
 
 
 def answer_point(point: Point) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point; for the policy `LARGEST`, the largest model."""
+    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT` and `LARGEST` stand for."""
     if point.policy == LARGEST:
         return {"largest_model": _largest_model(point)}
     try:
-        return answer_record(best_plan(point))
+        return answer_record(best_plan(point, only_one=point.policy == BOUGHT))
     except InfeasiblePlan as error:
         return impossible_record(error)
 

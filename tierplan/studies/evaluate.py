@@ -63,8 +63,11 @@ def workload_at(point: Point, machine: Machine, *, batch: int = 0, accumulation:
     return load_or_trace(point.model, training, exact=point.exact)
 
 
-def best_plan(point: Point) -> BestPlan:
-    """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits."""
+def best_plan(point: Point, *, only_one: bool = False) -> BestPlan:
+    """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits.
+
+    With `only_one`, only the most promising division into micro-batches is planned, where it is to be searched.
+    """
     from tierplan.planner.planning import plan
     from tierplan.planner.search.batches import plan_sequences
 
@@ -82,7 +85,7 @@ def best_plan(point: Point) -> BestPlan:
     def divided(batch: int, accumulation: int) -> Workload:
         return workload_at(point, machine, batch=batch, accumulation=accumulation)
 
-    found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
+    found = plan_sequences(divided, machine, sequences=point.sequences, only_one=only_one, **settings)
     return BestPlan(workload=found.workload, machine=machine, result=found.result)
 
 

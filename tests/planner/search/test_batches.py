@@ -1,0 +1,48 @@
+"""The outer search over divisions of a step's sequences: never worse than one of them alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.planner.instances import MB, chain, random_machine
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.planning import plan
+from tierplan.planner.search import budget
+from tierplan.planner.search.batches import plan_sequences
+from tierplan.sim.workloads.workload import Workload
+
+FEW_OPS = 15_000
+"""A budget with which searches end before they have found the best plan."""
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6, 9, 11])
+def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bounds are alike, the best of them does not say which search ends best."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", FEW_OPS)
+    rng = random.Random(seed)
+    num, saved_mb = rng.choice((4, 10)), rng.choice((2, 4, 8))
+    seconds, parameters = rng.choice((0.01, 0.02, 0.05)), rng.choice((1, 2, 4)) * MB
+
+    def make(batch: int, accumulation: int) -> Workload:
+        return chain(
+            forward_s=[0.0005 + seconds * batch] * num,
+            parameters=[parameters] * num,
+            saved_mb=[[saved_mb * batch, saved_mb * batch / 2]] * num,
+            border_mb=batch,
+            accumulation=accumulation,
+            batch=batch,
+        )
+
+    machine = random_machine(rng, make(4, 1))
+    found = plan_sequences(make, machine, sequences=4)
+    alone = {}
+    for batch in (1, 2, 4):
+        try:
+            alone[batch] = plan(make(batch, 4 // batch), machine).step_s
+        except InfeasiblePlan:
+            continue
+    assert found.result.step_s == min(alone.values())
+    searched = {batch: step_s for batch, step_s in found.planned_s.items() if step_s == alone[batch]}
+    assert all(alone[batch] >= found.result.step_s for batch in found.planned_s.keys() - searched.keys())
