@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.machine import Machine
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
@@ -269,6 +270,12 @@ def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
     """The micro-batches of each device where all share those of one step: as many each, or one more."""
     total = workload.training.gradient_accumulation_steps
     return [range(d * total // devices, (d + 1) * total // devices) for d in range(devices)]
+
+
+def facts_of(plan: Plan, workload: Workload, machine: Machine, **more: object) -> dict[str, object]:
+    """What a schedule's `meta` says of where it comes from."""
+    whose = {"policy": plan.policy, "semantics": plan.semantics, "model": workload.name, "machine": machine.name}
+    return {**whose, **more}
 
 
 def plain_semantics(training: Training) -> Semantics:

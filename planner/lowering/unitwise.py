@@ -40,7 +40,7 @@ from tierplan.planner.lowering.templates import (
     TurnKind,
 )
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.positions import consistent_order
@@ -383,14 +383,7 @@ class UnitwiseStep:
                 version = versions[made.content, made.tier] = versions.get((made.content, made.tier), -1) + 1
                 name = buffer_name(made.content, made.tier, version)
                 buffers.append(BufferLabel(name, made.content, made.kind))
-        meta = {
-            "policy": plan.policy,
-            "semantics": plan.semantics,
-            "order": plan.order,
-            "model": workload.name,
-            "machine": machine.name,
-            "config": dict(workload.config),
-        }
+        meta = facts_of(plan, workload, machine, order=plan.order, config=dict(workload.config))
         specs = [
             replace(facts.spec, name=unit.name, late_update=choice.late_update)
             for unit, choice, facts in zip(workload.units, plan.units, self.facts, strict=True)

@@ -12,12 +12,13 @@ unit, for the runtime.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
-from tierplan.planner.plan import PackPlan, shared_micro_batches
+from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -119,14 +120,7 @@ class PackLowering:
         return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
     def meta(self, machine: Machine) -> dict[str, object]:
-        return {
-            "policy": self.plan.policy,
-            "semantics": self.plan.semantics,
-            "model": self.workload.name,
-            "machine": machine.name,
-            "devices": self.packs.devices,
-            "form": self.packs.form,
-        }
+        return facts_of(self.plan, self.workload, machine, devices=self.packs.devices, form=self.packs.form)
 
     def step(self) -> StepSpec | None:
         """What the runtime has to know; nothing where it executes no such schedule."""
@@ -178,21 +172,18 @@ class PackLowering:
         grads: str | None = None
         for i, m in enumerate(task.batches):
             may_come = self._one_ahead(task, i, left, left2)
-            if task.phase == "fwd":
-                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
-                if i == 0 and not params_first:
-                    fetch_params()
-                self._forward(task, i, m, x, params, left)
-                continue
-            if task.is_last:
-                x = self._arrives("y", task.first, m, task, may_come, first=task.first == 0)
-                dy = None
+            dy = None
+            if task.phase == "fwd" or task.is_last:
+                x = self._arrives("y", task.first, m, task, may_come)
             else:
                 x = self._stash_arrives(task, m, may_come)
                 dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
             if i == 0 and not params_first:
                 fetch_params()
-            grads = self._backward(task, m, x, dy, params, grads)
+            if task.phase == "fwd":
+                self._forward(task, i, m, x, params, left)
+            else:
+                grads = self._backward(task, m, x, dy, params, grads)
         task.gone, task.params = op_key("leave", task.phase, name), params
         return grads
 
@@ -229,11 +220,9 @@ class PackLowering:
         stashed = self.stash.pop((task.first, m))
         return self.builder.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
 
-    def _arrives(
-        self, what: str, unit: int, m: int, task: Task, after: list[str], *, first: bool = False
-    ) -> str | None:
+    def _arrives(self, what: str, unit: int, m: int, task: Task, after: list[str]) -> str | None:
         """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
-        if first:
+        if unit == 0:
             return None
         gpu, source = device(task.device), self.handed.pop((what, unit, m))
         tier = self.builder.buffers[source].tier
@@ -258,11 +247,7 @@ class PackLowering:
         for start, end in pairwise(cuts):
             units = self.between(start, end)
             if start in self.stash_at and x is not None:
-                if start == task.first:
-                    after = [task.computes[i - 1]] if i else [left.gone] if left else []
-                else:
-                    after = []
-                self._stash(task, start, m, x, after)
+                self._stash(task, start, i, m, x, left)
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
             key = forward_key(pack_name(units[0].name, units[-1].name), m)
@@ -271,10 +256,7 @@ class PackLowering:
             work = self.builder.buffer(Transient(key), gpu, size, "work")
             reads = [*params, *([x] if x else [])]
             flops = total_work(u.forward for u in units)
-            writes = (y, work)
-            self.builder.op(
-                key, compute(task.device), "forward", work=flops, reads=reads, writes=writes, unit=units[0].name, m=m
-            )
+            self._op(key, task, "forward", flops, reads, [y, work], units[0], m)
             x = y
         task.computes.append(key)
         assert x is not None
@@ -284,8 +266,10 @@ class PackLowering:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
         return self.builder.home(Input(self.units[unit].name, m), HOST, 0, "acts")
 
-    def _stash(self, task: Task, unit: int, m: int, x: str, after: list[str]) -> None:
-        label = self._label("stash", unit, m)
+    def _stash(self, task: Task, unit: int, i: int, m: int, x: str, left: Task | None) -> None:
+        """Keeps the input of a backward pack in host memory; that of the turn itself when compute has come to it."""
+        before = task.computes[i - 1 : i] if i else [left.gone] if left else []
+        label, after = self._label("stash", unit, m), before if unit == task.first else []
         stashed = self.builder.copy(copy_key("offload", label), d2h(task.device), x, HOST, after=after, m=m)
         rate = self.packs.host_copy_bytes_per_s
         if rate and self.takes_backward.get(unit, task.device) != task.device:
@@ -309,18 +293,8 @@ class PackLowering:
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
         reads = [*params, *([x] if x else [])]
-        forward = total_work(u.forward for u in units)
-        again = self.builder.op(
-            recompute_key(pack, m),
-            compute(task.device),
-            "recompute",
-            work=forward,
-            reads=reads,
-            writes=(acts,),
-            unit=units[0].name,
-            m=m,
-        )
-        task.again.append(again)
+        flops = total_work(u.forward for u in units)
+        task.again.append(self._op(recompute_key(pack, m), task, "recompute", flops, reads, [acts], units[0], m))
         reads += [acts, *([dy] if dy else [])]
         size = sum(u.num_parameters for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
@@ -336,20 +310,26 @@ class PackLowering:
         if task.first > 0:
             dx = self.builder.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        key = self.builder.op(
-            backward,
-            compute(task.device),
-            "backward",
-            work=total_work(u.backward for u in units),
-            reads=reads,
-            writes=writes,
-            unit=units[0].name,
-            m=m,
-        )
-        task.computes.append(key)
+        flops = total_work(u.backward for u in units)
+        task.computes.append(self._op(backward, task, "backward", flops, reads, writes, units[0], m))
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task, self._device_after(task))
         return grads
+
+    def _op(
+        self,
+        key: str,
+        task: Task,
+        kind: str,
+        work: Mapping[str, float],
+        reads: list[str],
+        writes: list[str],
+        unit: Unit,
+        m: int,
+    ) -> str:
+        """Adds an op that computes; its key."""
+        stream = compute(task.device)
+        return self.builder.op(key, stream, kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m)
 
     # ---- the end of a turn ----
 
@@ -362,14 +342,8 @@ class PackLowering:
                 own = grads[task.device]
                 total = self.builder.like(own, device(task.device))
                 work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.builder.buffers[own].size_bytes}
-                self.builder.op(
-                    op_key("all_reduce", self.name(task)),
-                    next_peer(task.device, self.packs.devices),
-                    "all_reduce",
-                    work=work,
-                    reads=grads,
-                    writes=(total,),
-                )
+                key, stream = op_key("all_reduce", self.name(task)), next_peer(task.device, self.packs.devices)
+                self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=(total,))
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [
             self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST)
@@ -379,14 +353,8 @@ class PackLowering:
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
-        self.builder.op(
-            task.gone,
-            compute(task.device),
-            "leave",
-            work={"s": self.packs.cleanup_s},
-            reads=task.params,
-            after=after,
-        )
+        work = {"s": self.packs.cleanup_s}
+        self.builder.op(task.gone, compute(task.device), "leave", work=work, reads=task.params, after=after)
 
     def _gradients_gone(self, task: Task) -> list[str]:
         """Keys of the ops that have taken the gradients of a turn to host memory."""

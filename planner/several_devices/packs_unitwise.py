@@ -105,8 +105,7 @@ class _UnitwiseLowering(PackLowering):
         cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
         for start, end in pairwise(cuts):
             if start in self.stash_at and x is not None:
-                before = task.computes[i - 1 : i] if i else [left.gone] if left else []
-                self._stash(task, start, m, x, before if start == task.first else [])
+                self._stash(task, start, i, m, x, left)
             for u in range(start, end):
                 key, x, _ = self._run("forward", u, m, x, params)
         task.computes.append(key)

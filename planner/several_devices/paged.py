@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
-from tierplan.planner.plan import PagedPlan, shared_micro_batches
+from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -60,13 +60,7 @@ class _Paged:
                 self._micro_batch(r, m)
         for unit in self.workload.units:
             self._update(unit)
-        meta = {
-            "policy": self.plan.policy,
-            "semantics": self.plan.semantics,
-            "model": self.workload.name,
-            "machine": machine.name,
-            "devices": self.n,
-        }
+        meta = facts_of(self.plan, self.workload, machine, devices=self.n)
         return self.builder.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
 
     def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:

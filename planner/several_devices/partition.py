@@ -130,17 +130,8 @@ class _Partition:
         for old in op.after:
             new = self.keys[old]
             after += [new[r]] if r is not None and len(new) == self.n else new
-        self.ops.append(
-            replace(
-                op,
-                key=key,
-                stream=stream,
-                work=work,
-                reads=tuple(dict.fromkeys(reads)),
-                writes=tuple(writes),
-                after=tuple(dict.fromkeys(after)),
-            )
-        )
+        read, ended = tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(after))
+        self.ops.append(replace(op, key=key, stream=stream, work=work, reads=read, writes=tuple(writes), after=ended))
         self.keys.setdefault(op.key, []).append(key)
         return key
 
@@ -170,27 +161,9 @@ class _Partition:
     ) -> str:
         content = parse_content(b.content)
         assert isinstance(content, Params | Gradients)
-        result = replace(
-            b,
-            name=buffer_name(key, device(r)),
-            tier=device(r),
-            size_bytes=size_bytes,
-            initial=False,
-            reuses=None,
-            becomes=None,
-        )
-        self.buffers[result.name] = result
-        moved = b.size_bytes * (self.n - 1) / self.n
-        self.ops.append(
-            Op(
-                key=key,
-                stream=next_peer(r, self.n),
-                kind=kind,
-                unit=content.unit,
-                work={"bytes": moved},
-                reads=tuple(reads),
-                writes=(result.name,),
-                after=tuple(after),
-            )
-        )
-        return result.name
+        name, tier = buffer_name(key, device(r)), device(r)
+        self.buffers[name] = Buffer(name=name, tier=tier, size_bytes=size_bytes, content=b.content, kind=b.kind)
+        work, stream = {"bytes": b.size_bytes * (self.n - 1) / self.n}, next_peer(r, self.n)
+        op = Op(key=key, stream=stream, kind=kind, unit=content.unit, work=work)
+        self.ops.append(replace(op, reads=tuple(reads), writes=(name,), after=tuple(after)))
+        return name
