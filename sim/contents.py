@@ -97,49 +97,43 @@ class _OfMicroBatch:
     unit: str
     micro_batch: int
     FORM: ClassVar[tuple[str, str]]
-    """What stands before and behind these two: `acts/L3/mb0/keep`."""
+    """What stands before and behind these two: `acts/L3/mb0/keep`. Each kind has its own."""
 
     def __str__(self) -> str:
         kind, end = self.FORM
         return _path(kind, self.unit, micro_batch_name(self.micro_batch), end)
 
 
-@dataclass(frozen=True, slots=True)
 class TiedGradients(_OfMicroBatch):
     """What a tied head adds to the gradient of the parameters of `unit`."""
 
     FORM = ("tied", "")
 
 
-@dataclass(frozen=True, slots=True)
 class Input(_OfMicroBatch):
     """A unit's input."""
 
     FORM = ("x", "")
 
 
-@dataclass(frozen=True, slots=True)
 class InputGradient(_OfMicroBatch):
     """The gradient of a unit's input."""
 
     FORM = ("dx", "")
 
 
-@dataclass(frozen=True, slots=True)
 class KeptActs(_OfMicroBatch):
     """All saved tensors of a unit that stay on the device, together."""
 
     FORM = ("acts", "keep")
 
 
-@dataclass(frozen=True, slots=True)
 class RecomputedActs(_OfMicroBatch):
     """All saved tensors of a unit that were dropped and recomputed, together."""
 
     FORM = ("acts", "re")
 
 
-@dataclass(frozen=True, slots=True)
 class PackActs(_OfMicroBatch):
     """All that the recomputation of a pack makes; `unit` is the pack's name."""
 

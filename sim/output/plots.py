@@ -9,10 +9,13 @@ repeats what matters.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -20,6 +23,7 @@ from matplotlib.patches import Patch
 
 from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
+from tierplan.sim.columns import Float64
 from tierplan.sim.contents import parse_key, split_step
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Span, Trace
@@ -186,14 +190,13 @@ def plot_memory(
     for tier, ax in zip(shown, axes, strict=True):
         times_s, held = _levels(trace, tier)
         size_unit, size = _size_unit(trace.peak_bytes[tier])
-        bottom = [0.0] * len(times_s)
+        x, bottom = (times_s - begin_s) * per_s, np.zeros(len(times_s))
         outline = min(1.0, 100 / max(len(times_s), 1))  # thousands of changes would paint everything black
         handles = []
         for kind, levels in held.items():
-            top = [b + level / size for b, level in zip(bottom, levels, strict=True)]
+            top = bottom + levels / size
             colour = COLOURS.get(kind, COLOURS["other"])
             hatch = "////" if kind not in COLOURS else None
-            x = [(t - begin_s) * per_s for t in times_s]
             ax.fill_between(x, bottom, top, step="post", facecolor=colour, edgecolor="white", hatch=hatch, linewidth=0)
             ax.plot(x, top, drawstyle="steps-post", color=INK, linewidth=0.3, alpha=outline)
             handles.append(Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=kind))
@@ -220,22 +223,19 @@ def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figu
     length_s = max(excerpt.length_s for excerpt in excerpts.values())
     time_unit, per_s = _time_unit(length_s)
     for tier, ax in zip(tiers, axes, strict=True):
-        lines = [_holding(excerpt, tier) for excerpt in excerpts.values()]
-        peak = max((held for _, levels in lines for held in levels), default=0)
+        lines = {name: _holding(excerpt, tier) for name, excerpt in excerpts.items()}
+        peak = max(float(levels.max()) for _, levels in lines.values())
         capacity = max(excerpt.trace.capacity_bytes.get(tier, 0) for excerpt in excerpts.values())
         size_unit, size = _size_unit(peak)
-        for (times_s, levels), colour, dash in zip(lines, TRACE_COLOURS, ("--", "-"), strict=False):
-            x = [t * per_s for t in times_s]
-            ax.plot(x, [held / size for held in levels], drawstyle="steps-post", color=colour, linestyle=dash, lw=1.2)
+        for (name, (times_s, levels)), colour, dash in zip(lines.items(), TRACE_COLOURS, ("--", "-"), strict=False):
+            style: dict[str, Any] = {"color": colour, "linestyle": dash, "lw": 1.2, "label": name}
+            ax.plot(times_s * per_s, levels / size, drawstyle="steps-post", **style)
         if capacity <= 2 * peak:
             ax.axhline(capacity / size, color=INK, linewidth=1, linestyle=":")
         ax.set_title(f"{tier}: at most {format_bytes(peak)} of {format_bytes(capacity)}", fontsize="medium", loc="left")
         top = max(peak, capacity * (capacity <= 2 * peak)) / size
         ax.set(ylabel=size_unit, xlim=(0, length_s * per_s), ylim=(0, 1.08 * top))
-    handles = [
-        Line2D([], [], color=colour, linestyle=dash, label=name)
-        for name, colour, dash in zip(excerpts, TRACE_COLOURS, ("--", "-"), strict=False)
-    ]
+    handles, _ = axes[0].get_legend_handles_labels()
     _finish(axes[0], [*handles, Line2D([], [], color=INK, linestyle=":", label="capacity")])
     for ax in axes[1:]:
         _finish(ax, [])
@@ -260,16 +260,16 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
         ("waits for memory", "memory_s", WAITS[MEMORY], None),
         ("idle", "idle_s", "#ffffff", "..."),
     )
-    left = [0.0] * len(streams)
+    left = np.zeros(len(streams))
     handles = []
     for label, field, colour, hatch in parts:
-        widths = [getattr(times[stream], field) * per_s for stream in streams]
-        if not any(widths):
+        widths = np.array([getattr(times[stream], field) * per_s for stream in streams])
+        if not widths.any():
             continue
         ax.barh(range(len(streams)), widths, left=left, height=0.66, color=colour, hatch=hatch, edgecolor="#ffffff")
         edge = "#8a919c" if colour == "#ffffff" else "white"
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor=edge, label=label))
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        left += widths
     for lane, stream in enumerate(streams):
         busy_s = times[stream].busy_s
         frac = busy_s / (end_s - begin_s) if end_s > begin_s else 0.0
@@ -318,7 +318,7 @@ def _beside(ax: Axes, lane: float, text: str) -> None:
     )  # fmt: skip
 
 
-def _finish(ax: Axes, handles: Sequence[Patch | Line2D]) -> None:
+def _finish(ax: Axes, handles: Sequence[Artist]) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     if handles:
         ax.legend(
@@ -366,39 +366,27 @@ def _step_ends(trace: Trace) -> Iterable[float]:
     return [end_ns / 1e9 for end_ns in ends.values()]
 
 
-def _levels(trace: Trace, tier: str) -> tuple[list[float], dict[str, list[int]]]:
+def _levels(trace: Trace, tier: str) -> tuple[Float64, dict[str, Float64]]:
     """Times in seconds, and the bytes held by each kind from then on; the kinds with least change first."""
     events = [e for e in trace.memory if e.tier == tier]
-    changes: dict[str, int] = {}
-    for e in events:
-        changes[e.kind] = changes.get(e.kind, 0) + (e.time_ns > 0)
-    held = dict.fromkeys(sorted(changes, key=lambda kind: (changes[kind], kind)), 0)
-    times_ns: list[int] = []
-    levels: dict[str, list[int]] = {kind: [] for kind in held}
-    for k, e in enumerate(events):
-        held[e.kind] += e.delta_bytes
-        if k + 1 == len(events) or events[k + 1].time_ns != e.time_ns:
-            times_ns.append(e.time_ns)
-            for kind, level in held.items():
-                levels[kind].append(level)
-    times_ns.append(trace.duration_ns)
-    for kind in held:
-        levels[kind].append(held[kind])
-    return [t / 1e9 for t in times_ns], levels
+    changes = Counter(e.kind for e in events if e.time_ns > 0)
+    kinds = sorted({e.kind for e in events}, key=lambda kind: (changes[kind], kind))
+    times_ns = np.array([e.time_ns for e in events], np.int64)
+    last = np.flatnonzero(np.diff(times_ns, append=-1))  # of the events of each moment
+    held = {kind: np.cumsum([e.delta_bytes if e.kind == kind else 0 for e in events]) for kind in kinds}
+    levels = {kind: level[np.append(last, -1)].astype(np.float64) for kind, level in held.items()}
+    return np.append(times_ns[last], trace.duration_ns) / 1e9, levels
 
 
-def _holding(excerpt: Excerpt, tier: str) -> tuple[list[float], list[int]]:
+def _holding(excerpt: Excerpt, tier: str) -> tuple[Float64, Float64]:
     """Times since the excerpt began, and the bytes held from then on."""
     times_s, by_kind = _levels(excerpt.trace, tier)
-    total = [sum(levels) for levels in zip(*by_kind.values(), strict=True)] if by_kind else [0] * len(times_s)
-    before = [k for k, t in enumerate(times_s) if t <= excerpt.begin_s]
-    first = before[-1] if before else 0
-    shown = [
-        (max(0.0, t - excerpt.begin_s), held) for t, held in zip(times_s, total, strict=True) if t <= excerpt.end_s
-    ]
-    shown = shown[first:]
-    shown.append((excerpt.length_s, shown[-1][1] if shown else 0))
-    return [t for t, _ in shown], [held for _, held in shown]
+    total = sum(by_kind.values(), np.zeros(len(times_s)))
+    first, end = np.searchsorted(times_s, (excerpt.begin_s, excerpt.end_s), side="right")
+    shown = slice(max(int(first) - 1, 0), int(end))
+    held = total[shown] if total[shown].size else np.zeros(1)
+    starts = np.maximum(0.0, times_s[shown] - excerpt.begin_s)
+    return np.append(starts, excerpt.length_s), np.append(total[shown], held[-1])
 
 
 def _time_unit(length_s: float) -> tuple[str, float]:
