@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
@@ -106,23 +107,15 @@ class Builder:
         self._ops.append(op)
         return key
 
-    def copy(
-        self,
-        key: str,
-        stream: str,
-        source: str,
-        tier: str,
-        *,
-        over: str | None = None,
-        after: Iterable[str] = (),
-        unit: str = "",
-        m: int = 0,
-    ) -> str:
-        """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the name of the new buffer."""
+    def copy(self, key: str, stream: str, source: str, tier: str, *, over: str | None = None, **more: Any) -> str:
+        """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the name of the new buffer.
+
+        `more` is as for `op`.
+        """
         target = self.over(over) if over else self.like(source, tier)
         reads = (source, over) if over else (source,)
         work = {"bytes": self.buffers[source].size_bytes}
-        self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), after=after, unit=unit, m=m)
+        self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), **more)
         return target
 
     def schedule(

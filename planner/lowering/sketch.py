@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
@@ -83,12 +84,11 @@ class Sketch(Builder):
         u: int,
         m: int,
         flag: int,
-        *,
         spec: UnitSpec,
         num_parts: int,
         cells: Mapping[str, int],
         forms: Sequence[int],
-        held: Sequence[BufferLabel] = (),
+        held: Sequence[BufferLabel],
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -181,21 +181,8 @@ class Sketch(Builder):
     ) -> str:
         """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
         stream, verb = COPIES[self.tier(source), tier]
-        target = self.over(over) if over else self.like(source, tier)
-        self.op(
-            copy_key(verb, what),
-            stream,
-            "copy",
-            work={"bytes": self.buffers[source].size_bytes},
-            reads=(source, over),
-            writes=(target,),
-            after=after,
-            m=m,
-            rank=rank,
-            lead=lead,
-            mark=mark,
-        )
-        return target
+        own: dict[str, Any] = {"after": after, "m": m, "rank": rank, "lead": lead, "mark": mark}
+        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **own)
 
     # ---- what becomes of it ----
 

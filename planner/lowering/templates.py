@@ -23,7 +23,7 @@ from tierplan.planner.lowering.turns import (
     update_here,
 )
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.columns import BufferLabel, Int64
+from tierplan.sim.columns import Int64
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
@@ -230,23 +230,3 @@ class Chain:
         what, of = CELLS.get(name) or (name, CELLS[name.rstrip("0123456789") + "*"][1])
         where = {"u": u, "n": u + 1, "o": self._owner[u], "m": m, "p": batch}
         return self._cells.setdefault((what, *(where[letter] for letter in of)), len(self._cells))
-
-    def sketch(
-        self,
-        plan: UnitwisePlan,
-        turn: TurnKind,
-        u: int,
-        m: int,
-        flag: int,
-        names: Mapping[str, int],
-        forms: list[int],
-        held: Sequence[BufferLabel] = (),
-    ) -> Sketch:
-        """The turn, drawn; `held` says what is in its cells, for those who want names."""
-        _, spec, num_parts = self.facts(u, plan.units[u])
-        sketch = Sketch(
-            *(plan, self.workload, u, m, flag), spec=spec, num_parts=num_parts, cells=names, forms=forms, held=held
-        )
-        for draw in turn.draws:
-            draw(sketch)
-        return sketch

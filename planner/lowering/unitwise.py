@@ -161,8 +161,13 @@ class UnitwiseStep:
         return step
 
     def _sketch(self, place: Place, forms: list[int], held: Sequence[BufferLabel] = ()) -> Sketch:
-        """A turn drawn for its unit and micro-batch."""
-        return self.chain.sketch(self.plan, *place, forms, held)
+        """A turn drawn for its unit and micro-batch; `held` says what is in its cells, for those who want names."""
+        _, u, m, flag, cells = place
+        _, spec, num_parts = self.facts[u]
+        sketch = Sketch(self.plan, self.workload, u, m, flag, spec, num_parts, cells, forms, held)
+        for draw in place.turn.draws:
+            draw(sketch)
+        return sketch
 
     def sketches(self) -> Iterator[tuple[Template, Callable[[Sequence[BufferLabel]], Sketch], list[int]]]:
         """In order: each template, the turn drawn once more with what its cells hold, and the numbers of that."""
@@ -339,13 +344,8 @@ class UnitwiseStep:
             buffer_becomes=becomes,
             labels=lambda: self._labels(machine),
         )
-        order = consistent_order(
-            np.lexsort((made.rank, made.wanted_at)),
-            *columns.reads,
-            *columns.writes,
-            *columns.after,
-            columns.buffer_reuses,
-        )
+        wanted = np.lexsort((made.rank, made.wanted_at))
+        order = consistent_order(wanted, columns.reads, columns.writes, columns.after, columns.buffer_reuses)
         assert len(order) == columns.num_ops, "the lowering made a cycle"
         return columns.reordered(order.astype(np.int32))
 

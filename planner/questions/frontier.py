@@ -27,11 +27,7 @@ class FrontierPoint:
 
 
 def frontier(
-    workload: Workload,
-    machine: Machine,
-    *,
-    fracs: Sequence[float] = FRONTIER_FRACS,
-    **settings: Any,
+    workload: Workload, machine: Machine, *, fracs: Sequence[float] = FRONTIER_FRACS, **settings: Any
 ) -> list[FrontierPoint]:
     """Step time and bound at fractions and multiples of the device's memory, from little to much.
 

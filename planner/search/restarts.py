@@ -24,12 +24,7 @@ TRIES = 20
 
 
 def descend_with_restarts(
-    problem: Problem,
-    start: Candidate[UnitwisePlan],
-    simulate_plan: PlanSimulator,
-    *,
-    goal_s: float,
-    seed: int,
+    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, goal_s: float, seed: int
 ) -> Iterator[Candidate[UnitwisePlan]]:
     """Descents from random changes of `start`, after each move the best so far; none for long chains."""
     if len(problem.units) > SHORT_CHAIN:

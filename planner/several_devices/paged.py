@@ -8,6 +8,8 @@ page fault comes when the op before has ended.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
@@ -28,6 +30,8 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
+
+Names = tuple[str, ...]
 
 
 def paged_schedule(plan: PagedPlan, workload: Workload, machine: Machine) -> Schedule:
@@ -80,6 +84,14 @@ class _Paged:
                 key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
 
+    def _op(
+        self, key: str, r: int, kind: str, work: Mapping[str, float], reads: Names, writes: Names, unit: Unit, m: int
+    ) -> None:
+        """An op that computes on a device, the last one there."""
+        self.last[r] = self.builder.op(
+            key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m
+        )
+
     def _micro_batch(self, r: int, m: int) -> None:
         units, gpu = self.workload.units, device(r)
         x: list[str] = []  # inputs of units 1, 2, ...
@@ -89,16 +101,7 @@ class _Paged:
             out = [self.builder.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
             key = forward_key(unit.name, m)
             work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
-            self.last[r] = self.builder.op(
-                key,
-                compute(r),
-                "forward",
-                work=unit.forward,
-                reads=(*pages, *x[-1:]),
-                writes=(*out, work),
-                unit=unit.name,
-                m=m,
-            )
+            self._op(key, r, "forward", unit.forward, (*pages, *x[-1:]), (*out, work), unit, m)
             self._page_out("params", unit, r, pages, *use)
             x += out
         dy: list[str] = []
@@ -116,16 +119,8 @@ class _Paged:
             content = Gradients(unit.name, device=r)
             grads = [self.builder.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
         work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
-        self.last[r] = self.builder.op(
-            key,
-            compute(r),
-            "backward",
-            work=total_work((unit.forward, unit.backward)),
-            reads=(*pages, *x, *dy, *old),
-            writes=(*dx, *grads, work),
-            unit=unit.name,
-            m=m,
-        )
+        both = total_work((unit.forward, unit.backward))
+        self._op(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)
         self._page_out("params", unit, r, pages, *use)
         self._page_out("grads", unit, r, grads, *use)
         return dx
@@ -147,14 +142,7 @@ class _Paged:
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.builder.over(page) for page in old_pages] for kind, old_pages in pages.items()}
-            self.last[r] = self.builder.op(
-                States(unit.name, device=r).update_key,
-                compute(r),
-                "update",
-                work={"elementwise_bytes": moved},
-                reads=(*reads, *old),
-                writes=(*new["params"], *new["states"]),
-                unit=unit.name,
-            )
+            key, writes = States(unit.name, device=r).update_key, (*new["params"], *new["states"])
+            self._op(key, r, "update", {"elementwise_bytes": moved}, (*reads, *old), writes, unit, 0)
             for kind, new_pages in new.items():
                 self._page_out(kind, unit, r, new_pages, "update")

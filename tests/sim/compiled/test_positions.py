@@ -46,6 +46,6 @@ def test_the_first_that_may_come_comes(seed: int) -> None:
     after = [[j for j in range(num_ops) if rng.random() < 0.1] for _ in range(num_ops)]  # circles too
     wanted = rng.sample(range(num_ops), num_ops)
     order = consistent_order(
-        np.array(wanted, np.int64), *lists_of(reads), *lists_of(writes), *lists_of(after), np.array(reuses, np.int32)
+        np.array(wanted, np.int64), lists_of(reads), lists_of(writes), lists_of(after), np.array(reuses, np.int32)
     )
     assert order.tolist() == by_definition(wanted, reads, writes, after, reuses)
