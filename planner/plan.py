@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from tierplan.hwmodels.shown import Shown
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.shown import Shown
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
