@@ -79,9 +79,14 @@ def train(
 ) -> RunResult:
     """Trains `model` for `steps` optimizer steps as the schedule says; its parameters are the trained ones afterwards.
 
-    `batches` gives one micro-batch at a time, as the keyword arguments of the model's forward, in the order of
-    training. `nvme_dir` is the folder of the NVMe tier, or several to stripe over; needed if the schedule uses it. For
-    `settings` see `Trainer`.
+    Parameters
+    ----------
+    batches
+        One micro-batch at a time, as the keyword arguments of the model's forward, in the order of training.
+    nvme_dir
+        The folder of the NVMe tier, or several to stripe over; needed if the schedule uses it.
+    settings
+        See `Trainer`.
     """
     with Trainer(schedule, model, nvme_dir=nvme_dir, **settings) as trainer:
         trainer.run(batches, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -16,6 +17,15 @@ def test_every_public_name_resolves() -> None:
     pytest.importorskip("torch")
     for name in tp.__all__:
         assert getattr(tp, name) is not None
+
+
+def test_functions_of_four_arguments_or_more_say_what_they_are() -> None:
+    pytest.importorskip("torch")
+    functions = [f for f in (getattr(tp, name) for name in tp.__all__) if inspect.isfunction(f)]
+    many = [f for f in functions if len(inspect.signature(f).parameters) >= 4]
+    assert len(many) > 5
+    for f in many:
+        assert "Parameters\n----------\n" in (inspect.getdoc(f) or ""), f.__name__
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

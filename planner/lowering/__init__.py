@@ -58,7 +58,13 @@ class Lowering:
 def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = True) -> Schedule:
     """The schedule of one optimizer step of `plan`, valid and in list order.
 
-    `refine` improves the order by a first simulation on the machine. Raises `PlanError` when plan, workload and machine
-    do not fit together. Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
+    Whether the step fits into memory is the simulator's answer (`OutOfMemory`).
+
+    Parameters
+    ----------
+    plan, workload, machine
+        Raises `PlanError` when they do not fit together.
+    refine
+        Improves the order by a first simulation on the machine.
     """
     return validate(Lowering(workload, machine).columns(plan, refine=refine).schedule())

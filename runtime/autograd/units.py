@@ -176,20 +176,17 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
     twin = fake_twin(model, mode)
     canonical = {id(p): name for name, p in twin.named_parameters()}
     used: dict[int, set[str]] = {}
-    num_run = [0]
-
-    def leave_block(module: nn.Module, args: object, out: object) -> None:
-        num_run[0] += 1
+    blocks_run: list[nn.Module] = []
 
     def enter(module: nn.Module, args: object) -> None:
         names = [canonical[id(p)] for p in module._parameters.values() if p is not None]
         if names:
-            used.setdefault(num_run[0], set()).update(names)
+            used.setdefault(len(blocks_run), set()).update(names)
 
     inside = tuple(f"{name}." for name in blocks)
     for name, module in twin.named_modules():
         if name in blocks:
-            module.register_forward_hook(leave_block)
+            module.register_forward_hook(lambda module, args, out: blocks_run.append(module))
         elif not name.startswith(inside):
             module.register_forward_pre_hook(enter)
     try:

@@ -145,38 +145,33 @@ class Durability:
             if committed.is_absent:
                 instance.value = BufferValue(bodies.allocate(instance), is_absent=True)
             elif committed.in_store and instance.buffer.tier == NVME:
-                assert store is not None
-                with self._intact(content):
-                    store.verify(taken[content])
+                with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
+                    bodies.drives.verify(taken[content])
                 instance.value = BufferValue(taken[content])
             else:
-                fill(instance, self._committed(content, store))
+                fill(instance, self._committed(content, bodies))
         bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
 
-    def _committed(self, content: str, store: Store | None) -> torch.Tensor:
+    def _committed(self, content: str, bodies: Bodies) -> torch.Tensor:
         """The bytes of one content of the last commit, in host memory."""
         assert self.last is not None
         where = self.last.contents[content]
         if not where.in_store:
             return self._log.read_resident(self.last, content)
-        assert store is not None
         memory = map_host(where.size_bytes)[: where.size_bytes]
         extent = Extent(where.offset_bytes, where.size_bytes)
-        with self._intact(content):
-            store.verify(extent)
-            store.read(extent, memory)
+        with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
+            bodies.drives.verify(extent)
+            bodies.drives.read(extent, memory)
         return memory
 
     @contextmanager
-    def _intact(self, content: str) -> Iterator[None]:
+    def _intact(self, otherwise: str, remedy: str = "the run cannot be resumed from it") -> Iterator[None]:
         try:
             yield
         except DamageError as error:
-            raise CommitError(
-                f"{content!r} of the last commit in {self.folder} is damaged; the run cannot be resumed from it: "
-                f"{error}"
-            ) from error
+            raise CommitError(f"{otherwise}; {remedy}: {error}") from error
 
     def _cut_otherwise(self, content: States, bodies: Bodies) -> torch.Tensor:
         """Optimizer states, or a part of them, from a commit in which the unit's states were cut otherwise."""
@@ -185,7 +180,7 @@ class Durability:
         if not committed:
             raise CommitError(f"the last commit has no states of unit {content.unit!r}; plan again")
         num_parameters = next(u.num_parameters for u in bodies.units if u.name == content.unit)
-        whole = join([self._committed(str(part), bodies.store) for part in committed], num_parameters)
+        whole = join([self._committed(str(part), bodies) for part in committed], num_parameters)
         return cut(whole, content.parameters(num_parameters), num_parameters)
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
@@ -194,13 +189,9 @@ class Durability:
             return
         self._seal = Extent(commit.seal.offset_bytes, commit.seal.size_bytes)
         store.allocate_at(self._seal, commit.seal.xxh3)
-        try:
+        wrong = f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps)"
+        with self._intact(f"{wrong} in {self.folder}", "give the folder that the run was made with"):
             store.verify(self._seal)
-        except DamageError as error:
-            raise CommitError(
-                f"the files in the NVMe folder are not those of the last commit ({commit.num_steps} steps) in "
-                f"{self.folder}; give the folder that the run was made with"
-            ) from error
 
 
 def save_copy(

@@ -9,6 +9,7 @@ WeightsError(ValueError)   a checkpoint that lacks a parameter, or a module that
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -211,15 +212,10 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
 def write_flat(path: Path, unit: ModelUnit, memory: torch.Tensor) -> None:
     """A safetensors file of a unit's flat parameters, which lie in the file as they lie in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
-        size = shape.numel() * unit.dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[unit.dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
+    borders = itertools.accumulate((n * unit.dtype.itemsize for n in unit.lengths), initial=0)
+    for (name, _), shape, (begin, end) in zip(unit.parameters, unit.shapes, itertools.pairwise(borders), strict=True):
+        dtype = SAFETENSORS_DTYPES[unit.dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     write_atomically(path, struct.pack("<Q", len(text)), text, memory.numpy().data)

@@ -132,7 +132,8 @@ class Bodies:
     # ---- memory ----
 
     @property
-    def _drives(self) -> Store:
+    def drives(self) -> Store:
+        """The store, where the schedule uses the NVMe tier."""
         assert self.store is not None
         return self.store
 
@@ -140,7 +141,7 @@ class Bodies:
         """A place for a buffer in its tier."""
         b = instance.buffer
         if b.tier == NVME:
-            return self._drives.allocate(b.size_bytes)
+            return self.drives.allocate(b.size_bytes)
         return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
 
     def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
@@ -172,7 +173,7 @@ class Bodies:
         value.gradients = None
         if isinstance(value.place, Extent):
             if value.place not in self.committed:
-                self._drives.free(value.place)
+                self.drives.free(value.place)
         elif value.place is not None:
             self._unbind(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
@@ -182,7 +183,7 @@ class Bodies:
         place, size_bytes = value_of(instance).place, instance.buffer.size_bytes
         if isinstance(place, Extent):
             out = map_host(size_bytes)[:size_bytes]
-            self._drives.read(place, out)
+            self.drives.read(place, out)
             return out
         assert isinstance(place, Block)
         return place.data.cpu().clone()
@@ -190,7 +191,7 @@ class Bodies:
     def commit(self, extents: set[Extent]) -> None:
         """From now on these are the extents of the last commit."""
         for extent in self.committed - extents:
-            self._drives.free(extent)
+            self.drives.free(extent)
         self.committed = extents
 
     def _unbind(self, block: Block) -> None:
@@ -217,9 +218,9 @@ class Bodies:
             gather(old, self._unit(content), new)
         elif isinstance(new.place, Extent):
             is_left = target.buffer.becomes is not None and call.step + 1 == self.commits_after
-            self._drives.write(new.place, self._memory(source), will_be_committed=is_left)
+            self.drives.write(new.place, self._memory(source), will_be_committed=is_left)
         elif isinstance(old.place, Extent):
-            self._drives.read(old.place, new.block.pages)
+            self.drives.read(old.place, new.block.pages)
         else:
             new.block.data.copy_(self._memory(source), non_blocking=True)
         if new.handle is not None and target.buffer.tier == DEVICE:

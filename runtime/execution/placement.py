@@ -71,8 +71,7 @@ class Placement:
         place = self.bodies.allocate(instance)
         instance.value = BufferValue(place)
         if isinstance(place, Extent):
-            assert self.bodies.store is not None
-            self.bodies.store.write(place, memory, will_be_committed=True)
+            self.bodies.drives.write(place, memory, will_be_committed=True)
         else:
             place.data.copy_(memory)
 

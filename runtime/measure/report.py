@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -71,7 +71,7 @@ def describe(
         for c in mixes
     }
     unfitted = [c for c in mixes if len(c.streams) > 2]
-    errors = [round(abs(error), 3) for error in fit.errors(unfitted, [c.medians() for c in unfitted])]
+    errors = list(map(abs, fit.errors(unfitted, [c.medians() for c in unfitted])))
     return Description(
         name=name,
         summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -81,9 +81,7 @@ def describe(
         notes={
             "mixes_predicted_and_measured_speed": speeds,
             "worst_error_of_a_pair": round(fit.worst_error, 3),
-            "median_error_of_mixes_not_fitted": round(statistics.median(map(abs, errors)), 3)
-            if errors
-            else "not measured",
+            "median_error_of_mixes_not_fitted": round(median(errors), 3) if errors else "not measured",
             "drives": _drive_note(sizes) if folders else "not measured",
             "remarks": list(remarks),
         },
@@ -132,7 +130,7 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
     rates = []
     for turn, per_s in enumerate(block):
         block_s = 1 / per_s
-        rest_s = block_s - 2 * statistics.median(start_s) - sum(work[kind] / parts[kind][turn] for kind in parts)
+        rest_s = block_s - 2 * median(start_s) - sum(work[kind] / parts[kind][turn] for kind in parts)
         rates.append(work["elementwise_bytes"] / max(rest_s, LEAST_REST * block_s))
     rate, half = summary(rates)
     return Quantity(rate, "measured", f"{source}: what a block takes beyond its matmuls and attention", half)

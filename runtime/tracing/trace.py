@@ -79,8 +79,17 @@ def trace_module(
 ) -> Workload:
     """The workload of a model as it is, on batches like this one; it is not run, and stays as it is.
 
-    Parameters with `requires_grad=False` are not trained. `loss` is that of `tierplan.runtime.trainer.train`. Raises
-    `WorkloadError` where the model has no blocks, is of another type than `training`, or looks at values of its inputs.
+    Parameters
+    ----------
+    module
+        Its parameters with `requires_grad=False` are not trained.
+    batch
+        The keyword arguments of its forward.
+    loss
+        That of `tierplan.runtime.trainer.train`.
+
+    Raises `WorkloadError` where the model has no blocks, is of another type than `training`, or looks at values of its
+    inputs.
     """
     name = type(module).__name__
     dtypes = {p.dtype for p in module.parameters()}
@@ -158,7 +167,9 @@ class _Tracer:
     def run(self, forward: Callable[[], torch.Tensor]) -> list[Unit]:
         """The units of a model whose loss `forward` computes."""
         handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_pre_hook(
+                lambda module, args: self.scopes.append(self.names.get(id(module), ""))
+            ),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
         trained = [p for p in self.parameters_of_model if p.requires_grad]
@@ -181,9 +192,6 @@ class _Tracer:
                 self._stop()
         self._own_the_rest()
         return self.units
-
-    def _enter(self, module: nn.Module, args: object) -> None:
-        self.scopes.append(self.names.get(id(module), ""))
 
     def _leave(self, module: nn.Module, args: object, out: object) -> None:
         self.scopes.pop()

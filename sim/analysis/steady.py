@@ -93,8 +93,12 @@ def steady_state(
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
 
-    Simulates `num_steps` steps (3 or more), and twice as many, up to `MAX_STEPS`, while no repetition is found. By the
-    compiled engine; or by `simulate`, where ops cost something else than the machine says.
+    Parameters
+    ----------
+    num_steps
+        Steps that are simulated, 3 or more; and twice as many, up to `MAX_STEPS`, while no repetition is found.
+    simulate
+        Instead of the compiled engine, where ops cost something else than the machine says.
 
     Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
     `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still

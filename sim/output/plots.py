@@ -178,8 +178,16 @@ def plot_memory(
 ) -> Figure:
     """Bytes held in each tier by kind over time, stacked, against the capacity, with the exact peak named.
 
-    `tiers` are those that ever hold something, unless given; `axes` holds one Axes per tier. Where the capacity is far
-    above the peak it is named rather than drawn, so that the holdings stay readable.
+    Where the capacity is far above the peak it is named rather than drawn, so that the holdings stay readable.
+
+    Parameters
+    ----------
+    tiers
+        Those that ever hold something, unless given.
+    window_s
+        Begin and end of what is drawn; the whole trace, unless given.
+    axes
+        One per tier; those of a new figure, unless given.
     """
     shown = list(tiers or [t for t in trace.capacity_bytes if trace.peak_bytes[t] > 0])
     if not shown:

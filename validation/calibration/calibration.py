@@ -19,11 +19,7 @@ from tierplan.hwmodels.scaling import with_capacity
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.dispatch import (
-    DispatchLatency,
-    mean_dispatch_latency,
-    simulate_with_dispatch,
-)
+from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, simulate_with_dispatch
 from tierplan.validation.calibration.factors import compute_factors, schedule_with_factors, workload_with_factors
 from tierplan.validation.calibration.measurements import PlanMeasurement
 from tierplan.validation.calibration.plans import IN_MEMORY

@@ -52,9 +52,7 @@ def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
     return latency
 
 
-def mean_dispatch_latency(
-    measured: Sequence[Mapping[str, DispatchLatency]],
-) -> dict[str, DispatchLatency]:
+def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> dict[str, DispatchLatency]:
     """The mean of several measurements, by stream, over those that have the stream."""
     by_stream: dict[str, list[DispatchLatency]] = {}
     for one in measured:

@@ -9,11 +9,7 @@ from typing import NamedTuple
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.dispatch import (
-    DispatchLatency,
-    measure_dispatch_latency,
-    slowdown_of,
-)
+from tierplan.validation.calibration.dispatch import DispatchLatency, measure_dispatch_latency, slowdown_of
 from tierplan.validation.comparison.steps import Steps, cut_steps
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -44,12 +45,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        parts = [f"{self.blocks}-blocks", self.policy, self.device, self.host]
-        if self.accumulation > 1:
-            parts.append(f"acc{self.accumulation}")
-        if self.max_grad_norm is not None:
-            parts.append("clip")
-        return "-".join(parts)
+        accumulation = f"-acc{self.accumulation}" if self.accumulation > 1 else ""
+        clip = "" if self.max_grad_norm is None else "-clip"
+        return f"{self.blocks}-blocks-{self.policy}-{self.device}-{self.host}{accumulation}{clip}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +146,7 @@ def _checked(campaign: Campaign, where: str) -> Campaign:
             f"{where}: {campaign.steps} steps in {campaign.turns} turns leave no step to count after "
             f"{campaign.warmup_steps} of warm-up, and one in each later turn; give more steps or fewer turns"
         )
-    names = list(campaign.run_names)
-    for name in names:
-        if names.count(name) > 1:
-            raise CampaignError(f"{where} lists run {name!r} twice")
+    (name, count), *_ = Counter(campaign.run_names).most_common(1)
+    if count > 1:
+        raise CampaignError(f"{where} lists run {name!r} twice")
     return campaign

@@ -84,11 +84,9 @@ def _cells(a: Artifact) -> list[str]:
 
 
 def _plan(a: Artifact) -> str:
-    extra = ""
-    if a.settings.get("accumulation", 1) > 1:
-        extra += f", {a.settings['accumulation']} micro-batches"
-    if a.settings.get("max_grad_norm") is not None:
-        extra += ", clipping"
+    accumulation = a.settings.get("accumulation", 1)
+    extra = f", {accumulation} micro-batches" if accumulation > 1 else ""
+    extra += "" if a.settings.get("max_grad_norm") is None else ", clipping"
     return f"{a.settings.get('policy', '')}{extra} ({a.settings.get('device')} / {a.settings.get('host')})"
 
 

@@ -135,10 +135,7 @@ class Comparison(Shown):
 
     def record(self) -> dict[str, object]:
         """The comparison as JSON values."""
-        record = asdict(self)
-        record["step_error_frac"] = self.step_error_frac
-        record["bytes_agree"] = self.bytes_agree
-        return record
+        return {**asdict(self), "step_error_frac": self.step_error_frac, "bytes_agree": self.bytes_agree}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `record` as JSON, replacing the file atomically."""
