@@ -39,7 +39,6 @@ from tierplan.runtime.memory.store import Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
-from tierplan.sim.contents import Params, States
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 
@@ -159,7 +158,8 @@ class Trainer:
         self._store: Store | None = None
         self._bodies: Bodies
         self._executor: Executor
-        self._placement: Placement
+        self.placement: Placement
+        """What outlives a step, in the schedule's tiers; from the first `run` on."""
         self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
         self._hooks: ModelHooks
         self._batches = AheadBatches(iter(()), 0)
@@ -303,19 +303,12 @@ class Trainer:
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
-        self._placement.restore_model()
+        self.placement.restore_model()
 
     @property
     def is_placed(self) -> bool:
         """Whether the model's parameters are in the schedule's tiers now."""
         return self._is_set_up and not self._is_closed
-
-    def content(self, content: Params | States) -> torch.Tensor:
-        """A copy of a unit's parameters or of all its states, in host memory; uint8.
-
-        A unit whose last update is still to come is given as it is after that.
-        """
-        return self._placement.content(content)
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
@@ -378,14 +371,14 @@ class Trainer:
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
-        self._placement = Placement(self._executor, self._bodies, self._step.late_updates)
+        self.placement = Placement(self._executor, self._bodies, self._step.late_updates)
         self._is_set_up = True
         if self._origin is None or self._resumed is None:
-            self._placement.begin(self.weights)
+            self.placement.begin(self.weights)
         else:  # the bytes of the last commit go into their tiers, or are found there
             for unit in self.units:
                 unit.unbind()
-            if rng := self._origin.place(self._executor.carried, self._bodies, self._placement.fill):
+            if rng := self._origin.place(self._executor.carried, self._bodies, self.placement.fill):
                 self._device.set_rng_state(rng)
         self._device.settle()
 

@@ -196,7 +196,7 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     total_bytes = 0
     for number, unit in enumerate(owners, 1):
         name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
-        memory = trainer.content(Params(unit.name))
+        memory = trainer.placement.content(Params(unit.name))
         write_flat(target / name, unit, memory)
         total_bytes += memory.numel()
         weight_map.update(dict.fromkeys((key for key, _ in unit.parameters), name))

@@ -188,10 +188,6 @@ class UnitRecorder(TorchDispatchMode):
         )
         return out
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(save.size_bytes for save in self.saves.values())
-
 
 def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Experts' products: fake tensors know them in bf16 alone, real kernels in every type."""

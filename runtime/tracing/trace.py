@@ -296,7 +296,7 @@ class _Tracer:
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
         shared_bytes = self._share(recorder, given, results[1:], passed_on)
-        forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
+        forward_peak, saved_bytes = recorder.memory.peak_bytes, sum(s.size_bytes for s in recorder.saves.values())
         recorder.in_backward = True
         edges = [get_gradient_edge(t) for t in results]
         grads = [torch.empty_like(t) for t in results]

@@ -96,7 +96,8 @@ class CalibrationSession:
                     MeasuredTurn(steps=steps, step_s=step_s, before_s=in_memory_s[-2], after_s=in_memory_s[-1])
                 )
         typical_s = median(in_memory_s)
-        counted = self._trainings[IN_MEMORY].counted_steps
+        in_memory = self._trainings[IN_MEMORY]
+        counted = sorted(set(range(in_memory.trainer.num_steps_done)) - in_memory.skipped_steps)
         turns[IN_MEMORY] = [
             MeasuredTurn(
                 steps=tuple(counted[k * STEPS_PER_TURN : (k + 1) * STEPS_PER_TURN]), step_s=s, before_s=s, after_s=s
@@ -106,9 +107,8 @@ class CalibrationSession:
         measurements = {}
         for name, schedule in schedules.items():
             training = self._trainings[name]
-            measurements[name] = measurement_of(
-                schedule, training.result.trace, training.skipped_steps, turns[name], typical_s, name == IN_MEMORY
-            )
+            trace, skipped = training.trainer.result().trace, training.skipped_steps
+            measurements[name] = measurement_of(schedule, trace, skipped, turns[name], typical_s, name == IN_MEMORY)
         for name in others:
             self._trainings.pop(name).trainer.close()
         return measurements, in_memory_s

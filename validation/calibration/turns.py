@@ -14,7 +14,7 @@ from typing import Any
 
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.memory.files import make_folder
-from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.comparison.steps import cut_steps
@@ -48,16 +48,7 @@ class TurnwiseTraining:
         self.skipped_steps.update(range(first, first + warmup_steps))
         return tuple(range(first + warmup_steps, first + num_steps))
 
-    @property
-    def result(self) -> RunResult:
-        return self.trainer.result()
-
-    @property
-    def counted_steps(self) -> list[int]:
-        """All steps so far that are counted."""
-        return sorted(set(range(self.trainer.num_steps_done)) - self.skipped_steps)
-
     def step_s(self, steps: Sequence[int]) -> float:
         """Median duration of these steps."""
-        durations_s = cut_steps(self.result.trace, 0).durations_s
+        durations_s = cut_steps(self.trainer.result().trace, 0).durations_s
         return median(durations_s[k] for k in steps)

@@ -266,7 +266,7 @@ class _RunExecution:
                 skipped_steps=tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps)),
             )
             predicted = replace(predicted, steady=steady)
-            self._artifact = _with_comparison(artifact, campaign, predicted, self._training.result)
+            self._artifact = _with_comparison(artifact, campaign, predicted, self._training.trainer.result())
         return self._artifact
 
 
