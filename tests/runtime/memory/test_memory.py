@@ -39,12 +39,12 @@ def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
     workload = observed_workload(model, make_batches(1)[0], CPU)
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
     schedule = lower(uniform_plan(workload, choice), workload, machine())
-    batches = make_batches(100)
+    batches = make_batches(60)
     with Trainer(schedule, model, nvme_dir=tmp_path, trace_steps=1) as trainer:
-        trainer.run(batches[:20], 20)
+        trainer.run(batches[:15], 15)
         before, file_bytes = tensor_bytes(trainer), (tmp_path / "tierplan.tier").stat().st_size
         objects, resident_kib = len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        trainer.run(batches[20:], 80)
+        trainer.run(batches[15:], 45)
         assert tensor_bytes(trainer) <= before
         assert (tmp_path / "tierplan.tier").stat().st_size == file_bytes
         assert len(gc.get_objects()) < objects + 2000

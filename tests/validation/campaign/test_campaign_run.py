@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,8 +132,10 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
     assert well.answered
 
 
-@pytest.mark.usefixtures("without_measuring")
-def test_only_what_is_asked_is_taken_up(tmp_path: Path) -> None:
+def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = trace_config("x", GROUP.model_config(2), Training(sequence_length=32, backend="cpu"))
+    calibration = SimpleNamespace(workload=workload, machine=guessed_machine())
+    monkeypatch.setattr(campaign_run, "_calibrate", lambda *setup: (calibration, None))
     found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="no-such")
     assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
 

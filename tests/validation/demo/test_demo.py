@@ -16,6 +16,8 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.runtime.measure import machine
+from tierplan.runtime.measure.loads import Sizes
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.validation.demo import demo
@@ -24,12 +26,12 @@ from tierplan.validation.demo.demo import byte_tokens, demo_budgets, demo_summar
 
 def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:
     workload = toy_workload(6, slots=12)
-    in_memory_bytes, machine = demo_budgets(workload, toy_machine())
-    assert machine.tier("gpu0").capacity_bytes < in_memory_bytes
+    in_memory_bytes, place = demo_budgets(workload, toy_machine())
+    assert place.tier("gpu0").capacity_bytes < in_memory_bytes
     for choice in (UnitPlan(), UnitPlan(params="host", grads="host", states="host")):
         plan = UnitwisePlan(policy="without NVMe", units=(choice,) * len(workload.units))
         with pytest.raises(OutOfMemory):
-            steady_state(lower(plan, workload, machine), machine)
+            steady_state(lower(plan, workload, place), place)
 
 
 def test_a_busy_machine_is_said() -> None:
@@ -68,6 +70,8 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text(json.dumps({**json.loads(demo.demo_config().read_text()), "n_embd": 256, "n_layer": 6}))
     for name, value in (("SEQUENCE", 64), ("PROFILE_STEPS", 3), ("PLAN_S", 1.0), ("demo_config", lambda: config)):
         monkeypatch.setattr(demo, name, value)
+    sizes = Sizes(hidden=(128, 256), block_hidden=256, tokens=64, area_bytes=64 << 20, file_area_bytes=256 << 20)
+    monkeypatch.setattr(machine, "_plan", lambda *settings: (3, sizes))
     result = run_demo(tmp_path, steps=4, measure_s=5)
     record = result.record()
     assert record["losses"] == record["reference_losses"]
