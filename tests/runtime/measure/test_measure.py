@@ -51,7 +51,7 @@ def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `measure` on this machine, at sizes that take no time."""
     monkeypatch.setattr(module, "_plan", lambda budget_s, folders, device: (3, TINY))
-    monkeypatch.setattr(module, "LEAST_WINDOW_S", 0.002)
+    monkeypatch.setattr(module, "_window_s", lambda *settings: 0.01)
 
 
 def test_the_measured_machine_is_complete_and_kept(config_folder: Path, tiny: None, tmp_path: Path) -> None:
