@@ -28,6 +28,7 @@ from tierplan.runtime.optim.groups import matching, without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.digest import digest
+from tierplan.sim.output.text import format_bytes
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
@@ -95,11 +96,28 @@ class Done:
             if self.predicted_step_s:
                 error = self.predicted_step_s / step_s - 1
                 lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({error:+.1%})"
-            lines.append("peak bytes " + ", ".join(f"{tier} {size:,}" for tier, size in result.peak_bytes.items()))
-            lines.append("bytes moved " + ", ".join(f"{name} {size:,}" for name, size in result.moved_bytes.items()))
+            for what, sizes in (("peak", result.peak_bytes), ("moved", result.moved_bytes)):
+                lines.append(f"{what} " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()))
         lines += result.notes
         lines.append(f"written to {self.out_dir}" + ("; resume with --resume" if self.was_stopped else ""))
         return "\n".join(lines)
+
+    def record(self) -> dict[str, object]:
+        """The same, and each step's loss, as JSON values."""
+        result = self.result
+        step_s = result.step_s if result.step_ends_s else None
+        return {
+            "steps": self.num_steps,
+            "losses": list(result.losses),
+            "step_s": step_s,
+            "tokens_per_s": self.tokens_per_step / step_s if step_s else None,
+            "predicted_step_s": self.predicted_step_s,
+            "peak_bytes": dict(result.peak_bytes),
+            "bytes": dict(result.moved_bytes),
+            "notes": list(result.notes),
+            "was_stopped": self.was_stopped,
+            "out": str(self.out_dir),
+        }
 
 
 def run_job(job: Job, *, show_progress: bool = False) -> Done:

@@ -28,20 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Some commands end with 3: what was asked about does not fit, which is an answer.
     """
-    parser = Parser(
-        prog="tierplan",
-        description="Can I train this model on this machine, how fast, what limits it? Then run it.",
-    )
-    parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        sub = subparsers.add_parser(
-            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run, parser=sub)
+    parser = command_parser()
     args, unknown = parser.parse_known_args(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -62,6 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tierplan {args.command}: {message_of(error)}", file=sys.stderr)
         return 1
+
+
+def command_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="tierplan",
+        description="Can I train this model on this machine, how fast, what limits it? Then run it.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        sub = subparsers.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run, parser=sub)
+    return parser
 
 
 def message_of(error: Exception) -> str:

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--budget-s S", f"seconds, about (default {QUICK_S:.0f}, least 5)", finite(least=5))
     add_device(measure)
     option(measure, "-o --output FILE", "write the machine to this TOML file instead", new_file(".toml"))
+    option(measure, "--json", "print the machine as one JSON object")
     measure.set_defaults(act=_measure)
 
     imports = commands.add_parser("import", help="a machine from the output of other tools")
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(imports, "--ds-io FILE", "what DeepSpeed's ds_io or ds_nvme_tune printed", existing_file, repeat=True)
     option(imports, "--name NAME", "of the machine (default: the file's name)")
     option(imports, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
+    option(imports, "--json", "print the machine as one JSON object")
     imports.set_defaults(act=_import)
 
 
@@ -115,7 +117,8 @@ def _show(args: argparse.Namespace) -> int:
     description = load_description(args.machine, args.overrides)
     machine = build_machine(description)
     if args.json:
-        print(json.dumps({"name": machine.name, **machine.description}, indent=1))
+        keys = {key.name: {"unit": key.unit, "meaning": key.meaning} for key in KEYS.values()}
+        print(json.dumps(keys if args.keys else _record(machine), indent=1))
         return 0
     print(f"{description.name}: {description.summary}\n")
     if args.keys:
@@ -126,6 +129,10 @@ def _show(args: argparse.Namespace) -> int:
     print()
     print(structure(machine))
     return 0
+
+
+def _record(machine: Machine) -> dict[str, object]:
+    return {"name": machine.name, **machine.description}
 
 
 def numbers(description: Description) -> str:
@@ -178,6 +185,10 @@ def _measure(args: argparse.Namespace) -> int:
         )
     target = args.output or here_path()
     write_atomically(target, write_description(description))
+    if args.json:
+        record = _record(build_machine(description))
+        print(json.dumps({**record, "notes": description.notes, "file": str(target)}, indent=1, default=str))
+        return 0
     print(numbers(description))
     print()
     print(structure(build_machine(description)))
@@ -220,6 +231,9 @@ def _import(args: argparse.Namespace) -> int:
     description = override(description, args.overrides)
     write_atomically(args.output, write_description(description))
     machine = build_machine(load_description(str(args.output)))
+    if args.json:
+        print(json.dumps({**_record(machine), "imported": list(values), "file": args.output}, indent=1))
+        return 0
     print("\n".join(f"{name} = {quantity.value}" for name, quantity in values.items()))
     print(structure(machine))
     print(f"written to {args.output}")

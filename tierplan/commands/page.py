@@ -10,6 +10,7 @@ cores, and a second run continues where the first one stopped. The page opens fr
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from tierplan.commands.options.arguments import add_set, amount, finite, new_file, new_folder, option, whole
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--quick", "a small grid, and searches for a moment only")
     option(parser, "--keep DIR", "folder of the answers (default: beside the page, with its name)", new_folder)
     option(parser, "--workers N", "processes (default: one per core)", whole(1))
+    option(parser, "--json", "print the answers as JSON, one per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,5 +70,8 @@ def run(args: argparse.Namespace) -> int:
         num_workers=args.workers,
         progress=sys.stderr.isatty(),
     )
+    if args.json:
+        print("\n".join(map(json.dumps, rows)))
+        return 0
     print(f"{args.out}: {len(rows)} answers, {sum(bool(row.get('fits')) for row in rows)} of which can be trained")
     return 0

@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option(parser, "--verify", "do not train: read all of the last commit in DIR and say whether it is whole")
     option(parser, "--no-export", "do not write the trained model")
+    option(parser, "--json", "print what was done as one JSON object")
     training = parser.add_argument_group("training")
     option(training, "--lr LR", "learning rate", finite(least=0), 1e-3)
     option(
@@ -73,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.verify:
         from tierplan.runtime.checkpoint.verification import verify_commit
 
-        print(verify_commit(args.out, args.nvme or ()))
+        whole = verify_commit(args.out, args.nvme or ())
+        print(json.dumps({"whole": True, "what": whole}) if args.json else whole)
         return 0
     wanted = {"PLAN": args.plan, "--model": args.model, "--data": args.data, "--steps": args.steps}
     if missing := [name for name, value in wanted.items() if value is None]:
@@ -107,5 +110,5 @@ def run(args: argparse.Namespace) -> int:
         num_threads=args.threads,
     )
     done = run_job(job, show_progress=True)
-    print(done.summary())
+    print(json.dumps(done.record(), indent=1) if args.json else done.summary())
     return 130 if done.was_stopped else 0

@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
             raise FileNotFoundError(f"--table {args.table}: no such folder; give one that holds artifacts")
         return _show(args, load_artifacts(args.table))
     campaign = load_campaign(args.campaign)
+    if args.list and args.json:
+        print(json.dumps({group.name: [run.name for run in group.runs] for group in campaign.groups}, indent=1))
+        return 0
     if args.list:
         for group in campaign.groups:
             print(f"{group.name}: batch {group.batch}, {group.seq} tokens, {group.dtype}")

@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(act=_show)
 
     deepspeed = commands.add_parser("deepspeed", help="the settings and the policy of a DeepSpeed configuration")
-    deepspeed.add_argument("file", type=existing_file, metavar="DS.JSON", help="DeepSpeed's configuration")
+    files = "DeepSpeed's configuration, or accelerate's, or the Trainer's arguments as JSON"
+    deepspeed.add_argument("file", type=existing_file, metavar="DS.JSON", help=files)
     option(deepspeed, "--model M", scenario.MODEL, required=True)
     scenario.add_training(deepspeed)
+    option(deepspeed, "--json", "as one JSON object")
     deepspeed.set_defaults(act=_deepspeed)
     for parser in (show, deepspeed):
         option(parser, "--measured", "seconds of real steps of the whole model here, with their spread")
@@ -93,11 +95,16 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _deepspeed(args: argparse.Namespace) -> int:
-    from tierplan.planner.training_files import read_deepspeed
+    from dataclasses import asdict
 
-    deepspeed = read_deepspeed(args.file, scenario.read_training(args))
+    from tierplan.planner.training_files import read_training_file
+
+    deepspeed = read_training_file(args.file, scenario.read_training(args))
     t = deepspeed.training
     workload = _read(args.model, t, args)
+    if args.json:
+        print(json.dumps({**asdict(deepspeed), "workload": asdict(workload)}, indent=1, default=str))
+        return 0
     print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
     for note in deepspeed.notes:
         print(f"  {note}")
