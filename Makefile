@@ -7,12 +7,14 @@ TESTERS ?= 2
 # One thread in each process: two that wait for each other's threads are slower than one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
-.PHONY: demo test nightly check lint types pytest clean help install
+.PHONY: demo test docs figures nightly check lint types pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
 	@echo "make test    install into $(VENV) when needed, then lint, type check and test (8 minutes on two cores; TESTERS=N for N processes)"
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
+	@echo "make docs    the pages as a site, in build/site (two minutes)"
+	@echo "make figures make the pictures of README.md and docs/ again (a quarter of an hour)"
 	@echo "make clean   remove $(VENV) and the demo's output"
 
 install: $(STAMP)
@@ -21,11 +23,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("tierplan needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,cluster,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,cluster,docs,dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/tierplan demo
+
+docs: $(STAMP)
+	$(BIN)/tierplan page -o docs/what-if-grid.html --quick --keep build/what-if-grid
+	$(BIN)/mkdocs build --strict
+	@echo build/site/index.html
+
+figures: $(STAMP)
+	$(BIN)/python -m docs.figures.make
 
 test: $(STAMP) lint types pytest
 

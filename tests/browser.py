@@ -68,9 +68,11 @@ class Tab:
         for kind in ("keyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
 
-    def picture(self, path: Path) -> None:
-        """Writes the whole page as a PNG."""
-        data = self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+    def picture(self, path: Path, height: int = 0) -> None:
+        """Writes the page, or its upper part, as a PNG."""
+        width, whole = self.run("[innerWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1}
+        data = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         path.write_bytes(base64.b64decode(data))
 
 

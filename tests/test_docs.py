@@ -13,6 +13,8 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +95,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Pages, anchors and links between them, as `make docs` builds them (without `--quiet`, which hides warnings)."""
+    pytest.importorskip("material", reason="the site needs mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"^ +- .*?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(p.name for p in PAGES if p.parent.name == "docs"), "each page once in the menu"
 
 
 def test_every_page_is_reachable_from_the_index() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ import transformers as hf
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
+from tierplan.hwmodels.catalog import here_path, load_description
+from tierplan.hwmodels.description import write_description
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
@@ -371,3 +374,19 @@ def test_plain_arguments_are_taken() -> None:
     """What is refused is refused for its value: the default of every field is taken."""
     for name, (taken, _, _) in REFUSED.items():
         assert getattr(ARGUMENTS, name) in taken, name
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    here_path().parent.mkdir(parents=True)
+    here_path().write_text(write_description(load_description("laptop")), encoding="utf-8")
+    make_model("gpt2", dropout=0.0).config.save_pretrained("my-model")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example = example.replace("sequence_length=128", "sequence_length=16").replace("max_steps=100", "max_steps=2")
+    namespace: dict[str, Any] = {"data": examples(8)}
+    exec(compile(example, "README.md", "exec"), namespace)
+    assert namespace["args"].max_steps == 2
+    assert (tmp_path / "out").exists()

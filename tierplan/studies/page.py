@@ -44,7 +44,7 @@ LABELS: Mapping[str, str] = {
 }
 """The controls in their order, by key of a point or of its machine."""
 MODELS = ("llama-3.1-8b", "llama-3.2-3b", "qwen3-14b")
-POLICIES = (PLANNER, "zero-offload", "zero-infinity", "fuyou")
+POLICIES = (PLANNER, "zero-infinity", "zero-offload", "fuyou")
 SEQUENCES = (16, 4, 64)
 NUM_LIMITS = 8
 
