@@ -69,7 +69,9 @@ def load_part(section: str, name: str) -> Description:
     """The catalog's description of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists all parts."""
     folder = PARTS[section]
     if name not in (names := catalog_names(folder)):
-        raise MachineError(f"no part {name!r} among the catalog's {folder}; it has {', '.join(names)}")
+        close = [n for n in names if name in n] or difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise MachineError(f"no part {name!r} among the catalog's {folder}; {hint}it has {', '.join(names)}")
     text = _catalog(folder).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     return parse_description(text, where=f"{name}.toml")
 

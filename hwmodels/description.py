@@ -248,7 +248,14 @@ LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
     "flops/s": (1e9, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
 }  # fmt: skip
 """By unit: what no part is below, and the unit that was probably meant."""
-MOST_PLAUSIBLE: Mapping[str, float] = {"flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0}
+MOST_PLAUSIBLE: Mapping[str, float] = {
+    "flops/s": 1e18,
+    "bytes/s": 1e15,
+    "parameters/s": 1e14,
+    "bytes": 1e18,
+    "s": 10.0,
+    "gpu.capacity": 2e12,
+}
 
 
 def _plausible(amount: float, value: object, key: Key, what: str) -> float:
@@ -257,7 +264,7 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
     if 0 < amount < least:
         number = str(value).split()[0].rstrip("BFLOPS/s")
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
-    if amount > MOST_PLAUSIBLE.get(key.unit, float("inf")):
+    if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
         raise MachineError(
             f"{what} is {value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
         )

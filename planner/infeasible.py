@@ -56,6 +56,13 @@ class InfeasiblePlan(PlanError):
                 f"{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
                 f"{format_bytes(s.capacity_bytes)} and needs {format_bytes(s.needed_bytes)} or more"
             )
+            head = self.workload.units[-1]
+            loss_bytes = head.saved_bytes + max(head.forward_work_bytes, head.backward_work_bytes)
+            if s.tier == "device" and 2 * loss_bytes > s.needed_bytes:
+                lines[-1] += (
+                    f", of which {format_bytes(loss_bytes)} are logits and loss: fewer tokens in a micro-batch need "
+                    "less (--seq, --batch); a loss in chunks is not planned yet"
+                )
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")
         return "; ".join(lines)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
+from tierplan.runtime.execution.device import device_named
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.plausible import check_tokens
 from tierplan.runtime.memory import files
@@ -162,7 +161,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             optimizer=optimizer,
             learning_rate=rate,
             seed=job.seed,
-            device=("cuda" if torch.cuda.is_available() else "cpu") if job.device == "auto" else job.device,
+            device=device_named(job.device),
             num_threads=job.num_threads,
             trace_steps=TRACED_STEPS,
             on_step=metrics.on_step,

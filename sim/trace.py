@@ -135,11 +135,15 @@ def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]
 def write_atomically(path: str | os.PathLike[str], *parts: str | bytes | memoryview) -> None:
     """Replaces the file's content in one step: a reader sees the old content or the new, never a part.
 
-    Raises `OSError` with the path when the system refuses.
+    What is no file (a pipe, `/dev/stdout`) is written to as it is. Raises `OSError` with the path.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:  # follows no link

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from tierplan import __version__
 from tierplan.commands import COMMANDS
+from tierplan.commands.options.not_yet import nearest
 
 USER_ERRORS = (ValueError, OSError, RuntimeError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
@@ -20,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: a dozen lines of usage would hide it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says what there is\n")
+        self.exit(2, f"{self.prog}: {message}{nearest(message)}; `{self.prog} --help` says what there is\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("TIERPLAN_DEBUG"):
             raise
-        print(f"tierplan {args.command}: {message_of(error)}", file=sys.stderr)
+        message = message_of(error)
+        print(f"tierplan {args.command}: {message}{nearest(message)}", file=sys.stderr)
         return 1
 
 

@@ -21,11 +21,6 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def default_device() -> str:
-    """`cuda` where PyTorch sees a GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def device_model(device: str) -> str:
     """The GPU's name; `no GPU` for a device on the CPU."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else "no GPU"

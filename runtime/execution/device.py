@@ -24,6 +24,15 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.
 """By `Training.dtype`."""
 
 
+def device_named(name: str) -> str:
+    """`cuda` or `cpu`; `auto` is `cuda` where PyTorch sees a GPU. Raises `ValueError` for what is not there."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device is {name!r}; choose auto, cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but PyTorch sees no GPU; check the driver, or use device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 @dataclass
 class Device:
     """Memory, streams and random numbers of the device tier."""

@@ -81,6 +81,8 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     if not file.is_file():
         close = get_close_matches(str(model), named, n=1)
         meant = f"did you mean {close[0]!r}? " if close else ""
+        if file.suffix in (".json", ".toml") or path.is_absolute():
+            raise WorkloadError(f"there is no file {str(file)!r}; give the config.json of a model, or a known name")
         raise WorkloadError(
             f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name, nor in the "
             f"cache of the Hugging Face hub; {meant}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(record))
     with pytest.raises(TraceError, match="is not a trace"):
         Trace.load(tmp_path / "t.json")
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(tmp_path / "pipe", "one ", b"two")
+    assert os.read(reader, 100) == b"one two"
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_full_disk_is_said_with_the_files_name() -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        write_atomically("/dev/full", "x" * 100)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     training = workload.training
     print(f"{workload.name} on {machine.name}")
-    print(question_text(point, training.per_device_train_batch_size, training.gradient_accumulation_steps))
+    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    print(question_text(point, batch, accumulation, training.dtype))
     print("\n".join(answer_lines(best)))
     if advice is not None:
         from tierplan.studies.advice_text import change_lines

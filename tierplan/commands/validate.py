@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{campaign.num_runs} runs of {campaign.steps} steps")
         return 0
 
-    from tierplan.runtime.data.synthetic import default_device
+    from tierplan.runtime.execution.device import device_named
     from tierplan.validation.campaign.run import run_campaign
 
-    device = default_device() if args.device == "auto" else args.device
+    device = device_named(args.device)
     artifacts = run_campaign(
         campaign,
         args.out,

@@ -86,7 +86,7 @@ def _answer(advice: Advice) -> str:
             return f"No: it does not fit, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
         return f"No: it does not fit. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
-    asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]))
+    asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]), answer["dtype"])
     return (
         f"Yes: {answer['tokens_per_s']:,.0f} tokens/s, {format_s(answer['step_s'])} per step ({asked}). "
         f"Limited by {limited_text(_limits(advice))}."

@@ -80,11 +80,12 @@ def answer_lines(best: BestPlan) -> list[str]:
     return [*columns([*rows, ("searched", searched)]), "", *columns(limit_rows(p.limits)), "", *_policy_lines(result)]
 
 
-def question_text(point: Point, micro_batch: int, accumulation: int) -> str:
+def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:
     """What was asked, with the division into micro-batches that answers it."""
+    why = f", in {dtype} since this machine has no bf16" if point.dtype == "auto" and dtype != "bf16" else ""
     sequences = "1 sequence" if micro_batch == 1 else f"{micro_batch} sequences"
     times = f"{accumulation} micro-batches of {sequences}" if accumulation > 1 else f"one micro-batch of {sequences}"
-    return f"{times}, {point.seq} tokens each"
+    return f"{times}, {point.seq} tokens each{why}"
 
 
 def write_timeline(prediction: Prediction, path: str) -> None:

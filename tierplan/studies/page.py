@@ -181,7 +181,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, job: TrainingJob) -> di
         "tokens_per_s": row["tokens_per_s"],
         "price_usd": costs.machine_price_usd,
         "step": format_s(row["step_s"]),
-        "how": question_text(point, row["micro_batch"], row["accumulation"]),
+        "how": question_text(point, row["micro_batch"], row["accumulation"], row.get("dtype", "bf16")),
         "limited_by": row["limited_by"],
         "limited": limited_text(limits),
         "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],

@@ -1,5 +1,6 @@
 """What commands share:
 
 arguments  types that refuse wrong arguments before anything is read
+not_yet    what is not planned yet, and what is nearest
 scenario   the arguments that say what is trained where
 """

@@ -1,0 +1,140 @@
+"""What a new user asks, as it is typed: a right answer, or what cannot be answered and what is nearest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.planner.search import budget
+
+SMALL = ["--model", "gpt2", "--machine", "desktop-4090", "--batch", "4", "--seq", "256"]
+LARGE = ["--model", "llama-3.1-8b", "--machine", "desktop-4090"]
+heavy = pytest.mark.nightly
+
+
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "OPS_PER_S", 300)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
+    status = main(["plan", *asked, "--json"])
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (status == 0) == answer.get("fits", True)
+    return answer
+
+
+def speeds(capsys: pytest.CaptureFixture[str], asked: list[str], settings: list[list[str]]) -> list[float]:
+    """Tokens per second with each of the settings; 0 where nothing fits."""
+    return [float(planned(capsys, *asked, *more).get("tokens_per_s") or 0.0) for more in settings]
+
+
+@pytest.mark.parametrize("asked", [SMALL, pytest.param(LARGE, marks=heavy)], ids=("small", "8b"))
+def test_3090_or_4090_or_5090_or_h100(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cards = ("rtx-3090", "rtx-4090", "rtx-5090", "h100-sxm-80gb")
+    found = speeds(capsys, asked, [["--set", f"gpu.part={card}"] for card in cards])
+    assert found == sorted(found)
+    assert found[0] > 0
+    assert asked is LARGE or found[3] > 2 * found[0]
+
+
+@heavy
+def test_more_memory_or_drives_is_never_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = speeds(capsys, LARGE, [["--set", f"host.capacity={size} GiB"] for size in (64, 128)])
+    assert memory[1] > 1.5 * memory[0]
+    drives = speeds(capsys, LARGE, [["--set", f"nvme.drives={number}"] for number in (1, 2, 3, 4)])
+    assert drives == sorted(drives)
+
+
+def test_no_master_copy_takes_less_memory_and_no_more_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with_it, without = planned(capsys, *SMALL), planned(capsys, *SMALL, "--no-master-weights")
+    assert without["step_s"] <= 1.02 * with_it["step_s"]
+    assert sum(without["peak_bytes"].values()) < sum(with_it["peak_bytes"].values())
+
+
+def test_accumulation_is_more_work_in_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    one, four = (planned(capsys, *SMALL, "--accumulation", str(number)) for number in (1, 4))
+    assert one["step_s"] < four["step_s"] <= 4.1 * one["step_s"]
+
+
+def test_two_gpus_are_quicker_than_one(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*SMALL[:4], "--sequences", "16", "--seq", "512"]
+    one, by_count, by_devices = speeds(capsys, asked, [[], ["--set", "gpu.count=2"], ["--devices", "2"]])
+    assert one < by_count == by_devices
+
+
+@heavy
+def test_mixtral_says_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = planned(capsys, "--model", "mixtral-8x7b", "--machine", "desktop-4090", "--sequences", "4")
+    assert answer.get("step_s") or "short by at least" in answer["reason"]
+
+
+def test_long_sequences_say_that_logits_are_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = planned(capsys, *LARGE, "--seq", "32768", "--sequences", "1")["reason"]
+    assert "are logits and loss: fewer tokens in a micro-batch need less" in reason
+    assert "a loss in chunks is not planned yet" in reason
+    assert "short by" in planned(capsys, "--model", "gpt-175b", "--machine", "laptop", "--sequences", "1")["reason"]
+
+
+def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for card, dtype in (("v100-sxm2-32gb", "fp16"), ("gtx-1080-ti", "fp32")):
+        assert main(["plan", *SMALL, "--set", f"gpu.part={card}"]) == 0
+        first = "".join(capsys.readouterr().out.splitlines()[:3])
+        assert f"in {dtype} since this machine has no bf16" in first
+    assert main(["plan", *SMALL]) == 0
+    assert "since this machine" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--lora"], "LoRA is not planned yet: all parameters are trained here; nearest: --optimizer sgd --no-master"),
+        (["--optimizer", "adamw8bit"], "states of other optimizers are not planned yet; nearest: adamw"),
+        (["--dtype", "fp8"], "quantised weights are not planned yet"),
+        (["--load-in-4bit"], "quantised weights are not planned yet"),
+        (["--gradient-checkpointing"], "is the plan's to choose"),
+        (["--gpus", "2"], "--devices N"),
+        (["--gpu", "rtx-4090"], "--set gpu.part=NAME"),
+        (["--ram", "128"], "--set host.capacity="),
+        (["--context-length", "4096"], "--seq"),
+        (["--batch-size", "4"], "nearest: --batch"),
+        (["--set", "gpu.part=4090"], "did you mean rtx-4090?"),
+        (["--set", "gpu.part=mi300x"], "AMD's GPUs are not in the catalog"),
+        (["--machine", "m2-ultra"], "Apple's memory, which CPU and GPU share, is not planned yet"),
+        (["--machine", "macbook-pro"], "Apple's memory"),
+        (["--model", "mixtral"], "did you mean 'mixtral-8x7b'?"),
+        (["--model", "folder/config.json"], "there is no file 'folder/config.json'"),
+        (["--set", "gpu.capacity=24"], 'did you mean "24 GiB"?'),
+        (["--set", "gpu.capacity=24 TB"], "which nothing reaches; check its unit"),
+        (["--batch", "1e8"], "'1e8' is no whole number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_asked_yet_says_what_is_nearest(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["plan", *LARGE, *asked])
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    printed = capsys.readouterr()
+    assert status in (1, 2)
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_the_words_of_our_own_options_are_no_hints() -> None:
+    from tierplan.commands.options.not_yet import nearest
+
+    assert nearest("no machine 'mymachine'") == nearest("no option --bacth") == nearest("no part 'rtx-6090'") == ""
+
+
+def test_an_amd_card_by_its_data_sheet_is_quicker_than_a_4090(capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = ("gpu.capacity=192 GB", "gpu.memory_bandwidth=5.3 TB/s", "gpu.peak_bf16=1307 TFLOP/s")
+    mi300x = [word for setting in sheet for word in ("--set", setting)]
+    now, then = speeds(capsys, SMALL, [[], mi300x])
+    assert then > 2 * now
