@@ -30,28 +30,26 @@ def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
 def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Description:
     """As `load_machine`, but the description: every number with its source."""
     name = str(name_or_path)
-    path = Path(name)
+    path: Path | Traversable = Path(name)
     if name == HERE:
         path = here_path()
         if not path.exists():
             raise MachineError(
                 f"this machine has not been measured ({path} does not exist); run: tierplan machine measure"
             )
-        text, where = read_utf8(path), str(path)
-    elif name in (names := catalog_names("machines")):
-        text, where = _catalog("machines").joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml"
-    elif path.suffix == ".toml" or path.is_file():
-        if not path.is_file():
-            raise MachineError(f"no machine file {name!r}")
-        text, where = read_utf8(path), str(path)
-    else:
+    elif name in (names := catalog_names()):
+        path = _catalog("machines") / f"{name}.toml"
+    elif not path.is_file() and name.endswith(".toml"):
+        raise MachineError(f"no machine file {name!r}")
+    elif not path.is_file():
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise MachineError(
             f"no machine {name!r}; {hint}the catalog has {', '.join(names)}; "
             "or give a .toml file, or 'here' once measured"
         )
-    description = override(parse_description(text, where=where), overrides)
+    where = path.name if name in catalog_names() else str(path)
+    description = override(parse_description(read_utf8(path), where=where), overrides)
     return replace(description, part_values=_part_values(description))
 
 

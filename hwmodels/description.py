@@ -23,6 +23,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -163,7 +164,7 @@ class _File:
     nvme: Mapping[str, object] = field(default_factory=dict)
 
 
-def read_utf8(path: Path) -> str:
+def read_utf8(path: Path | Traversable) -> str:
     """What a file says. Raises `MachineError` where it is no text."""
     try:
         return path.read_text(encoding="utf-8")

@@ -50,10 +50,6 @@ class TierSpec:
     rounding: Rounding = "exact"
     """How the allocator rounds a buffer up."""
 
-    def held_bytes(self, size_bytes: int) -> int:
-        """What a buffer of this size takes from the tier."""
-        return held_bytes(size_bytes, self.rounding)
-
 
 @dataclass(frozen=True, slots=True)
 class Rate:

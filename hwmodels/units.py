@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 from tierplan.hwmodels.machine import MachineError
@@ -13,35 +12,38 @@ Unit = Literal["bytes", "bytes/s", "flops/s", "parameters/s", "s", "USD", "W", "
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
-_SCALES: Mapping[str, float] = MappingProxyType({**_DECIMAL, **_BINARY})
+_SCALES = {**_DECIMAL, **_BINARY}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"\s*(?P<number>[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*$")
 
-_SUFFIX: Mapping[str, re.Pattern[str]] = MappingProxyType(
-    {
-        "bytes": re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"),
-        "bytes/s": re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
-        "flops/s": re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"),
-        "parameters/s": re.compile(r"(?P<scale>[kKMGTP])?(?:/s|parameters/s)?$"),
-        "USD": re.compile(r"(?:USD)?$"),
-        "W": re.compile(r"(?P<scale>k)?W?$"),
-        "number": re.compile(r"$"),
-        "count": re.compile(r"$"),
-    }
-)
-_EXAMPLES: Mapping[str, str] = MappingProxyType(
-    {
-        "bytes": '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)',
-        "bytes/s": '"6.5 GB/s"',
-        "flops/s": '"165 TFLOP/s"',
-        "parameters/s": '"700 M/s"',
-        "s": '"20 us"',
-        "USD": "1599",
-        "W": "450",
-        "number": "0.8",
-        "count": "12",
-    }
-)
+_SUFFIX: Mapping[str, re.Pattern[str]] = {
+    "bytes": re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"),
+    "bytes/s": re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
+    "flops/s": re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"),
+    "parameters/s": re.compile(r"(?P<scale>[kKMGTP])?(?:/s|parameters/s)?$"),
+    "USD": re.compile(r"(?:USD)?$"),
+    "W": re.compile(r"(?P<scale>k)?W?$"),
+    "number": re.compile(r"$"),
+    "count": re.compile(r"$"),
+}
+_EXAMPLES: Mapping[str, str] = {
+    "bytes": '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)',
+    "bytes/s": '"6.5 GB/s"',
+    "flops/s": '"165 TFLOP/s"',
+    "parameters/s": '"700 M/s"',
+    "s": '"20 us"',
+    "USD": "1599",
+    "W": "450",
+    "number": "0.8",
+    "count": "12",
+}
+
+_SHOWN: Mapping[str, tuple[Mapping[str, float], str]] = {
+    "bytes": (_BINARY, "B"),
+    "bytes/s": (_DECIMAL, "B/s"),
+    "flops/s": (_DECIMAL, "FLOP/s"),
+    "parameters/s": (_DECIMAL, "parameters/s"),
+}
 
 
 def parse_amount(value: object, unit: Unit, *, what: str) -> float:
@@ -78,14 +80,8 @@ def format_amount(value: float, unit: Unit) -> str:
     """A short text for people, to about four digits; bytes of memory in GiB, rates in decimal units."""
     if unit == "count":
         return f"{int(value)}"
-    if unit == "bytes":
-        return _scaled(value, _BINARY, "B")
-    if unit == "bytes/s":
-        return _scaled(value, _DECIMAL, "B/s")
-    if unit == "flops/s":
-        return _scaled(value, _DECIMAL, "FLOP/s")
-    if unit == "parameters/s":
-        return _scaled(value, _DECIMAL, "parameters/s")
+    if unit in _SHOWN:
+        return _scaled(value, *_SHOWN[unit])
     if unit == "s":
         for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
             if value >= scale:

@@ -155,32 +155,26 @@ class Prediction(Shown):
 
     def record(self) -> dict[str, object]:
         """The prediction as JSON values."""
+
+        def figures(*names: str) -> dict[str, object]:
+            return {name: getattr(self, name) for name in names}
+
         moved = {} if self.columns is None or not self.fits else self.columns.bytes_moved()
         record: dict[str, object] = {
-            "policy": self.policy,
-            "model": self.model,
-            "machine": self.machine,
-            "fits": self.fits,
-            "step_s": self.step_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tflops_8nd": self.tflops_8nd,
+            **figures("policy", "model", "machine", "fits", "step_s", "tokens_per_s", "tflops_8nd"),
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),
             "bytes": moved,
             **({} if self.phases is None else asdict(self.phases)),
-            "devices": self.devices,
-            "devices_of_machine": self.devices_of_machine,
+            **figures("devices", "devices_of_machine"),
             "devices_note": self.devices_note or None,
             "limited_by": self.limited_by or None,
-            "limits": [asdict(limit) for limit in self.limits],
+            "limits": self.rows(),
             "critical_path_s": dict(self.critical_path_s),
             "utilization": dict(self.utilization),
             "drive_lifetime_s": self.lifetime_s,
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "num_parameters": self.num_parameters,
-            "tokens": self.tokens,
+            **figures("micro_batch", "accumulation", "num_parameters", "tokens"),
         }
         if self.plan is not None:
             record["semantics"] = self.plan.semantics
@@ -188,13 +182,7 @@ class Prediction(Shown):
         if not self.fits:
             record["why_not"] = self.why_not
             if self.shortage is not None:
-                record["shortage"] = {
-                    "tier": self.shortage.tier,
-                    "op": self.shortage.op,
-                    "capacity_bytes": self.shortage.capacity_bytes,
-                    "needed_bytes": self.shortage.needed_bytes,
-                    "short_bytes": self.shortage.short_bytes,
-                }
+                record["shortage"] = {**asdict(self.shortage), "short_bytes": self.shortage.short_bytes}
         return record
 
     def rows(self) -> list[dict[str, object]]:

@@ -206,6 +206,7 @@ class ScheduleColumns:
         names = [b.name for b in labels.buffers]
         keys = [op.key for op in labels.ops]
         tier_names = [t.name for t in self.tiers]
+        links = (_named(self.reads, names), _named(self.writes, names), _named(self.after, keys))
         ops = [
             Op(
                 key=label.key,
@@ -218,15 +219,9 @@ class ScheduleColumns:
                 writes=writes,
                 after=after,
             )
-            for label, w, reads, writes, after in zip(
-                labels.ops,
-                self.op_work.tolist(),
-                _named(self.reads, names),
-                _named(self.writes, names),
-                _named(self.after, keys),
-                strict=True,
-            )
+            for label, w, reads, writes, after in zip(labels.ops, self.op_work.tolist(), *links, strict=True)
         ]
+        columns = (self.buffer_tier, self.buffer_bytes, self.buffer_initial, self.buffer_reuses, self.buffer_becomes)
         buffers = [
             Buffer(
                 name=label.name,
@@ -239,13 +234,7 @@ class ScheduleColumns:
                 becomes=names[becomes] if becomes >= 0 else None,
             )
             for label, tier, size_bytes, initial, reuses, becomes in zip(
-                labels.buffers,
-                self.buffer_tier.tolist(),
-                self.buffer_bytes.tolist(),
-                self.buffer_initial.tolist(),
-                self.buffer_reuses.tolist(),
-                self.buffer_becomes.tolist(),
-                strict=True,
+                labels.buffers, *(column.tolist() for column in columns), strict=True
             )
         ]
         return Schedule(

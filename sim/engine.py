@@ -169,17 +169,9 @@ class _Run:
         del self._flows  # it refers back here: without the cycle, everything is released at once
         if -1 in self._end_ns:
             raise out_of_memory(graph.schedule)
-        tiers = [t.name for t in graph.schedule.tiers]
-        rows = zip(
-            [op.key for op in graph.schedule.ops],
-            [op.stream for op in graph.schedule.ops],
-            self._free_ns,
-            self._ready_ns,
-            self._start_ns,
-            self._end_ns,
-            self._alone_ns,
-            strict=True,
-        )
+        tiers, listed = [t.name for t in graph.schedule.tiers], graph.schedule.ops
+        times = (self._free_ns, self._ready_ns, self._start_ns, self._end_ns, self._alone_ns)
+        rows = zip([op.key for op in listed], [op.stream for op in listed], *times, strict=True)
         where = [(b.tier, b.kind) for b in self._buffers]
         return Trace(
             name=graph.schedule.name,

@@ -7,7 +7,10 @@ up to the step time, also where micro-batches follow each other and where update
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.analysis.steady import SteadyState
@@ -28,23 +31,13 @@ class Phases:
 def phases(steady: SteadyState) -> Phases:
     """The phases of one steady step. A schedule without forward ops is all update."""
     ops = steady.schedule.ops
-    per_step = len(ops) // steady.num_steps
-    forwards: dict[str, int] = {}
-    for op in ops[:per_step]:
-        if op.kind == "forward" and parse_stream(op.stream).is_compute:
-            forwards[op.stream] = forwards.get(op.stream, 0) + 1
+    forwards = [op for op in ops if op.kind == "forward" and parse_stream(op.stream).is_compute]
     if not forwards:
         return Phases(forward_s=0.0, backward_s=0.0, update_s=steady.period_s)
-    stream = max(forwards, key=lambda name: forwards[name])
+    [(stream, _)] = Counter(op.stream for op in forwards).most_common(1)
     spans = steady.trace.by_key()
-    begins_ns = [
-        min(
-            spans[op.key].start_ns
-            for op in ops[k * per_step : (k + 1) * per_step]
-            if op.kind == "forward" and op.stream == stream
-        )
-        for k in range(steady.num_steps)
-    ]
+    starts_ns = [spans[op.key].start_ns for op in forwards if op.stream == stream]
+    begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
     cycle = max(steady.cycle_steps, 1)
     first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - cycle))
     last = min(first + cycle, steady.num_steps - 1)

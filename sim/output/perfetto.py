@@ -13,7 +13,8 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 
 from tierplan.hwmodels.names import display_order, parse_stream
@@ -109,22 +110,12 @@ def _category(stream: str) -> str:
 def _counters(trace: Trace, process: int) -> Iterator[dict[str, object]]:
     """One event per tier and moment of change: bytes held by kind, after all changes of that moment."""
     for tier in trace.capacity_bytes:
-        kinds = dict.fromkeys(sorted({e.kind for e in trace.memory if e.tier == tier}), 0)
-        for time_ns, held in _holdings(trace, tier, kinds):
-            yield {"ph": "C", "name": f"{tier} bytes", "pid": process, "tid": 0, "ts": _us(time_ns), "args": held}
-
-
-def _holdings(trace: Trace, tier: str, kinds: dict[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
-    held, at_ns = dict(kinds), -1
-    for event in trace.memory:
-        if event.tier != tier:
-            continue
-        if event.time_ns != at_ns and at_ns >= 0:
-            yield at_ns, dict(held)
-        at_ns = event.time_ns
-        held[event.kind] += event.delta_bytes
-    if at_ns >= 0:
-        yield at_ns, dict(held)
+        held = dict.fromkeys(sorted({e.kind for e in trace.memory if e.tier == tier}), 0)
+        for time_ns, events in groupby((e for e in trace.memory if e.tier == tier), attrgetter("time_ns")):
+            for event in events:
+                held[event.kind] += event.delta_bytes
+            at = {"ph": "C", "name": f"{tier} bytes", "pid": process, "tid": 0, "ts": _us(time_ns)}
+            yield {**at, "args": dict(held)}
 
 
 def _arrow(

@@ -95,11 +95,8 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    if path.exists():
-        _check_shape(file, config)
-        return name or file.stem, config
-    _check_shape(model, config)
-    return str(model), config
+    _check_shape(file if path.exists() else model, config)
+    return (name or file.stem) if path.exists() else str(model), config
 
 
 def _cached(model: str) -> Path | None:

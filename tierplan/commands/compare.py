@@ -11,29 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 
-from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, whole
+from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=existing_file, metavar="PLAN", help="the plan or schedule that was run")
     parser.add_argument("run_dir", metavar="RUN", help="the folder of the run")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=new_file(),
-        default="report.html",
-        metavar="FILE",
-        help="the page (default report.html)",
-    )
-    parser.add_argument("--machine", default="here", metavar="X", help="a catalog name, a TOML file, or here (default)")
+    option(parser, "-o --output FILE", "the page", new_file(), "report.html")
+    option(parser, "--machine X", "a catalog name, a TOML file, or here", default="here")
     add_set(parser)
-    parser.add_argument("--other-machine", action="store_true", help="compare even if the plan is for another machine")
-    parser.add_argument("--warmup", type=whole(0), metavar="N", help="steps at the beginning to leave out (default 2)")
-    parser.add_argument(
-        "--plot", type=new_file(*PICTURES), metavar="FILE", help="also write both timelines as a picture"
-    )
-    parser.add_argument("--perfetto", type=new_file(), metavar="FILE", help="also write both timelines for Perfetto")
-    parser.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+    option(parser, "--other-machine", "compare even if the plan is for another machine")
+    option(parser, "--warmup N", "steps at the beginning to leave out (default 2)", whole(0))
+    option(parser, "--plot FILE", "also write both timelines as a picture", new_file(*PICTURES))
+    option(parser, "--perfetto FILE", "also write both timelines for Perfetto", new_file())
+    option(parser, "--json", "print the comparison as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -85,29 +85,22 @@ def run(args: argparse.Namespace) -> int:
 
     from tierplan.runtime.job import Job, run_job
 
+    alike = (
+        "model", "data", "resume", "checkpoint_every", "lr", "lr_schedule", "warmup_steps", "eps", "weight_decay",
+        "no_decay_on_norms", "seed", "device",
+    )  # fmt: skip
     job = Job(
         plan=Path(args.plan),
-        model=args.model,
-        data=args.data,
         num_steps=args.steps,
         out_dir=Path(args.out),
-        resume=args.resume,
         nvme_dirs=tuple(map(Path, args.nvme or ())),
         nvme_weights=tuple(args.nvme_weights),
-        checkpoint_every=args.checkpoint_every,
         read_back=not args.no_read_back,
         export=not args.no_export,
-        lr=args.lr,
-        lr_schedule=args.lr_schedule,
-        warmup_steps=args.warmup_steps,
         betas=tuple(args.betas),
-        eps=args.eps,
-        weight_decay=args.weight_decay,
-        no_decay_on_norms=args.no_decay_on_norms,
         freeze=tuple(args.freeze),
-        seed=args.seed,
-        device=args.device,
         num_threads=args.threads,
+        **{name: getattr(args, name) for name in alike},
     )
     done = run_job(job, show_progress=True)
     print(json.dumps(done.record(), indent=1) if args.json else done.summary())

@@ -22,19 +22,17 @@ import argparse
 import json
 import sys
 
-from tierplan.commands.options.arguments import existing_file, new_folder, whole
+from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 
 SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=existing_file, metavar="STUDY.toml", help="what to vary, as above")
-    parser.add_argument(
-        "-o", "--out", type=new_folder, metavar="DIR", help="folder for the results (default: the study's name)"
-    )
-    parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
-    parser.add_argument("--dask", metavar="ADDRESS", help="run on the dask scheduler at this address, tcp://host:port")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, one per line")
+    option(parser, "-o --out DIR", "folder for the results (default: the study's name)", new_folder)
+    option(parser, "--workers N", "processes (default: one per core)", whole(1))
+    option(parser, "--dask ADDRESS", "run on the dask scheduler at this address, tcp://host:port")
+    option(parser, "--json", "print the rows as JSON, one per line")
 
 
 def run(args: argparse.Namespace) -> int:

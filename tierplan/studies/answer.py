@@ -14,6 +14,9 @@ from tierplan.sim.output.text import columns, format_bytes, format_frac, format_
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 
+OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
+"""What the planner knows of a plan beyond its prediction."""
+
 
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
     """That nothing fits, as one JSON object."""
@@ -28,17 +31,10 @@ def answer_record(best: BestPlan) -> dict[str, object]:
     return {
         **result.prediction.record(),
         "kind": result.plan.kind,
-        "order": unitwise.order if unitwise else None,
-        "sub_batches": unitwise.sub_batches if unitwise else None,
-        "sequence_length": training.sequence_length,
-        "dtype": training.dtype,
+        **{name: getattr(unitwise, name, None) for name in ("order", "sub_batches")},
+        **{name: getattr(training, name) for name in ("sequence_length", "dtype")},
         "numbers_of": _numbers_of(best),
-        "lower_bound_s": result.lower_bound_s,
-        "gap": result.gap,
-        "status": result.status,
-        "solve_s": result.solve_s,
-        "total_s": result.total_s,
-        "milp_gap": result.milp_gap,
+        **{name: getattr(result, name) for name in OF_RESULT},
         "bound_shares": dict(result.bound_shares),
         "s_per_gb": dict(result.s_per_gb),
         "policies": {

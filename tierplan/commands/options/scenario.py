@@ -83,6 +83,8 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
 def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
+    alike = ("seq", "dtype", "optimizer", "max_grad_norm", "attention", "backend", "exact")
+    devices = {} if given.get("devices") is None else {"gpu.count": args.devices}
     return Point(
         model=args.model or "",
         machine=given.get("machine", ""),
@@ -90,24 +92,14 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         batch=args.batch or 1,
         accumulation=args.accumulation or 1,
         sequences=_sequences(args),
-        seq=args.seq,
-        dtype=args.dtype,
-        optimizer=args.optimizer,
         master_weights=not args.no_master_weights,
         semantics=given.get("semantics") or "",
-        max_grad_norm=args.max_grad_norm,
-        attention=args.attention,
-        backend=args.backend,
-        exact=args.exact,
         planner_s=given.get("time_limit"),
         drive_lifetime_years=given.get("drive_lifetime_years"),
         seed=given.get("seed", 0),
-        overrides=dict(settings(given.get("overrides", ()))) | _devices(given.get("devices")),
+        overrides={**dict(settings(given.get("overrides", ()))), **devices},
+        **{name: given[name] for name in alike},
     )
-
-
-def _devices(number: int | None) -> dict[str, object]:
-    return {} if number is None else {"gpu.count": number}
 
 
 def _sequences(args: argparse.Namespace) -> int:
