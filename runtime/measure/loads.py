@@ -271,25 +271,25 @@ def _files(store: Store, sizes: Sizes) -> list[Load]:
     """Reads and writes of extents in turn; the whole area has been written once, for a first write is slower."""
     largest = max(sizes.file_bytes)
     extents = [store.allocate(largest) for _ in range(max(2, sizes.file_area_bytes // largest))]
-    memory = map_host(largest)
-    memory.random_(0, 256)
+    written, read = map_host(largest), map_host(largest)
+    written.random_(0, 256)
     for extent in extents:
-        store.write(extent, memory)
+        store.write(extent, written)
     store.sync()
     accesses = []
     for size in sizes.file_bytes:
         # Small ops have extents of their own: an extent is read and written as a whole.
         own = extents if size == largest else [store.allocate(size) for _ in range(min(256, max(2, 64 * MIB // size)))]
-        accesses += [_file(store, stream, size, own) for stream in (NVME_READ, NVME_WRITE)]
         if own is not extents:
             for extent in own:
-                store.write(extent, memory[:size])
+                store.write(extent, written[:size])
+        accesses.append(_file(NVME_READ, store.read, own, read[:size]))
+        accesses.append(_file(NVME_WRITE, store.write, own[::-1], written[:size]))
     return accesses
 
 
-def _file(store: Store, stream: str, size: int, extents: list[Extent]) -> Load:
-    memory = map_host(size)
-    memory.random_(0, 256)
-    turn = itertools.cycle(extents if stream == NVME_READ else extents[::-1])
-    move = store.read if stream == NVME_READ else store.write
-    return Load(stream, "bytes", float(size), lambda: move(next(turn), memory))
+def _file(
+    stream: str, move: Callable[[Extent, torch.Tensor], None], extents: list[Extent], memory: torch.Tensor
+) -> Load:
+    turn = itertools.cycle(extents)
+    return Load(stream, "bytes", float(memory.numel()), lambda: move(next(turn), memory))
