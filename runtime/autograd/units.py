@@ -9,6 +9,8 @@ it share it.
 A unit's parameters lie in one flat buffer, in the model's order, except that those whose size is not a multiple of 16
 elements come last: so nearly all of them start on a boundary of 64 bytes with no padding between.
 
+Shapes: `n` parameters of a unit.
+
     ModelError(ValueError)   a model that cannot be cut into units; says which part and what is supported
 """
 
@@ -62,17 +64,17 @@ class ModelUnit:
     def num_parameters(self) -> int:
         return sum(self.lengths)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a flat tensor with one element per parameter, in their shapes."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.lengths), self.shapes, strict=True)]
+        return [part_n.view(shape) for part_n, shape in zip(flat_n.split(self.lengths), self.shapes, strict=True)]
 
-    def bind(self, flat: torch.Tensor) -> None:
+    def bind(self, flat_n: torch.Tensor) -> None:
         """Makes the model's parameters views of this flat tensor."""
-        if self.bound is not None and flat.data_ptr() == self.bound.data_ptr():
+        if self.bound is not None and flat_n.data_ptr() == self.bound.data_ptr():
             return
-        for (_, p), view in zip(self.parameters, self.views(flat), strict=True):
+        for (_, p), view in zip(self.parameters, self.views(flat_n), strict=True):
             p.data = view
-        self.bound = flat
+        self.bound = flat_n
 
     def unbind(self) -> None:
         """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""

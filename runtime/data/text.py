@@ -1,5 +1,7 @@
 """Micro-batches from text files, folders or arrays of tokens; the same for the same seed, from any position.
 
+Shapes: `b` sequences, `t` tokens.
+
 DataError(ValueError)   data that cannot be used: missing, too short, tokens that the model does not know
 """
 
@@ -57,16 +59,16 @@ class TokenBatches:
         number = self.first * self.batch
         epoch, order = -1, np.empty(0, dtype=np.int64)
         while True:
-            rows = []
+            rows_bt = []
             for _ in range(self.batch):
                 if number // self.num_windows != epoch:
                     epoch = number // self.num_windows
                     order = np.random.default_rng([self.seed, epoch]).permutation(self.num_windows)
                 at = int(order[number % self.num_windows]) * self.length
-                rows.append(np.asarray(self.tokens[at : at + self.length], dtype=np.int64))
+                rows_bt.append(np.asarray(self.tokens[at : at + self.length], dtype=np.int64))
                 number += 1
-            ids = torch.from_numpy(np.stack(rows))
-            yield {"input_ids": ids, "labels": ids}
+            ids_bt = torch.from_numpy(np.stack(rows_bt))
+            yield {"input_ids": ids_bt, "labels": ids_bt}
 
 
 def read_tokens(

@@ -1,5 +1,7 @@
 """What outlives a step (parameters, optimizer states, late gradients) on its way into its tiers, and out of them again.
 
+Shapes: `n` parameters of a unit.
+
 TrainingError(ValueError)   schedule, model and settings do not fit together
 """
 
@@ -46,16 +48,16 @@ class Placement:
             if unit.num_parameters == 0:
                 continue
             parts = weights(unit) if weights is not None else [p.detach() for _, p in unit.parameters]
-            flat = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts])
+            flat_n = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts])
             del parts
             unit.unbind()
-            self.fill(by_content[Params(unit.name)], flat.view(torch.uint8))
+            self.fill(by_content[Params(unit.name)], flat_n.view(torch.uint8))
             for content in states_of(unit.name, by_content):
                 states, part = by_content[content], content.parameters(unit.num_parameters)
                 start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
                 regions = self._regions(start)
                 if "master" in regions:
-                    regions["master"].copy_(flat[part.start : part.stop])
+                    regions["master"].copy_(flat_n[part.start : part.stop])
                 self.fill(states, start)
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
@@ -83,10 +85,10 @@ class Placement:
             content = content_of(instance)
             if isinstance(content, Params):
                 unit = self._unit(content.unit)
-                flat = torch.empty(unit.num_parameters, dtype=self.bodies.dtype)
-                flat.view(torch.uint8).copy_(self.content(content))
+                flat_n = torch.empty(unit.num_parameters, dtype=self.bodies.dtype)
+                flat_n.view(torch.uint8).copy_(self.content(content))
                 unit.unbind()
-                for (_, p), view in zip(unit.parameters, unit.views(flat), strict=True):
+                for (_, p), view in zip(unit.parameters, unit.views(flat_n), strict=True):
                     p.data = view.clone()
 
     def content(self, content: Params | States) -> torch.Tensor:

@@ -81,9 +81,8 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
 
 
 def example_batch(config: Any, training: Training, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tokens, and labels of the same shape."""
-    shape = (training.per_device_train_batch_size, training.sequence_length)
+    """Random tokens (b sequences of t), and labels of the same shape."""
+    shape_bt = (training.per_device_train_batch_size, training.sequence_length)
     generator = torch.Generator().manual_seed(seed)
-    text = config.get_text_config()
-    ids = torch.randint(0, text.vocab_size, shape, generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
+    ids_bt = torch.randint(0, config.get_text_config().vocab_size, shape_bt, generator=generator)
+    return {"input_ids": ids_bt, "labels": ids_bt.clone()}
