@@ -18,8 +18,9 @@ ASKED = {
     "plan": TWO,
     "advise": ["--workers", "1", *TWO],
 }
-"""Commands that predict for a machine. `sweep` has its machines in a file, `validate` and `demo` one device."""
-OTHERS = {"sweep", "compare", "demo", "machine", "reproduce", "run", "validate", "workload"}
+"""Commands that predict for a machine. `sweep` has its machines in a file, `page` the note in each of its answers,
+`explain-run` among its notes (see below), `validate` and `demo` one device."""
+OTHERS = {"sweep", "compare", "demo", "explain-run", "machine", "page", "reproduce", "run", "validate", "workload"}
 
 
 def test_every_command_is_looked_at() -> None:
@@ -49,6 +50,17 @@ def test_fewer_devices_are_said(command: str, model: str, capsys: pytest.Capture
     assert main([command, "--model", model, *ASKED[command], "--devices", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone.get("zero-offload", alone)["devices_note"] is None
+
+
+def test_explain_run_says_it_among_its_notes(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
+    asked = ["explain-run", "--policy", "zero-offload", "--step-s", "1", "--model", model, *TWO]
+    assert main([*asked, "--json"]) == 0
+    assert "on 1 of the machine's 2 GPUs" in " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert main([*asked, "--devices", "1", "--json"]) == 0
+    assert "GPUs" not in " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_a_sweep_says_it_too(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         setup = with_checkpoints(setup, configured.says, machine, workload.num_parameters)
     expected = simulator.predict(setup)
     expected_s = None if expected.step_s is None else expected.step_s + setup.extra_s
+    notes = (*configured.notes, *filter(None, [expected.devices_note]))
     explanation = Explanation(
         model=workload.name,
         machine=machine.name,
@@ -217,13 +218,13 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         normal_frac=DATA_SHEET_FRAC if _is_rough(machine) else CALIBRATED_FRAC,
         gains=_gains(simulator, setup, configured, expected_s),
         best=_best(point, setup, expected.tokens),
-        notes=configured.notes,
+        notes=notes,
         assumptions=(*assumed, *_always(machine, setup)),
     )
     if expected_s is None or explanation.verdict == "normal":
         return explanation
     hints = _hints(explanation)
-    return replace(explanation, suspects=_suspects(simulator, setup, explanation), notes=(*configured.notes, *hints))
+    return replace(explanation, suspects=_suspects(simulator, setup, explanation), notes=(*notes, *hints))
 
 
 def _is_rough(machine: Machine) -> bool:
