@@ -9,7 +9,7 @@ from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVM
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
-from tierplan.planner.milp.queues import Activations, Updates, parameters_needed
+from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
 from tierplan.planner.plan import PLACES
 
 ENDURANCE = "drive endurance"
@@ -84,7 +84,7 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms) -> None:
             cols.lp.row([*on_host, *held, *over], high=p.host_gb, family="host memory")
 
 
-def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates: Updates) -> None:
+def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: Updates) -> None:
     """What every tier holds when a window's op starts, at most its capacity less the margin."""
     p, lp, units = cols.p, cols.lp, cols.units
     several = len(p.blocks) > 1
@@ -112,17 +112,18 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
         drained: Terms = [(-1.0, c) for k, c in cols.early[s].items() if k == "d"]
-        held = [*resident, *acts.kept[s], *acts.leaving[s], *updates.leaving[s], *drained, *acts.back[s], *fetched[s]]
-        if several and not block.first:
-            held += accumulated
+        held = [*resident, *acts.kept[s], *acts.leaving[s], *updates.leaving[s], *drained]
+        held += [*acts.back[s], *params.fetched[s], *([] if block.first else accumulated)]
         fixed, more = needed.of_first(s)
         lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
-        if window.phase == "fwd" and window.last != len(units) - 1:
-            end = [*resident, *acts.kept_after[s], *acts.leaving_after[s]]
-            lp.row([*end, *over_device], high=p.device_gb - needed.shared_gb(s, window.last), family="device memory")
-        if window.phase == "bwd" and (p.turn > 1 or len(window.units) > 1):
+        if window.phase == "bwd" or window.last != len(units) - 1 or p.turn == 1:
             fixed, more = needed.of_last(s)
-            end = [*resident, *acts.kept_after[s], *(accumulated if several and not block.first else [])]
+            end = [*resident, *acts.kept_after[s], *acts.leaving_after[s], *minus(acts.by_last[s]), *acts.back_after[s]]
+            end += [*params.fetched_after[s], *updates.others_leaving[s]]
+            if several and block.last and window.phase == "bwd":
+                end += _completed(cols, window.last)
+                accumulated = cols.carry(accumulated, minus([t for u in window.units for t in _completed(cols, u)]))
+            end += [] if block.first else accumulated
             lp.row([*end, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if not p.host_gb:
             continue
@@ -131,9 +132,17 @@ def memory_rows(cols: Columns, acts: Activations, fetched: list[Terms], updates:
             in_host += host_grads if not block.first or window.last == 0 else []
         if several and block.last and window.phase == "bwd" and window.last == 0 and p.semantics == "exact-clip":
             in_host += host_grads
-        lp.row([*in_host, *over_host], high=p.host_gb, family="host memory")
+        for read in ([], params.on_host[s]) if params.on_host[s] else ([],):
+            lp.row([*in_host, *read, *over_host], high=p.host_gb, family="host memory")
         if p.has_nvme and acts.on_nvme[s]:
             lp.row([*on_drive, *acts.on_nvme[s], *over_drive], high=p.nvme_gb, family="NVMe capacity")
+
+
+def _completed(cols: Columns, u: int) -> Terms:
+    """GB of a unit's gradients, added up on the device, that go with its last backward: updated, or on their way."""
+    waits = cols.p.semantics == "exact-clip"  # for the norm, where its states are
+    places = {k: c for k, c in cols.choices[u].place.items() if not (waits and MODES[k].states == "device")}
+    return [(cols.units[u].grads_gb, c) for k, c in places.items() if MODES[k].grads == "device"]
 
 
 class _DeviceNeeds:
@@ -186,16 +195,21 @@ class _DeviceNeeds:
         return fixed, more
 
     def of_last(self, s: int) -> tuple[float, Terms]:
-        """The same when the last op of a backward window starts, beside what is kept after it (and `of_first`).
+        """The same when the window's last op ends, beside what is kept and on its way then (and `of_first`).
 
-        All that it saves is there, whatever became of it, and the gradients of the inputs of its whole turn.
+        What came for others during the op is there beside all that the op has: in backward all that its unit saves,
+        whatever became of it, and the gradients of the inputs of its whole turn.
         """
         cols, p = self.cols, self.cols.p
         u, is_first = cols.windows[s].last, p.blocks[cols.windows[s].block].first
         unit = cols.units[u]
+        if cols.windows[s].phase == "fwd":
+            stays = u == len(cols.units) - 1 and unit.bwd_reads_params  # fetched, and not yet used up
+            more = [] if stays else parameters_needed(cols, "fwd", u)[0]
+            return self.shared_gb(s, u) + unit.fwd_fixed_gb + unit.saved_gb, more
         fixed = self.shared_gb(s, u) + unit.bwd_fixed_gb + (p.turn - 1) * unit.input_gb
         fixed += sum(group.gb for group in unit.groups) + sum(self.tied.values())
-        more: Terms = [*parameters_needed(cols, "bwd", u)[0]]
+        more = [*parameters_needed(cols, "bwd", u)[0]]
         if is_first:
             fixed += unit.grads_gb + (unit.adding_gb if p.turn > 1 else 0.0)
         else:
@@ -214,6 +228,8 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
         lp.row([(1.0, tau), *minus(extra)], low=fixed, family=COMPUTE)
         by_stream: dict[str, Terms] = {}
         for name, column in cols.flows[s].items():
+            if name not in streams:
+                continue
             stream, rate = streams[name]
             by_stream.setdefault(stream, []).append((1.0 / rate, column))
         for stream, terms in by_stream.items():
@@ -274,7 +290,7 @@ def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]])
     for limit, loads in p.loads.items():
         terms: Terms = []
         for name, column in cols.flows[s].items():
-            if name != "acc" and (load := loads.get(streams[name][0], 0.0)):
+            if name in streams and name != "acc" and (load := loads.get(streams[name][0], 0.0)):
                 terms.append((load, column))
         taken = 0.0
         for u in window.units:

@@ -155,7 +155,7 @@ class Columns:
         may_update = p.semantics == "delayed-1" or (block.first and window.phase == "fwd")
         may_update = may_update or (p.semantics == "in-backward" and block.last and window.phase == "bwd")
         if p.rates.adam and may_update:
-            names += ["aH", "aN", "uP", "dP", "rP", "acc"]
+            names += ["aH", "aN", "aL", "uP", "dP", "rP", "acc"]
         elif p.rates.adam and block.last:
             names += ["dP", "rP", "acc"]
         elif p.rates.adam:

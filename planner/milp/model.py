@@ -94,10 +94,10 @@ def build(
     """
     cols = Columns(problem, elastic=elastic, integral=integral)
     acts = activation_queues(cols)
-    fetched = parameter_queues(cols)
+    params = parameter_queues(cols)
     updates = update_queues(cols)
     deadline_rows(cols)
-    memory_rows(cols, acts, fetched, updates)
+    memory_rows(cols, acts, params, updates)
     stream_rows(cols, acts, updates)
     endurance_row(cols)
     bare = cols.lp.program()

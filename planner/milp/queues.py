@@ -22,22 +22,39 @@ class Activations:
     leaving: list[Terms] = field(default_factory=list)
     """Queued to leave when the window's op starts."""
     leaving_after: list[Terms] = field(default_factory=list)
+    by_last: list[Terms] = field(default_factory=list)
+    """Of what is kept and queued after the window: what its last op has made."""
     back: list[Terms] = field(default_factory=list)
     """Brought back and not yet used, when the window's op starts."""
+    back_after: list[Terms] = field(default_factory=list)
     on_host: list[Terms] = field(default_factory=list)
     on_nvme: list[Terms] = field(default_factory=list)
 
 
 @dataclass
+class Parameters:
+    """Per window, in GB: what memory holds of parameters that are fetched for a pass."""
+
+    fetched: list[Terms] = field(default_factory=list)
+    """On the device when the window's op starts."""
+    fetched_after: list[Terms] = field(default_factory=list)
+    """Not yet used at the window's end."""
+    on_host: list[Terms] = field(default_factory=list)
+    """Read from NVMe and not yet on the device at the window's end, or less."""
+
+
+@dataclass
 class Updates:
-    """Per window, in GB: what memory holds of gradients and of states on their way."""
+    """Per window, in GB: what memory holds of gradients, states and new parameters on their way."""
 
     leaving: list[Terms]
     """Gradients queued to leave the device when the window's op starts."""
+    others_leaving: list[Terms]
+    """The same when its last op ends, less the gradients which that makes."""
     waiting: list[Terms]
     """Gradients on the host that wait for their update."""
     staged: list[Terms]
-    """States on the host, between NVMe and their return to it."""
+    """States on the host, between NVMe and their return to it; new parameters that have a home elsewhere."""
 
 
 def activation_queues(cols: Columns) -> Activations:
@@ -59,7 +76,7 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
         window = cols.windows[s]
         each = [_made_and_needed(cols, window.phase, u) for u in window.units]
         made, stay, need, gone = ([t for unit in each for t in unit[k]] for k in range(4))
-        made_last, need_first = each[-1][0], each[0][2]
+        made_last, stay_last, need_first = each[-1][0], each[-1][1], each[0][2]
         early_back: Terms = [(1.0, c) for k, c in cols.early[s].items() if k == "uA"]
         found.kept.append(kept)
         found.leaving.append(out)
@@ -81,6 +98,8 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
                 drive = [(1.0, cols.queue(drive, cols.flow(s, "wA"), cols.flow(s, "rA"), "activations on NVMe"))]
         found.kept_after.append(kept)
         found.leaving_after.append(out)
+        found.by_last.append([(a / p.turn, c) for a, c in (*made_last, *stay_last)])
+        found.back_after.append(back)
         found.on_host.append(host)
         found.on_nvme.append(drive)
     for state in (out, back, host, drive):
@@ -123,12 +142,13 @@ def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, T
     return made, stay, need, gone
 
 
-def parameter_queues(cols: Columns) -> list[Terms]:
-    """Parameters, fetched for every pass over a unit; per window, what is on the device of them when its op starts."""
+def parameter_queues(cols: Columns) -> Parameters:
+    """Parameters, fetched for every pass over a unit."""
     p, lp, n = cols.p, cols.lp, len(cols.units)
     if not p.host_gb:
-        return [[] for _ in cols.windows]
-    fetched: list[Terms] = []
+        nothing: list[Terms] = [[] for _ in cols.windows]
+        return Parameters(nothing, nothing, nothing)
+    found = Parameters()
     link = _BlockLink(cols, 2 if p.has_nvme else 1)
     for b in range(len(p.blocks)):
         ahead, staged = link.start(b)[0], link.start(b)[1] if p.has_nvme else []
@@ -139,7 +159,7 @@ def parameter_queues(cols: Columns) -> list[Terms]:
             need_first = each[0][0]
             early: Terms = [(1.0, cols.early[s]["uW"])]
             present = [*ahead, *early]
-            fetched.append(present)
+            found.fetched.append(present)
             if need_first:
                 lp.row([*present, *minus(need_first)], low=0.0, family="parameters before compute")
             lp.row([*cols.flow(s, "uW"), *minus(early)], low=0.0, family="early part")
@@ -148,9 +168,11 @@ def parameter_queues(cols: Columns) -> list[Terms]:
             ahead = [(1.0, cols.queue(ahead, cols.flow(s, "uW"), need, "parameters fetched"))]
             if p.has_nvme:
                 staged = [(1.0, cols.queue(staged, cols.flow(s, "rW"), need_read, "parameters read"))]
+            found.fetched_after.append(ahead)
+            found.on_host.append([*staged, *minus(ahead)] if p.has_nvme else [])
         link.end(b, [ahead, staged] if p.has_nvme else [ahead])
     link.close()
-    return fetched
+    return found
 
 
 def parameters_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms]:
@@ -171,7 +193,7 @@ def update_queues(cols: Columns) -> Updates:
     """Gradients down, states in and out, and updates, which run on into the next step."""
     p, lp = cols.p, cols.lp
     nothing: list[Terms] = [[] for _ in cols.windows]
-    found = Updates(list(nothing), list(nothing), list(nothing))
+    found = Updates(list(nothing), list(nothing), list(nothing), list(nothing))
     if not p.host_gb or not p.rates.adam:
         return found
     single = len(p.blocks) == 1
@@ -181,9 +203,10 @@ def update_queues(cols: Columns) -> Updates:
     for name in ("gW", "gR") if parked else ():
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
-    link = _BlockLink(cols, 5)
+    param_gb = float(p.workload.training.param_bytes)
+    link = _BlockLink(cols, 6)
     for b in range(len(p.blocks)):
-        leaving, due, waiting, read, written = link.start(b)
+        leaving, due, waiting, read, written, new = link.start(b)
         for s in cols.block_windows(b):
             window = cols.windows[s]
             each = [_gradients_made(cols, window, u) for u in window.units]
@@ -192,8 +215,9 @@ def update_queues(cols: Columns) -> Updates:
             updated = cols.updates(s)
             found.leaving[s] = leaving
             leaving = [(1.0, cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving"))]
+            found.others_leaving[s] = [*leaving, *minus(made_last)]
             if made_last:
-                lp.row([*leaving, *minus(made_last)], low=0.0, family="gradients leaving")
+                lp.row(found.others_leaving[s], low=0.0, family="gradients leaving")
             due = [(1.0, cols.queue(due, released, updated, "updates due"))]
             if single:
                 came = [*cols.flow(s, "dG"), *cols.flow(s, "gR")]
@@ -205,7 +229,13 @@ def update_queues(cols: Columns) -> Updates:
                 read = [(1.0, cols.queue(read, cols.flow(s, "rO"), used, "states read"))]
                 written = [(1.0, cols.queue(written, used, cols.flow(s, "wO"), "states to write"))]
                 found.staged[s] = [*read, *written]
-        link.end(b, [leaving, due, waiting, read, written])
+            homeless = cols.flow(s, "aL", param_gb)
+            if homeless:
+                lp.row([*updated, *minus(cols.flow(s, "aL"))], low=0.0, family="new parameters")
+            going = [*cols.flow(s, "uP"), *cols.flow(s, "wP")]
+            new = [(1.0, cols.queue(new, homeless, going, "new parameters"))]
+            found.staged[s] = [*found.staged[s], *new]
+        link.end(b, [leaving, due, waiting, read, written, new])
     link.close()
     _once_per_step(cols, parked)
     return found
@@ -236,12 +266,15 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     uploaded: Terms = []
     to_drive: Terms = []
     accumulated: Terms = []
+    homeless: Terms = []
     for u, unit in enumerate(cols.units):
         on_drive += cols.placed(u, "states", "nvme", unit.gparams)
         for k, c in cols.choices[u].place.items():
             mode = MODES[k]
             if mode.states != "device" and mode.params == "device":
                 uploaded.append((unit.params_gb, c))
+            if mode.states != "device" and mode.params != "host":
+                homeless.append((unit.gparams, c))
             if mode.params == "nvme":
                 to_drive.append((unit.params_gb, c))
             if mode.states != "device" and mode.grads != "device":
@@ -250,6 +283,7 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
         ("aN", on_drive, "updates of states on NVMe"),
         ("uP", uploaded, "parameters going home"),
         ("wP", to_drive, "parameters going home"),
+        ("aL", homeless, "new parameters"),
     ]
     if not p.has_master:
         totals += [("dP", uploaded, "old parameters to the host"), ("rP", to_drive, "old parameters to the host")]

@@ -133,6 +133,16 @@ class Transport:
                     on_drive["write", t, w] += 1.0
                     on_drive["read", t, w] -= 1.0
             self._most(held, capacity_mb["device"] - (made_mb if s < self.num else gradients_mb))
+            used = [t for t in alive if self.tensors[t].needed_at == s]
+            used_mb = sum(self.tensors[t].size_mb for t in used)
+            ending: Expression = defaultdict(float)  # what came during the op is there beside all that it uses
+            for t in set(alive).difference(used):
+                for share in ("keep", "host", "nvme"):
+                    ending[share, t] += self.tensors[t].size_mb
+                for w in range(self.tensors[t].made_at + 1, s + 1):
+                    ending["down", t, w] -= 1.0
+                    ending["up", t, w] += 1.0
+            self._most(ending, capacity_mb["device"] - used_mb - (made_mb if s < self.num else gradients_mb))
             self._most(on_host, capacity_mb["host"])
             self._most(on_drive, capacity_mb["nvme"])
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.instances import MB, random_chain, random_plan, small_machine
+from tests.planner.instances import MB, chain, random_chain, random_plan, small_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
 from tierplan.planner.milp.model import Margins, Model, build, with_actions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import actions_of
-from tierplan.planner.plan import Order, PlanError, UnitwisePlan
+from tierplan.planner.plan import Order, Place, PlanError, UnitPlan, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.analysis.completion import smallest_capacity_bytes
@@ -132,3 +132,24 @@ def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: ran
         assert found.status == "optimal", (seed, plan)
         assert model.step_bound_s(found.objective) <= step_s * (1 + 1e-6), (seed, plan)
     return num_ran
+
+
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+@pytest.mark.parametrize("states", ["host", "device"])
+def test_gradients_that_are_complete_leave_room_for_those_that_follow(states: Place, semantics: Semantics) -> None:
+    """The first unit needs most room where its gradients are added up, when all others' are updated or have left."""
+    made = chain(forward_s=[10.0] * 4, parameters=[10 * MB] * 4, saved_mb=[[200], [1], [1], [1]], accumulation=2)
+    units = (replace(made.units[0], accumulating_work_bytes=900 * MB), *made.units[1:])
+    norm = 1.0 if semantics == "exact-clip" else None
+    workload = replace(made, units=units, training=replace(made.training, max_grad_norm=norm))
+    choice = UnitPlan(params=states, grads="device", states=states, input="keep", acts="recompute")
+    plan = UnitwisePlan(policy="adding up", units=(choice,) * 4, semantics=semantics)
+    roomy = small_machine(device_mb=ROOMY_MB, host_mb=ROOMY_MB, link_mb_per_s=4000, adam_m_per_s=1000)
+    machine = snug(plan, workload, roomy)
+    assert machine is not None
+    step_s = PlanSimulator(workload, machine, Budget(1e9))(plan).step_s
+    assert step_s is not None
+    model = decided(problem(workload, machine, semantics=semantics), plan)
+    found = solve(model.program)
+    assert found.status == "optimal"
+    assert model.step_bound_s(found.objective) <= step_s * (1 + 1e-6)
