@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import GB, MODES, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
@@ -221,7 +221,7 @@ class _DeviceNeeds:
 def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
     """Every stream and every shared limit has the window's duration, and early parts its idle time."""
     p, lp, rates = cols.p, cols.lp, cols.p.rates
-    streams = _streams(p)
+    streams, pairs = _streams(p), _pairs(p)
     for s in range(len(cols.windows)):
         fixed, extra = cols.compute(s)
         tau = cols.tau[s][0]
@@ -244,6 +244,9 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
             for terms in (up, down):
                 lp.row([(1.0, tau), *minus(extra), *minus(terms)], low=fixed, family="idle time")
         _limit_rows(cols, s, streams)
+        for limit, seconds in pairs:
+            terms = [(seconds.get(streams[n][0], 0.0), c) for n, c in cols.flows[s].items() if n in streams]
+            lp.row([*terms, (-1.0, tau)], high=0.0, family=limit)
     if p.host_gb and rates.adam and p.clips:
         # norms are taken on the cores that update: over the step, there is time for both
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
@@ -300,3 +303,32 @@ def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]])
                 terms += cols.recomputed(u, [p.turn * group.recompute_load.get(limit, 0.0) for group in unit.groups])
         if terms or taken:
             cols.lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)
+
+
+def _pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
+    """By shared limit, seconds that reading a GB and writing one take of a window together, in two rows.
+
+    A limit above 1 lets drives go on at `r` and `w` of their full speeds where they read and write at once, with
+    `r + w > 1`, but each at 1 alone: then it is not used up. In `b` seconds of both, `c` of reads and `d` of writes
+    alone, they do what takes `r b + c` and `w b + d` at full speed, and `b + c + d <= tau`; so `writes + reads (1 - w)
+    / r <= tau`, and the same with reads first. The rates grow together until a limit is full: as both take of the same
+    limits, no other transfer slows one of them for the good of the other.
+    """
+    found: list[tuple[str, Mapping[str, float]]] = []
+    pair = [p.machine.stream(name) for name in (NVME_READ, NVME_WRITE) if p.has_nvme]
+    bytes_per_s = [
+        s.rates["bytes"].points[0][1] for s in pair if "bytes" in s.rates and len(s.rates["bytes"].points) == 1
+    ]
+    if len(bytes_per_s) < 2 or pair[0].takes.keys() != pair[1].takes.keys():
+        return found
+    for limit in pair[0].takes:
+        taken = [s.takes[limit].get("bytes", 0.0) * rate for s, rate in zip(pair, bytes_per_s, strict=True)]
+        if min(taken) <= 0.0:
+            return []
+        level = p.machine.limits[limit] / sum(each * s.share for each, s in zip(taken, pair, strict=True))
+        r, w = (level * s.share for s in pair)
+        read_s, write_s = (GB / rate for rate in bytes_per_s)
+        if max(r, w) < 1.0 < r + w:
+            found.append((limit, {NVME_WRITE: write_s, NVME_READ: read_s * (1 - w) / r}))
+            found.append((limit, {NVME_READ: read_s, NVME_WRITE: write_s * (1 - r) / w}))
+    return found

@@ -11,8 +11,10 @@ import pytest
 from tests.planner.instances import MB, chain, random_chain, random_machine, random_plan, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.amounts import MODES, Mode, problem
 from tierplan.planner.milp.bounds import lower_bound, shortages
+from tierplan.planner.milp.model import build
+from tierplan.planner.milp.program import solve
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -83,6 +85,27 @@ def test_a_shared_drive_limit_adds_reads_and_writes():
     shared = lower_bound(problem(workload, small_machine(**settings, ssd_bonus=0.0), semantics="in-backward"))
     assert shared.step_s == pytest.approx(apart.step_s * (1 / 50 + 1 / 40) / (1 / 40), rel=0.02)
     assert next(iter(shared.shares)) == "ssd"
+
+
+def test_a_limit_that_reads_and_writes_do_not_use_up_alone_is_not_used_up():
+    """All states go through the drive, written for longer than read: a plan takes what the bound's closed form says."""
+    workload = chain(forward_s=[1e-6] * 6, parameters=[10 * MB] * 6, saved_mb=[[0.001]] * 6, border_mb=0.001)
+    machine = small_machine(
+        device_mb=500, host_mb=1000, adam_m_per_s=1e4, read_mb_per_s=80, write_mb_per_s=40, ssd_bonus=0.3
+    )
+    choice = UnitPlan(params="host", grads="host", states="nvme", state_shards=16)
+    step_s = PlanSimulator(workload, machine, Budget(1e9))(
+        UnitwisePlan(policy="", units=(choice,) * 6, semantics="in-backward", prefetch_states_units=6)
+    ).step_s
+    states_mb, at_once = 12 * 60, 0.65
+    closed_s = states_mb / 40 + states_mb / 80 * (1 - at_once) / at_once
+    assert step_s == pytest.approx(closed_s, rel=0.03)
+    assert step_s > 1.05 * (states_mb / 40 + states_mb / 80) / 1.3
+    model = build(problem(workload, machine, semantics="in-backward"))
+    low = model.program.low.copy()
+    low[[choice.place[MODES.index(Mode("host", "nvme", "host"))] for choice in model.choices]] = 1.0
+    found = solve(replace(model.program, low=low))
+    assert closed_s * 0.999 <= model.step_bound_s(found.objective) <= step_s
 
 
 @pytest.mark.parametrize("seed", range(8))

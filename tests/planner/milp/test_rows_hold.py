@@ -112,7 +112,7 @@ def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: ran
             link_mb_per_s=rng.choice((50, 400, 4000)),
             adam_m_per_s=rng.choice((5, 100)),
             read_mb_per_s=rng.choice((20, 100)),
-            ssd_bonus=rng.choice((None, 0.0)),
+            ssd_bonus=rng.choice((None, 0.0, 0.3)),
         )
         sub_batches = rng.choice((1, 1, 2, 4)) if order == "vertical" else 1
         p = problem(workload, roomy, semantics=semantics, order=order, sub_batches=sub_batches)
