@@ -50,8 +50,6 @@ class PlanFile:
 
     plan: Plan
     schedule: Schedule
-    model_sha256: str
-    machine_sha256: str
     solver: Mapping[str, object]
     """`name`, `status`, `gap`, `lower_bound_s`, `seed`."""
     prediction: Mapping[str, object]
@@ -69,10 +67,7 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
         "schedule_sha256": digest(result.schedule),
         "solver": {
             "name": result.solver,
-            "status": result.status,
-            "gap": result.gap,
-            "lower_bound_s": result.lower_bound_s,
-            "seed": result.seed,
+            **{name: getattr(result, name) for name in ("status", "gap", "lower_bound_s", "seed")},
         },
         "prediction": {"step_s": result.step_s, "interval_s": list(interval) if interval else None},
     }
@@ -125,11 +120,4 @@ def load_plan(
             raise PlanFileError(
                 f"{path} was made for another {name} than {thing.name!r}, or with other settings; plan again for this"
             )
-    return PlanFile(
-        plan=plan,
-        schedule=schedule,
-        model_sha256=record.model_sha256,
-        machine_sha256=record.machine_sha256,
-        solver=record.solver,
-        prediction=record.prediction,
-    )
+    return PlanFile(plan=plan, schedule=schedule, solver=record.solver, prediction=record.prediction)

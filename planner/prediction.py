@@ -31,7 +31,7 @@ from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import Workload, total_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +258,6 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
 
 def model_flops(workload: Workload) -> float:
     """FLOPs of one step's forward and backward passes, without recomputation."""
-    flops = sum(
-        amount
-        for unit in workload.units
-        for work in (unit.forward, unit.backward)
-        for kind, amount in work.items()
-        if kind.endswith("_flops")
-    )
+    works = total_work(work for unit in workload.units for work in (unit.forward, unit.backward))
+    flops = sum(amount for kind, amount in works.items() if kind.endswith("_flops"))
     return flops * workload.training.gradient_accumulation_steps

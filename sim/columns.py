@@ -35,6 +35,22 @@ class Work(NamedTuple):
     """By work kind, as `Op.work`."""
 
 
+class Works:
+    """The works of all ops so far, each once. With types: 1 and 1.0 cost the same, but are not the same in a file."""
+
+    def __init__(self) -> None:
+        self.listed: list[Work] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def number(self, stream: str, amounts: Mapping[str, float]) -> int:
+        """Its place in `listed`."""
+        signature = (stream, *amounts.items(), *map(type, amounts.values()))
+        number = self._numbers.setdefault(signature, len(self.listed))
+        if number == len(self.listed):
+            self.listed.append(Work(stream, amounts))
+        return number
+
+
 class Lists(NamedTuple):
     """A list of numbers per op, all in one array: those of op i are `items[begins[i] : begins[i + 1]]`."""
 
@@ -167,6 +183,8 @@ class ScheduleColumns:
             instance[fresh] = self.num_buffers + (step - 1) * len(fresh) + np.arange(len(fresh), dtype=np.int32)
             instances.append(instance)
         origin = np.concatenate(written)
+        olds = [self.buffer_reuses[buffers] for buffers in written]
+        reuses = [np.where(old >= 0, one[old], np.int32(-1)) for one, old in zip(instances, olds, strict=True)]
         becomes = np.full(len(origin), -1, np.int32)
         becomes[instances[-1][outlives]] = self.buffer_becomes[outlives]
 
@@ -190,12 +208,7 @@ class ScheduleColumns:
             buffer_tier=self.buffer_tier[origin],
             buffer_bytes=self.buffer_bytes[origin],
             buffer_initial=self.buffer_initial[origin],
-            buffer_reuses=np.concatenate(
-                [
-                    _numbers_in(instance, self.buffer_reuses[buffers])
-                    for instance, buffers in zip(instances, written, strict=True)
-                ]
-            ),
+            buffer_reuses=np.concatenate(reuses),
             buffer_becomes=becomes,
             labels=labels,
         )
@@ -253,16 +266,8 @@ def columns_of(schedule: Schedule) -> ScheduleColumns:
     buffer_index = {b.name: i for i, b in enumerate(buffers)}
     op_index = {op.key: i for i, op in enumerate(ops)}
     tier_index = {t.name: i for i, t in enumerate(schedule.tiers)}
-    works: dict[tuple[object, ...], int] = {}
-    op_work = []
-    listed: list[Work] = []
-    for op in ops:
-        # With types: 1 and 1.0 cost the same, but are not the same in a file.
-        signature = (op.stream, *op.work.items(), *map(type, op.work.values()))
-        if signature not in works:
-            works[signature] = len(listed)
-            listed.append(Work(op.stream, op.work))
-        op_work.append(works[signature])
+    works = Works()
+    op_work = [works.number(op.stream, op.work) for op in ops]
 
     def labels() -> Labels:
         return Labels(
@@ -278,7 +283,7 @@ def columns_of(schedule: Schedule) -> ScheduleColumns:
 
     return ScheduleColumns(
         tiers=schedule.tiers,
-        works=tuple(listed),
+        works=tuple(works.listed),
         op_work=np.array(op_work, np.int32),
         reads=lists_of([[buffer_index[name] for name in op.reads] for op in ops]),
         writes=lists_of([[buffer_index[name] for name in op.writes] for op in ops]),
@@ -337,11 +342,6 @@ def _joined(lists: Lists, items: Sequence[npt.NDArray[np.integer]]) -> Lists:
     """The same lists repeated for each step, with these items."""
     lengths = np.tile(np.diff(lists.begins), len(items))
     return Lists(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), np.concatenate(items).astype(np.int32))
-
-
-def _numbers_in(instance: Int32, buffers: Int32) -> Int32:
-    """The numbers that buffers have in a step; -1 stays."""
-    return np.where(buffers >= 0, instance[buffers], np.int32(-1))
 
 
 def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_parser() -> Parser:
     """The parser of all commands."""
     parser = Parser(
-        prog="tierplan",
-        description="Can I train this model on this machine, how fast, what limits it? Then run it.",
+        prog="tierplan", description="Can I train this model on this machine, how fast, what limits it? Then run it."
     )
     parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -7,19 +7,18 @@ templates      what a turn may reach for, and what has been drawn so far
 placing        turns put one after the other: which template each is, compiled
 unitwise       all turns of a step in order, and its schedule as columns
 tiling         the same step in smaller pieces
-list_order     ops in the order in which a first simulation finds them ready
 """
 
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.lowering.unitwise import UnitwiseLowering
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
 from tierplan.planner.several_devices.paged import paged_schedule
 from tierplan.planner.several_devices.partition import partition
+from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Workload

@@ -18,7 +18,7 @@ from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVM
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.columns import BufferLabel, OpLabel, Work
+from tierplan.sim.columns import BufferLabel, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import UnitSpec
@@ -38,21 +38,6 @@ NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
-
-
-class Works:
-    """The works of all ops so far, each once."""
-
-    def __init__(self) -> None:
-        self.listed: list[Work] = []
-        self._numbers: dict[tuple[object, ...], int] = {}
-
-    def number(self, stream: str, amounts: Mapping[str, float]) -> int:
-        signature = (stream, *amounts.items(), *map(type, amounts.values()))
-        number = self._numbers.setdefault(signature, len(self.listed))
-        if number == len(self.listed):
-            self.listed.append(Work(stream, amounts))
-        return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierplan.planner.lowering.placing import Growing, Rows, Table, enter
-from tierplan.planner.lowering.sketch import Sketch, Template, Works
+from tierplan.planner.lowering.sketch import Sketch, Template
 from tierplan.planner.lowering.turns import (
     arrive,
     backward,
@@ -23,7 +23,7 @@ from tierplan.planner.lowering.turns import (
     update_here,
 )
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.columns import Int64
+from tierplan.sim.columns import Int64, Works
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload

@@ -248,16 +248,10 @@ def _leave(s: Sketch, made: str) -> None:
         accumulated = s.get("grads")
         if accumulated is not None:
             arrived, made = made, s.over(accumulated)
-            s.op(
-                op_key("accumulate", s.unit.name, micro_batch_name(s.m)),
-                HOST_ADAM,
-                "accumulate",
-                work={"elementwise_bytes": 3 * s.unit.num_parameters * s.workload.training.grad_bytes},
-                reads=[accumulated, arrived],
-                writes=[made],
-                m=s.m,
-                rank=UPDATES,
-            )
+            key = op_key("accumulate", s.unit.name, micro_batch_name(s.m))
+            work = {"elementwise_bytes": 3 * s.unit.num_parameters * s.workload.training.grad_bytes}
+            reads = [accumulated, arrived]
+            s.op(key, HOST_ADAM, "accumulate", work=work, reads=reads, writes=[made], m=s.m, rank=UPDATES)
     s.put("grads", made)
 
 
@@ -347,17 +341,8 @@ def update(s: Sketch) -> None:
         new = s.over(params)
     writes.append(s.put("new params", new))
     part = part_ranges(n, s.choice.state_shards)[s.flag]
-    s.op(
-        _part(s).update_key,
-        HOST_ADAM,
-        "update",
-        work={"parameters": len(part)},
-        reads=reads,
-        writes=writes,
-        after=["update after 0", "update after 1"],
-        rank=UPDATES,
-        mark="compute",
-    )
+    key, work, after = _part(s).update_key, {"parameters": len(part)}, ["update after 0", "update after 1"]
+    s.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, rank=UPDATES, mark="compute")
 
 
 def go_home(s: Sketch) -> None:

@@ -35,17 +35,9 @@ __all__ = ["POLICIES", "Policy", "check_name", "decide"]
 
 
 ORDER = (
-    "in_memory",
-    "full_recompute",
-    "zero_offload",
-    "zero_infinity",
-    "fuyou",
-    "ssdtrain",
-    "harmony",
-    "sliding_window",
-    "vertical",
-    "virtual_memory",
-)
+    "in_memory", "full_recompute", "zero_offload", "zero_infinity", "fuyou", "ssdtrain", "harmony", "sliding_window",
+    "vertical", "virtual_memory",
+)  # fmt: skip
 """Of modules, in tables and in the search; others come last, by name."""
 
 

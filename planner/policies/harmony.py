@@ -20,11 +20,11 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Policy, need_peer_links, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload

@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.lowering.list_order import refine_columns
 from tierplan.planner.milp.amounts import GB
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
+from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
@@ -152,11 +152,6 @@ class PlanSimulator:
                     f"parameters and optimizer states need {size:,} bytes in tier {tier.name!r}, which has "
                     f"{tier.capacity_bytes:,}; place fewer there or raise its capacity"
                 )
-                return Candidate(
-                    plan,
-                    None,
-                    partial(str, reason),
-                    short_tier=kind,
-                    room_gb={of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()},
-                )
+                room_gb: dict[str, float] = {of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()}
+                return Candidate(plan, None, partial(str, reason), short_tier=kind, room_gb=room_gb)
         return None

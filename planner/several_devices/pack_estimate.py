@@ -10,6 +10,7 @@ every plan is simulated before it counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, p2p
@@ -52,17 +53,15 @@ class PackEstimate:
             machine.cost(HOST_ADAM, {"parameters": u.num_parameters}).alone_s if u.num_parameters else 0.0
             for u in self.units
         ]
-        self._packs: dict[tuple[str, int, int, int], _Pack] = {}
-        self._fits: dict[tuple[str, int, int], bool] = {}
+        self.fits = cache(self._fits)
+        """Whether a pack (`fwd` or `bwd`) fits on a device, given the first unit and the one after the last."""
+        self._pack = cache(self._costs)
 
-    def fits(self, phase: str, first: int, end: int) -> bool:
-        """Whether a pack (`fwd` or `bwd`) fits on a device, by what it must hold at its fullest."""
-        key = (phase, first, end)
-        if key not in self._fits:
-            self._fits[key] = self._needed_bytes(phase, first, end) <= self.capacity_bytes
-        return self._fits[key]
+    def _fits(self, phase: str, first: int, end: int) -> bool:
+        return self._needed_bytes(phase, first, end) <= self.capacity_bytes
 
     def _needed_bytes(self, phase: str, first: int, end: int) -> int:
+        """What a pack must hold at its fullest."""
         t, units = self.training, self.units[first:end]
         num_parameters = sum(u.num_parameters for u in units)
         borders = 2 * units[0].input_bytes + 2 * units[-1].output_bytes
@@ -91,12 +90,6 @@ class PackEstimate:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
         works = (u.forward if phase == "fwd" else u.backward for u in self.units[first:end])
         return self.machine.cost(COMPUTE, total_work(works)).alone_s
-
-    def _pack(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
-        key = (phase, first, end, at_once)
-        if key not in self._packs:
-            self._packs[key] = self._costs(phase, first, end, at_once)
-        return self._packs[key]
 
     def _costs(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
         units, num = self.units[first:end], len(self.units)

@@ -40,11 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
-        total=1.0,
-        bar_format="{desc:64.64} |{bar:20}| {elapsed}",
-        file=sys.stderr,
-        leave=False,
-        disable=not is_terminal,
+        total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", file=sys.stderr, leave=False, disable=not is_terminal
     )
     phase = ""
 

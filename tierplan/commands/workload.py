@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
@@ -149,9 +150,9 @@ def table_lines(workload: Workload) -> list[str]:
             else f"{f'fwd {flop_name}':>11}{f'bwd {flop_name}':>11}"
         ),
     ]
-    for first, last, units in _runs(workload):
-        unit = units[0]
-        name = first if first == last else f"{first}..{last}"
+    for units in _runs(workload):
+        unit, last = units[0], units[-1]
+        name = unit.name if unit is last else f"{unit.name}..{last.name}"
         work = " / ".join(size(b).strip() for b in (unit.forward_work_bytes, unit.backward_work_bytes))
         lines.append(
             f"{name:14}{unit.num_parameters:>16,}{size(unit.num_parameters * t.param_bytes)}"
@@ -196,18 +197,11 @@ def unit_lines(unit: Unit) -> list[str]:
     return lines
 
 
-def _runs(workload: Workload) -> list[tuple[str, str, list[Unit]]]:
+def _runs(workload: Workload) -> list[list[Unit]]:
     """Units in order, neighbours that are alike together."""
     from dataclasses import replace
 
-    runs: list[tuple[str, str, list[Unit]]] = []
-    for unit in workload.units:
-        if runs and replace(runs[-1][2][0], name=unit.name) == unit:
-            first, _, units = runs[-1]
-            runs[-1] = (first, unit.name, [*units, unit])
-        else:
-            runs.append((unit.name, unit.name, [unit]))
-    return runs
+    return [list(alike) for _, alike in groupby(workload.units, lambda unit: replace(unit, name=""))]
 
 
 def flops(work: Mapping[str, float]) -> float:

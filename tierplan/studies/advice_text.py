@@ -11,7 +11,7 @@ from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import Advice, Change
-from tierplan.studies.answer import limit_rows, limited_text, question_text
+from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.costs import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 
@@ -149,10 +149,7 @@ def _policy_rows(advice: Advice) -> list[Sequence[str]]:
         ("this plan", format_s(answer["step_s"]), "1.00 x"),
     ]
     policies = answer["policies"]
-    for name in sorted(policies, key=lambda name: (policies[name]["same_work_s"] or float("inf"), name)):
-        if seconds := policies[name]["same_work_s"]:
-            other = "" if policies[name]["same_numbers"] else " (other numbers: delayed updates)"
-            rows.append((name, format_s(seconds), f"{seconds / answer['step_s']:.2f} x{other}"))
+    rows += policy_rows(policies, answer["step_s"])
     missing = [name for name in policies if not policies[name]["same_work_s"]]
     return [*rows, ("does not run", "-", ", ".join(missing))] if missing else rows
 

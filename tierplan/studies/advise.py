@@ -7,6 +7,7 @@ planned in the most promising one alone: it gives at least that much. Only what 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -171,22 +172,19 @@ def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) 
 def _largest_model(point: Point) -> str:
     """The largest of `MODELS` that fits with one sequence, by bisection: a larger one never needs less memory."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
-    low, high = 0, len(MODELS)
-    while low < high:
-        middle = (low + high) // 2
-        points = (replace(one, model=MODELS[middle], policy=policy) for policy in ROOMY)
-        if any(predict_point(p).fits for p in points):
-            low = middle + 1
-        else:
-            high = middle
-    return MODELS[low - 1] if low else ""
+
+    def does_not_fit(model: str) -> bool:
+        return not any(predict_point(replace(one, model=model, policy=policy)).fits for policy in ROOMY)
+
+    num = bisect_left(MODELS, True, key=does_not_fit)
+    return MODELS[num - 1] if num else ""
 
 
 def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:
     """What was assumed for want of a number in the description."""
     assumptions = [
         f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh; the machine's price is written off over "
-        f"{prices.years:g} years of continuous training",
+        f"{prices.years:g} years of continuous training"
     ]
     if any("host.capacity" in purchase.overrides for purchase in bought):
         assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB (modules of DDR5, 2024)")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
@@ -37,15 +38,7 @@ def answer_record(best: BestPlan) -> dict[str, object]:
         **{name: getattr(result, name) for name in OF_RESULT},
         "bound_shares": dict(result.bound_shares),
         "s_per_gb": dict(result.s_per_gb),
-        "policies": {
-            name: {
-                "step_s": p.step_s,
-                "same_work_s": None if p.step_s is None else p.step_s * result.plan.num_batches / p.num_batches,
-                "reason": p.reason,
-                "same_numbers": p.same_numbers,
-            }
-            for name, p in result.policies.items()
-        },
+        "policies": _policies(result),
         "best_policy": result.best_policy,
         "notes": list(result.notes),
     }
@@ -126,22 +119,37 @@ def _peaks(result: PlanResult) -> list[tuple[str, int]]:
     return list(result.steady.peak_bytes.items())
 
 
+def _policies(result: PlanResult) -> dict[str, dict[str, Any]]:
+    """The published systems, and what each takes for the plan's work."""
+    policies = {}
+    for name, p in result.policies.items():
+        same_work_s = None if p.step_s is None else p.step_s * result.plan.num_batches / p.num_batches
+        same = {"step_s": p.step_s, "same_work_s": same_work_s, "reason": p.reason, "same_numbers": p.same_numbers}
+        policies[name] = same
+    return policies
+
+
+def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> list[tuple[str, str, str]]:
+    """The published systems that run, quickest first, beside a plan whose step takes `step_s`."""
+    rows = []
+    for name in sorted(policies, key=lambda name: (policies[name]["same_work_s"] or float("inf"), name)):
+        if seconds := policies[name]["same_work_s"]:
+            other = "" if policies[name]["same_numbers"] else " (other numbers: delayed updates)"
+            rows.append((name, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
+    return rows
+
+
 def _policy_lines(result: PlanResult) -> list[str]:
     """The published systems beside the plan, for the same work."""
-    rows: list[Sequence[str]] = [("published systems, same work", "step", "takes")]
-    by_step = sorted(result.policies.items(), key=lambda item: (item[1].step_s or float("inf"), item[0]))
-    reasons: dict[str, list[str]] = {}
-    for name, policy in by_step:
-        if policy.step_s is None:
-            reasons.setdefault(in_short(policy.reason), []).append(name)
-            continue
-        same_work_s = policy.step_s * result.plan.num_batches / policy.num_batches
-        other = "" if policy.same_numbers else " (other numbers: delayed updates)"
-        rows.append((name, format_s(same_work_s), f"{same_work_s / result.step_s:.2f} x{other}"))
+    policies, reasons = _policies(result), dict[str, list[str]]()
+    for name in sorted(policies):
+        if policies[name]["step_s"] is None:
+            reasons.setdefault(in_short(policies[name]["reason"]), []).append(name)
     missing = [
         (f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {why}",) for why, names in reasons.items()
     ]
-    return [*columns(rows), *columns(missing)]
+    head = ("published systems, same work", "step", "takes")
+    return [*columns([head, *policy_rows(policies, result.step_s)]), *columns(missing)]
 
 
 def _shape(plan: Plan) -> str:
@@ -158,10 +166,7 @@ def _numbers_of(best: BestPlan) -> dict[str, int]:
     """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
     step = best.result.schedule.step
     training = step.training if step else best.workload.training
-    return {
-        "micro_batch": training.per_device_train_batch_size,
-        "accumulation": training.gradient_accumulation_steps,
-    }
+    return {"micro_batch": training.per_device_train_batch_size, "accumulation": training.gradient_accumulation_steps}
 
 
 def _numbers(best: BestPlan) -> list[tuple[str, str]]:

@@ -45,9 +45,7 @@ FORMS: Mapping[str, Form] = {
     "laptop": Form(dram_gib={32: "2 x 16", 64: "2 x 32", 96: "2 x 48"}, drives=2, cards=False),
     "desktop": Form(dram_gib={64: "2 x 32", 96: "2 x 48", 128: "4 x 32", 192: "4 x 48"}, drives=4, cards=True),
     "server": Form(
-        dram_gib={128: "8 x 16", 256: "8 x 32", 512: "16 x 32", 1024: "16 x 64", 2048: "32 x 64"},
-        drives=24,
-        cards=True,
+        dram_gib={128: "8 x 16", 256: "8 x 32", 512: "16 x 32", 1024: "16 x 64", 2048: "32 x 64"}, drives=24, cards=True
     ),
 }
 """By `host.form`."""

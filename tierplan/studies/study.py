@@ -78,20 +78,9 @@ class Point:
 
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "model": str,
-    "machine": str,
-    "policy": str,
-    "batch": int,
-    "accumulation": int,
-    "sequences": int,
-    "seq": int,
-    "dtype": str,
-    "optimizer": str,
-    "semantics": str,
-    "max_grad_norm": (int, float),
-    "attention": str,
-    "planner_s": (int, float),
-    "drive_lifetime_years": (int, float),
+    **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
+    **dict.fromkeys(("batch", "accumulation", "sequences", "seq"), int),
+    **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
 
 

@@ -99,9 +99,7 @@ def _results(
         end = partial(_end_workers, frozenset(multiprocessing.active_children()))
         atexit.register(end)
         executor = ProcessPoolExecutor(
-            min(num_workers, len(points)),
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin_worker,
+            min(num_workers, len(points)), mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker
         )
         stack.push(partial(_end_pool, executor, end))
     limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)

@@ -182,15 +182,9 @@ class Tape:
         work: Mapping[str, float],
         random: bool = False,
     ) -> None:
-        self.operations.append(
-            Operation(
-                name=f"{self.scope}/{name}" if self.scope else name,
-                reads=tuple(v.storage.number for v in reads),
-                writes=tuple(v.storage.number for v in writes),
-                work=work,
-                random=random,
-            )
-        )
+        name = f"{self.scope}/{name}" if self.scope else name
+        read, written = (tuple(v.storage.number for v in values) for values in (reads, writes))
+        self.operations.append(Operation(name=name, reads=read, writes=written, work=work, random=random))
 
     def made(self, name: str, reads: Sequence[Value], shape: Sequence[int], dtype: str) -> Value:
         """The result of a memory-bound kernel, which moves the bytes of what it reads and its own."""
