@@ -19,8 +19,7 @@ from typing import Any
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.execution.device import device_named
-from tierplan.runtime.execution.executable import executable_step
-from tierplan.runtime.execution.plausible import check_tokens
+from tierplan.runtime.execution.executable import check_tokens, executable_step
 from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import matching, without_decay

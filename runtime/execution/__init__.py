@@ -7,7 +7,6 @@ gradients    a unit's gradients, on the device and away from it
 placement    what outlives a step, on its way into its tiers and out
 state_parts  optimizer states that travel in parts
 executable   which schedules the runtime executes
-plausible    and which could not have come from a planner
 device       CUDA, or a byte budget in this machine's memory
 threads      how many threads a kernel uses
 """

@@ -1,18 +1,36 @@
-"""Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is."""
+"""Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is.
+
+A schedule in a file may be anybody's: what no lowering makes is refused before anything is allocated. The reader of the
+file has checked its form, and `schedule.validate` the language. What remains is whether its ops are those that the
+runtime knows, on streams and in tiers that it has, about units of the step, and of sizes that can be.
+"""
 
 from __future__ import annotations
 
-from tierplan.hwmodels.names import parse_stream
+import os
+from collections.abc import Iterator, Mapping
+
+from tierplan.hwmodels import names
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.execution.plausible import check_plausible
-from tierplan.sim.contents import is_tile, parse_key
-from tierplan.sim.schedule import Schedule
-from tierplan.sim.step import StepSpec
+from tierplan.sim.contents import ContentError, Input, Params, States, is_tile, parse_content, parse_key, part_ranges
+from tierplan.sim.schedule import Buffer, Op, Schedule
+from tierplan.sim.step import StepSpec, UnitSpec
+
+COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVME_WRITE: (HOST, NVME)}
+"""From where to where each stream copies."""
+ON_GRADIENTS = (COMPUTE, HOST_ADAM)
+STREAMS_BY_KIND = {
+    **dict.fromkeys(("forward", "recompute", "backward", "leave"), (COMPUTE,)),
+    **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
+    "copy": tuple(COPIES),
+}
+"""The kinds of op that the runtime executes, and where."""
 
 
 def executable_step(schedule: Schedule) -> StepSpec:
     """What the schedule trains. Raises `TrainingError` for one that is only simulated, or that does not say it."""
-    devices = {parse_stream(stream).device for stream in schedule.streams} - {None}
+    devices = {names.parse_stream(stream).device for stream in schedule.streams} - {None}
     if len(devices) > 1:
         raise TrainingError(
             f"schedule {schedule.name!r} is for {len(devices)} devices, which only the simulator executes; the runtime "
@@ -39,7 +57,112 @@ def executable_step(schedule: Schedule) -> StepSpec:
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
-    wrong = check_plausible(schedule, schedule.step)
-    if wrong is not None:
+    if (wrong := next(_wrongs(schedule, schedule.step), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step
+
+
+Wrongs = Iterator[str]
+"""What is wrong, the rule, and what there is. What comes behind the first may rest on it."""
+
+
+def _wrongs(schedule: Schedule, step: StepSpec) -> Wrongs:
+    for tier in schedule.tiers:
+        if tier.name not in (DEVICE, HOST, NVME) and any(b.tier == tier.name for b in schedule.buffers):
+            yield f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}"
+    yield from _check_step(schedule, step)
+    units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
+    for b in schedule.buffers:
+        yield from _check_content(b, step, units)
+    for op in schedule.ops:
+        yield from _check_op(op, tiers, step, units)
+    yield from _check_memory(schedule)
+
+
+def _check_step(schedule: Schedule, step: StepSpec) -> Wrongs:
+    """The settings, which are numbers beside the ops, must be those of the ops."""
+    unit_names = [unit.name for unit in step.units]
+    if len(set(unit_names)) < len(unit_names):
+        yield "two units of the step have one name; names are unique"
+    training = step.training
+    forwards = [
+        op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == (unit_names[:1] or [""])[0]
+    ]
+    declared = training.gradient_accumulation_steps
+    if sorted(forwards) != list(range(min(declared, len(forwards) + 1))):
+        yield (
+            f"the step has gradient_accumulation_steps={declared:,}, but the first unit runs forward {len(forwards)} "
+            "times; it must run once for each micro-batch"
+        )
+
+
+def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
+    """What is wrong with the shape of the batches of a language model, if anything is."""
+    training = step.training
+    num_tokens = training.per_device_train_batch_size * training.sequence_length
+    most = max((b.size_bytes for b in schedule.buffers if isinstance(parse_content(b.content), Input)), default=0)
+    if most and num_tokens * training.param_bytes > most:
+        return (
+            f"a micro-batch has {num_tokens:,} tokens, but no more than {most:,} bytes go from unit to unit; a token "
+            "takes one value at least"
+        )
+    return None
+
+
+def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> Wrongs:
+    try:
+        content = parse_content(b.content)
+    except ContentError as error:
+        yield f"buffer {b.name!r}: {error}"
+        return
+    batch, unit = getattr(content, "micro_batch", 0) or 0, getattr(content, "unit", None)
+    if not 0 <= batch < step.training.gradient_accumulation_steps:
+        yield f"buffer {b.name!r} is of micro-batch {batch}; the step has {step.training.gradient_accumulation_steps}"
+    owner = None if unit is None else units.get(unit)
+    if unit is not None and owner is None and "-" not in unit:  # a pack is called after its first and last unit
+        yield f"buffer {b.name!r} is of unit {unit!r}, which the step has not"
+    if owner is None:
+        return
+    training, num_parameters = step.training, owner.num_parameters
+    if isinstance(content, States):
+        ranges = part_ranges(num_parameters, content.num_parts)
+        if content.part >= len(ranges):
+            yield f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts"
+        wanted = len(ranges[content.part]) * training.state_bytes
+    elif isinstance(content, Params):
+        wanted = num_parameters * training.param_bytes
+    else:
+        return
+    if b.size_bytes != wanted:
+        yield f"buffer {b.name!r} has {b.size_bytes:,} bytes; those of {num_parameters:,} parameters have {wanted:,}"
+
+
+def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[str, UnitSpec]) -> Wrongs:
+    streams = STREAMS_BY_KIND.get(op.kind, ())
+    if not streams:
+        yield f"op {op.key!r} is of kind {op.kind!r}; the runtime knows {', '.join(STREAMS_BY_KIND)}"
+    if op.stream not in streams:
+        yield f"op {op.key!r} is on stream {op.stream!r}; ops of kind {op.kind} run on {', '.join(streams)}"
+    if op.kind == "copy":
+        if not op.reads or len(op.writes) != 1:
+            yield f"op {op.key!r} copies {len(op.reads)} buffers to {len(op.writes)}; a copy has one of each"
+        way = tiers[op.reads[0]], tiers[op.writes[0]]
+        if way != COPIES[op.stream]:
+            source, target = COPIES[op.stream]
+            yield f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from {source} to {target}"
+    elif op.kind in ("forward", "recompute", "backward", "update") and op.unit not in units:
+        yield f"op {op.key!r} is of unit {op.unit!r}, which the step has not"
+    if not 0 <= op.micro_batch < (count := step.training.gradient_accumulation_steps):
+        yield f"op {op.key!r} is of micro-batch {op.micro_batch}; they count from 0 to one less than {count}"
+
+
+def _check_memory(schedule: Schedule) -> Wrongs:
+    """What the host is to hold at the least must be there, whatever capacity the schedule claims."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    held = sum(b.size_bytes for b in schedule.buffers if b.initial and b.tier == HOST)
+    largest = max((b.size_bytes for b in schedule.buffers if b.tier == HOST), default=0)
+    if max(held, largest) > there:
+        yield (
+            f"it holds {max(held, largest):,} bytes in host memory at once, but this machine has {there:,}; plan for a "
+            "machine with so much"
+        )

@@ -1,6 +1,6 @@
 """How long this machine takes for each unit of a model: real forwards and backwards, executed by the runtime itself.
 
-    measured = profile_workload(workload, model, batches)
+    measured = profile_workload(workload, model, batches)      or measure_workload("config.json", training)
 
 The units run on a schedule of their own that holds everything on the device and updates nothing, so what is timed is
 what a training step's compute stream does, with the runtime's own overheads. A second run drops what blocks save and
@@ -12,12 +12,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
+from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.builder import Builder
 from tierplan.sim.contents import (
@@ -38,12 +42,31 @@ from tierplan.sim.contents import (
 from tierplan.sim.schedule import Schedule, Tier, validate
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.trace import Trace
-from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
+from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, WorkloadError
 
 HUGE_BYTES = 1 << 50
 Drops = Literal["nothing", "all", "replayable"]
 KeyOf = Callable[[str, int], str]
 """The key of a unit's op, from its name and a micro-batch."""
+
+
+def measure_workload(model: str | Path, training: Training) -> Workload:
+    """What one training step of `model`, which must fit into memory, computes: in seconds here, with their spread.
+
+    Random weights and tokens: times of dense models do not depend on them. Raises `WorkloadError` if the training is
+    for a backend that is not here.
+    """
+    if training.backend == "cuda" and not torch.cuda.is_available():
+        raise WorkloadError(
+            "times for backend 'cuda' cannot be measured here: PyTorch sees no GPU; use backend 'cpu', or leave times "
+            "to the machine's rates"
+        )
+    name, raw = read_config(model, training)
+    workload = trace_config(name, raw, training)
+    real = build_model(raw, training)
+    batches = itertools.repeat(example_batch(real.config, training))
+    return profile_workload(workload, real, batches, device="cuda" if training.backend == "cuda" else "cpu")
 
 
 def profile_workload(

@@ -23,9 +23,8 @@ from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.data.text import read_tokens
-from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.execution.executable import STREAMS_BY_KIND, executable_step
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.plausible import STREAMS_BY_KIND
 from tierplan.runtime.job import _tokenizer_files
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.digest import digest

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
     if args.measured:
-        from tierplan.runtime.tracing.measured import measure_workload
+        from tierplan.runtime.measure.units import measure_workload
 
         return measure_workload(model, training)
     from tierplan.studies.defaults import load_or_trace
