@@ -118,12 +118,15 @@ HOSTILE: dict[str, tuple[Callable[[Record], object], str]] = {
         lambda q: q["step"]["units"][0].update(name="../../etc/x"), "'../../etc/x'"
     ),
     "accumulation of 1e9": (
-        lambda q: q["step"]["training"].update(gradient_accumulation_steps=10**9),
-        "gradient_accumulation_steps=1,000,000,000, but the first unit runs forward 1 times",
+        lambda q: q["step"]["training"].update(gradient_accumulation_steps=10**9), "no step has so many"
     ),
-    "a batch of 1e12": (
-        lambda q: q["step"]["training"].update(per_device_train_batch_size=10**12),
-        "a micro-batch has 16,000,000,000,000 tokens",
+    "accumulation of 60,000": (
+        lambda q: q["step"]["training"].update(gradient_accumulation_steps=60_000),
+        "gradient_accumulation_steps=60,000, but the first unit runs forward 1 times",
+    ),
+    "a batch of 60,000": (
+        lambda q: q["step"]["training"].update(per_device_train_batch_size=60_000),
+        "a micro-batch has 960,000 tokens",
     ),
     "a sequence of 1e15": (
         lambda q: q["step"]["training"].update(sequence_length=10**15), "a micro-batch has 2,000,000,000,000,000 tokens"
