@@ -10,9 +10,10 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
+from tierplan.sim.output.text import format_s
 from tierplan.sim.workloads.workload import Workload
 
-GB = 1e9
+GIB = 2**30
 FRONTIER_FRACS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -57,21 +58,29 @@ def plot_frontier(
     """Writes the frontier as a picture."""
     from matplotlib.figure import Figure
 
+    from tierplan.sim.output.plots import round_ticks
+
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    planned = [(p.device_bytes / GB, p.step_s) for p in points if p.step_s is not None]
-    bounded = [(p.device_bytes / GB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
-    axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", label="planned")
+    planned = [(p.device_bytes / GIB, p.step_s) for p in points if p.step_s is not None]
+    bounded = [(p.device_bytes / GIB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
+    axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", drawstyle="steps-post", label="planned")
+    written_s = 0.0
+    for x, step_s in planned:
+        if abs(step_s - written_s) > 0.02 * step_s:
+            axes.annotate(format_s(step_s), (x, step_s), xytext=(0, 6), textcoords="offset points", fontsize="small")
+            written_s = step_s
     axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
     for k, p in enumerate(p for p in points if p.step_s is None):
-        axes.axvline(p.device_bytes / GB, color="0.8", linewidth=1, label="" if k else "does not fit")
-    now = next(t.capacity_bytes for t in machine.tiers if t.kind == "device") / GB
+        axes.axvline(p.device_bytes / GIB, color="0.8", linewidth=1, label="" if k else "does not fit")
+    now = next(t.capacity_bytes for t in machine.tiers if t.kind == "device") / GIB
     axes.axvline(now, color="tab:green", linewidth=1, label="this machine")
     axes.set(
-        xlabel="device memory (GB)",
+        xlabel="device memory (GiB)",
         ylabel="step time (s)",
         title=f"{workload.name} on {machine.name}: step time against device memory",
-        ylim=(0, None),
+        ylim=(0, 1.1 * max((step_s for _, step_s in planned), default=1.0)),
     )
+    round_ticks(axes)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -17,9 +17,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import AutoLocator, MaxNLocator
 
 from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
@@ -40,7 +42,7 @@ COLOURS = {
     "other": "#999999",
 }
 """By what an op does on a computing stream, and by what it moves on the others."""
-VERBS = {"fwd": "forward", "bwd": "backward"}
+VERBS = {"fwd": "forward", "bwd": "backward", **dict.fromkeys(("accumulate", "cast", "norm", "clip"), "grads")}
 MOVED = {"params": "params", "grads": "grads", "states": "states", "acts": "acts", "x": "acts"}
 INK = "#1b1f24"
 INPUT, MEMORY, SHARING = "waits for input", "waits for memory", "added by sharing (above)"
@@ -68,9 +70,9 @@ class Excerpt(NamedTuple):
 def plot_timeline(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
     """Every op as a bar on the lane of its stream, coloured by what it does or moves.
 
-    Successive units of the model alternate between full and paler colour, so that 96 layers can be told apart. Below a
-    lane, a thin line shows what an idle stream waited for; above it, how much of an op was due to shared limits. Time
-    counts from the beginning of the window.
+    Beside a lane stands how busy it is. Successive units of the model alternate between full and paler colour, so that
+    96 layers can be told apart. Below a lane, a thin line shows what an idle stream waited for; above it, how much of
+    an op was due to shared limits. Time counts from the beginning of the window.
     """
     return plot_timelines({"": Excerpt(trace, *(window_s or (0.0, trace.duration_s)))}, ax=ax)
 
@@ -90,8 +92,7 @@ def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -
         height = 0.9 / num_lanes
         centres = {stream: i + height * (lane - (num_lanes - 1) / 2) for i, stream in enumerate(streams)}
         seen |= _draw_ops(ax, excerpt, centres, height, per_s, length_s)
-        if num_lanes > 1:
-            _name_lanes(ax, name, excerpt, centres, height, per_s)
+        _name_lanes(ax, name, excerpt, centres, height, per_s)
     _lanes(ax, streams, length_s * per_s, unit)
     labels: dict[str, list[str]] = {}  # updates and the states that they need share a colour
     for name in [name for name in COLOURS if name in seen]:
@@ -130,8 +131,9 @@ def _draw_ops(
     narrow = NARROW_FRAC * length_s * per_s
     for (stream, what, alpha), boxes in sorted(bars.items()):
         place = (centres[stream] - 0.355 * height, 0.71 * height)
-        drawn = ax.broken_barh(_merged(boxes, narrow), place, facecolors=COLOURS[what], alpha=alpha, linewidth=0)
-        drawn.set_snap(False)  # else what is narrower than a pixel is rounded away
+        colour = tuple(1 - alpha * (1 - part) for part in to_rgb(COLOURS[what]))
+        # an edge and no snapping: else what is narrower than a pixel fades, or is rounded away
+        ax.broken_barh(_merged(boxes, narrow), place, color=colour, linewidth=0.4).set_snap(False)
     for (stream, what), boxes in sorted(marks.items()):
         place = (centres[stream] + (-0.5 if what == SHARING else 0.41) * height, 0.09 * height)
         ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0).set_snap(False)
@@ -148,7 +150,7 @@ def _name_lanes(
     times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
     for stream, centre in centres.items():
         busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
-        _beside(ax, centre, f"{name} {busy_frac:.0%}")
+        _beside(ax, centre, f"{name} {busy_frac:.0%}".strip())
         end = excerpt.length_s * per_s
         ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
 
@@ -178,7 +180,7 @@ def plot_memory(
 ) -> Figure:
     """Bytes held in each tier by kind over time, stacked, against the capacity, with the exact peak named.
 
-    Where the capacity is far above the peak it is named rather than drawn, so that the holdings stay readable.
+    Where the capacity is far above the peak, a dotted line says how far, so that the holdings stay readable.
 
     Parameters
     ----------
@@ -210,13 +212,12 @@ def plot_memory(
             handles.append(Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=kind))
             bottom = top
         capacity, peak = trace.capacity_bytes[tier] / size, trace.peak_bytes[tier] / size
-        if capacity <= 2.5 * peak:
-            ax.axhline(capacity, color=INK, linewidth=1.2, linestyle="--")
-            ax.set_ylim(0, capacity * 1.12)
-            text, above = f"capacity {capacity:.3g} {size_unit}", (4, 3)
-            ax.annotate(text, (0, capacity), xytext=above, textcoords="offset points", fontsize="small")
-        else:
-            ax.set_ylim(0, peak * 1.25)
+        text, line = f"capacity {format_bytes(trace.capacity_bytes[tier])}", capacity
+        if capacity > 2.5 * peak:
+            text, line = f"{text}, {capacity / peak:,.1f} x the peak: far above this line", 1.2 * peak
+        ax.axhline(line, color=INK, linewidth=1.2, linestyle="--" if line == capacity else ":")
+        ax.set_ylim(0, 1.12 * line)
+        ax.annotate(text, (0, line), xytext=(4, 3), textcoords="offset points", fontsize="small")
         title = f"{tier}: peak {peak:.3g} {size_unit} of {format_bytes(trace.capacity_bytes[tier])}"
         ax.set_title(title, fontsize="medium", loc="left")
         ax.set(ylabel=size_unit, xlim=(0, (end_s - begin_s) * per_s))
@@ -326,7 +327,15 @@ def _beside(ax: Axes, lane: float, text: str) -> None:
     )  # fmt: skip
 
 
+def round_ticks(ax: Axes) -> None:
+    """Ticks at 1, 2 or 5 times a power of ten, where nothing else was chosen."""
+    for axis in (ax.xaxis, ax.yaxis):
+        if isinstance(axis.get_major_locator(), AutoLocator):
+            axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
+
+
 def _finish(ax: Axes, handles: Sequence[Artist]) -> None:
+    round_ticks(ax)
     ax.spines[["top", "right"]].set_visible(False)
     if handles:
         ax.legend(

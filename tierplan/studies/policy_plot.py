@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str]) -> None:
-    """Writes bars of step time (left) and of each stream's work per step (right), the most tokens per second first.
+    """Writes bars of step time and, on the same scale, of each stream's work per step; most tokens per second first.
 
     Of several devices' streams of a kind, the busiest is shown. What does not fit is named.
     """
@@ -29,19 +29,24 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from tierplan.sim.output.plots import round_ticks
+
     fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: p.tokens_per_s or 0.0)
     missing = [p.policy for p in predictions if p.step_s is None]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 1.6 + 0.45 * max(len(fitting), 1)), sharey=True, layout="constrained"
+        1, 2, figsize=(11, 1.6 + 0.45 * max(len(fitting), 1)), sharex=True, sharey=True, layout="constrained"
     )
     rows = list(range(len(fitting)))
     steps = [p.step_s or 0.0 for p in fitting]
-    left.barh(rows, steps, color="#999999", height=0.6)
+    left.barh(rows, steps, color="#59636e", height=0.6)
     for row, p in zip(rows, fitting, strict=True):
-        left.text(p.step_s or 0.0, row, f" {p.step_s:.3g} s, {p.tokens_per_s:.0f} tokens/s", va="center", fontsize=8)
+        long = (p.step_s or 0.0) > 0.6 * max(steps)
+        at, colour = (0.0, "white") if long else (p.step_s or 0.0, "black")
+        text = f" {p.step_s:.3g} s, {p.tokens_per_s:,.0f} tokens/s"
+        left.text(at, row, text, va="center", fontsize=8, color=colour)
     left.set_yticks(rows, [p.policy for p in fitting])
-    left.set_xlim(0, 1.45 * max(steps, default=1.0))
-    left.set_xlabel("step time (s)")
+    left.set(xlim=(0, 1.02 * max(steps, default=1.0)), xlabel="step time (s)")
+    round_ticks(left)
     streams = [name for name in COLOURS if any(_busiest(p, name) for p in fitting)]
     height = 0.8 / max(len(streams), 1)
     for k, stream in enumerate(streams):

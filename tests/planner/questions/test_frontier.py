@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
@@ -9,10 +11,10 @@ from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.plan import PlanError
 from tierplan.planner.planning import plan
-from tierplan.planner.questions.frontier import frontier
+from tierplan.planner.questions.frontier import frontier, plot_frontier
 
 
-def test_its_points_are_plans_and_never_rise() -> None:
+def test_its_points_are_plans_and_never_rise(tmp_path: Path) -> None:
     workload, machine = toy_workload(3), with_capacity(toy_machine(), {DEVICE: 80 * MIB})
     points = frontier(workload, machine, fracs=(0.05, 1.0, 2.0), time_limit_s=1)
     assert [p.device_bytes for p in points] == [4 * MIB, 80 * MIB, 160 * MIB]
@@ -23,6 +25,8 @@ def test_its_points_are_plans_and_never_rise() -> None:
     assert roomy.step_s <= here.step_s
     assert roomy.lower_bound_s is not None
     assert roomy.lower_bound_s <= roomy.step_s
+    plot_frontier(points, tmp_path / "frontier.svg", workload, machine)
+    assert "does not fit" in (tmp_path / "frontier.svg").read_text()
 
 
 def test_settings_are_those_of_plan() -> None:

@@ -22,6 +22,7 @@ from tierplan.sim.output.plots import (
     plot_timeline,
     plot_timelines,
 )
+from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Span, Trace
 
 mpl.use("Agg")
@@ -57,6 +58,8 @@ def test_the_timeline_has_a_bar_for_each_op_on_its_lane() -> None:
         expected = sorted((s.start_ns / 1e9 * in_ms, s.end_ns / 1e9 * in_ms) for s in TRACE.spans if s.stream == stream)
         assert_drawn(drawn[stream], expected)
     assert {"forward", "backward", "acts", "waits for input"} <= set(labels(ax))
+    busy = {stream: f"{seconds / TRACE.duration_s:.0%}" for stream, seconds in TRACE.busy_s().items()}
+    assert [text.get_text() for text in ax.texts] == [busy[stream] for stream in streams]
 
 
 def later(trace: Trace, delay_ns: int) -> Trace:
@@ -191,7 +194,7 @@ def test_an_empty_trace_is_refused_where_there_is_nothing_to_draw() -> None:
 
 
 def test_an_op_that_is_narrower_than_a_pixel_is_seen() -> None:
-    """One op of a tenth of a pixel on a lane of its own leaves a trace of its colour there."""
+    """One op of a tenth of a pixel on a lane of its own is seen at a glance, whatever its colour."""
     second, short = 10**9, 10**5
     spans = (
         Span(key="fwd/L0/mb0", stream="gpu0.compute", free_ns=0, ready_ns=0, start_ns=0, end_ns=second),
@@ -209,4 +212,17 @@ def test_an_op_that_is_narrower_than_a_pixel_is_seen() -> None:
     axes = figure.axes[0]
     lane = int(pixels.shape[0] - axes.transData.transform((0, 1))[1])
     row = pixels[lane, int(axes.bbox.x0) + 3 : int(axes.bbox.x1) - 3]
-    assert (row.min(axis=1) < 250).sum() >= 7
+    assert (row.min(axis=1) < 215).sum() >= 7
+
+
+def test_what_a_tier_could_hold_is_drawn_and_ticks_are_round() -> None:
+    """The capacity of each tier is a line with its figure, also where the peak is far below it."""
+    for ax, tier in zip(plot_memory(TRACE).axes, ("gpu0", "host", "nvme"), strict=True):
+        capacity, (low, high) = TRACE.capacity_bytes[tier], ax.get_ylim()
+        (line,) = (line for line in ax.lines if len(line.get_ydata()) == 2)
+        (text,) = ax.texts
+        assert text.get_text().startswith(f"capacity {format_bytes(capacity)}")
+        near = capacity <= 2.5 * TRACE.peak_bytes[tier]
+        assert (low < line.get_ydata()[0] < high) if near else "x the peak" in text.get_text()
+        steps = {float(f"{tick:.6e}".split("e")[0]) for tick in np.diff(ax.get_yticks())}
+        assert steps <= {1.0, 2.0, 5.0}
