@@ -60,6 +60,8 @@ class Quantity:
             low, high = self.value[0], self.value[-1]
             ends = (f"{format_amount(rate, key.unit)} (at {amount:.3g})" for amount, rate in (low, high))
             return " to ".join(ends)
+        if key.name.endswith(".endurance"):  # a decimal amount, as on the drive's box
+            return f"{self.value / 1e12:,.0f} TB"
         return format_amount(self.value, key.unit)
 
 

@@ -20,7 +20,7 @@ _SUFFIX: Mapping[str, re.Pattern[str]] = {
     "bytes": re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"),
     "bytes/s": re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
     "flops/s": re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"),
-    "parameters/s": re.compile(r"(?P<scale>[kKMGTP])?(?:/s|parameters/s)?$"),
+    "parameters/s": re.compile(r"(?P<scale>[kKMGTP])? ?(?:/s|parameters/s)?$"),
     "USD": re.compile(r"(?:USD)?$"),
     "W": re.compile(r"(?P<scale>k)?W?$"),
     "number": re.compile(r"$"),
@@ -40,9 +40,9 @@ _EXAMPLES: Mapping[str, str] = {
 
 _SHOWN: Mapping[str, tuple[Mapping[str, float], str]] = {
     "bytes": (_BINARY, "B"),
-    "bytes/s": (_DECIMAL, "B/s"),
+    "bytes/s": ({name: _DECIMAL[name] for name in ("", "k", "M", "G")}, "B/s"),
     "flops/s": (_DECIMAL, "FLOP/s"),
-    "parameters/s": (_DECIMAL, "parameters/s"),
+    "parameters/s": (_DECIMAL, " parameters/s"),
 }
 
 
@@ -95,4 +95,4 @@ def _scaled(value: float, scales: Mapping[str, float], unit: str) -> str:
     for name, scale in scales.items():
         if name != "K" and value >= scale >= factor:
             chosen, factor = name, scale
-    return f"{value / factor:.4g} {chosen}{unit}"
+    return f"{value / factor:.4g} {chosen}{unit}".replace("  ", " ")

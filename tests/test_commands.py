@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tierplan.cli import command_parser, main
+from tierplan.commands import COMMANDS
+from tierplan.commands.options.terminal import say, working
 
 NO_JSON: dict[str, str] = {}
 """Commands that print nothing that a program could want, with the reason."""
@@ -57,3 +62,52 @@ def test_json_is_one_object(
     monkeypatch.chdir(tmp_path)
     assert main([*argv, "--json"]) == 0
     assert key in json.loads(capsys.readouterr().out)
+
+
+SHOWN = (
+    ["machine", "list"],
+    ["machine", "show", "fuyou-4090"],
+    ["machine", "show", "desktop-4090", "--keys"],
+    ["workload", "show", "llama-3.3-70b", "--batch", "4"],
+    ["workload", "show", "gpt2", "--unit", "L0"],
+    ["simulate", "--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090", "--batch", "4"],
+)
+
+
+@pytest.mark.parametrize("argv", SHOWN, ids=lambda argv: " ".join(argv[:3]))
+def test_pipes_get_plain_text_of_80_columns_in_one_system_of_units(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory in GiB (MiB, TiB), rates in GB/s; a drive's endurance in TB, as on its box."""
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    lines = [line for line in text.splitlines() if "endurance" not in line]
+    amounts = re.findall(r"^  \S+ +[\d.,]+ ([KMGTP]i?B\b(?:/s)?)", "\n".join(lines), flags=re.MULTILINE)
+    assert all(unit.endswith("iB") or unit in ("GB/s", "MB/s") for unit in amounts), amounts
+
+
+def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    with working("planning"):
+        say("Yes: 159 tokens/s", "  gpu0  [not markup] :smile:")
+    assert re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()) == "Yes: 159 tokens/s\n  gpu0  [not markup] :smile:\n"
+    assert "\x1b[36m159 tokens/s" in out.getvalue()
+    assert "planning" in err.getvalue()
+
+
+def test_completion_is_a_script_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0

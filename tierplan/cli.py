@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import shtab
+
 from tierplan import __version__
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.not_yet import nearest
@@ -59,6 +61,8 @@ def command_parser() -> Parser:
         prog="tierplan", description="Can I train this model on this machine, how fast, what limits it? Then run it."
     )
     parser.add_argument("--version", action="version", version=f"tierplan {__version__}")
+    help_text = 'for a shell: eval "$(tierplan --print-completion bash)"'
+    shtab.add_argument_to(parser, ["--print-completion"], help=help_text)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")

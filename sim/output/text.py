@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
+from io import StringIO
 from math import floor, isfinite, log10
+from shutil import get_terminal_size
 
 
 def format_s(seconds: float, *, signed: bool = False) -> str:
@@ -13,17 +16,17 @@ def format_s(seconds: float, *, signed: bool = False) -> str:
     sign = ("+" if seconds > 0 else "") if signed else ""
     size = abs(seconds)
     if size >= 2 * 31_557_600:
-        return f"{sign}{_digits(seconds / 31_557_600)} years"
+        return f"{sign}{digits(seconds / 31_557_600)} years"
     if size >= 172_800:
-        return f"{sign}{_digits(seconds / 86_400)} days"
+        return f"{sign}{digits(seconds / 86_400)} days"
     if size >= 7_200:
-        return f"{sign}{_digits(seconds / 3_600)} h"
+        return f"{sign}{digits(seconds / 3_600)} h"
     if size >= 120:
         return f"{sign}{int(seconds) // 60} min {int(seconds) % 60} s" if seconds > 0 else f"{round(seconds)} s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if size * scale >= 0.9995:
-            return f"{sign}{_digits(seconds * scale)} {unit}"
-    return "0 s" if size < 1e-9 else f"{sign}{_digits(seconds * 1e9)} ns"
+            return f"{sign}{digits(seconds * scale)} {unit}"
+    return "0 s" if size < 1e-9 else f"{sign}{digits(seconds * 1e9)} ns"
 
 
 def format_bytes(size_bytes: float, *, signed: bool = False) -> str:
@@ -31,7 +34,7 @@ def format_bytes(size_bytes: float, *, signed: bool = False) -> str:
     sign = ("+" if size_bytes > 0 else "") if signed else ""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size_bytes) >= scale * 0.9995:
-            return f"{sign}{_digits(size_bytes / scale)} {unit}"
+            return f"{sign}{digits(size_bytes / scale)} {unit}"
     return f"{sign}{size_bytes:.0f} B"
 
 
@@ -39,8 +42,8 @@ def format_count(number: float) -> str:
     """A large number to three digits: `24.9 M`, `13 B` (10^9), `350`."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= scale * 0.9995:
-            return f"{_digits(number / scale)} {unit}"
-    return _digits(number)
+            return f"{digits(number / scale)} {unit}"
+    return digits(number)
 
 
 def format_frac(frac: float) -> str:
@@ -63,18 +66,39 @@ def in_short(reason: str, size: Callable[[float], str] = format_bytes) -> str:
     )
 
 
-def columns(rows: Sequence[Sequence[str]], *, width: int = 80) -> list[str]:
-    """Rows as aligned lines; the last column's text goes on below where it does not fit into `width`."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    indent = 2 + sum(w + 2 for w in widths)
-    lines = []
+def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Rows as aligned lines for 80 columns, or a terminal's width; long cells go on below.
+
+    The columns `right` are aligned at the right. Rows may end early; a column with nothing but a head is left out.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    heads, *body = rows = [[*row, *[""] * (max(map(len, rows)) - len(row))] for row in rows] or [[]]
+    shown = [i for i in range(len(heads)) if len(body) < 2 or i == 0 or any(row[i] for row in body)]
+    widths = {i: max(len(row[i]) for row in rows) for i in shown}
+    wraps = {i for i in shown if i not in right and widths[i] > (SHORT if i == shown[-1] else LONG)}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i in shown:
+        table.add_column(no_wrap=i not in wraps, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        head = "  " + "".join(f"{cell:{w}}  " for cell, w in zip(row[:-1], widths, strict=True))
-        parts = textwrap.wrap(row[-1], max(24, width - indent)) or [""]
-        lines += [(head + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
-    return lines
+        table.add_row(*(Text(row[i]) for i in shown))
+    least = sum(SHORT if i in wraps else width for i, width in widths.items()) + 2 * len(shown) - 2
+    room = get_terminal_size().columns if sys.stdout.isatty() else 80
+    console = Console(width=max(least, room - 2), color_system=None, file=StringIO())
+    with console.capture() as lines:
+        console.print(table)
+    return [f"  {line}".rstrip() for line in lines.get().splitlines()]
+
+
+SHORT, LONG = 15, 24
+"""Cells up to this length stay on one line: of the last column, and of others."""
+
+
+def wrapped(text: str) -> list[str]:
+    """A paragraph as lines of 80 columns, those after the first indented."""
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -84,7 +108,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Co
     return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in cells)]
 
 
-def _digits(number: float) -> str:
+def digits(number: float) -> str:
     """Three significant digits, no exponent below a million."""
     if number == 0 or not isfinite(number):
         return "0" if number == 0 else str(number)

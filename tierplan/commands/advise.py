@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import amount, finite, new_file, option, whole
+from tierplan.commands.options.terminal import say
 
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(advice.record()))
     else:
-        print("\n".join(advice_lines(advice)))
+        say(*advice_lines(advice))
         if args.out:
             print(f"\n{args.out}")
     return 0 if advice.fits else 3

@@ -12,6 +12,7 @@ import argparse
 import json
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
+from tierplan.commands.options.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.hwmodels import load_machine
+    from tierplan.sim.output.text import columns, format_error, format_s
     from tierplan.validation.comparison.compare import compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
     from tierplan.validation.report.report import verdict, write_report
@@ -81,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.record()))
         return 0
-    print(verdict(comparison))
+    rows = [("stream", "busy: predicted", "measured", "error")]
     for s in comparison.streams:
-        error = s.busy_s.error_frac
-        print(f"  {s.stream:14} busy {s.predicted.busy_s:9.4f} s predicted, {s.measured.busy_s:9.4f} s measured"
-              + (f", {error * 100:+6.1f} %" if error is not None else ""))  # fmt: skip
+        busy = (format_s(s.predicted.busy_s), format_s(s.measured.busy_s))
+        rows.append((s.stream, *busy, format_error(s.busy_s.error_frac)))
+    say(verdict(comparison), *columns(rows, right=(1, 2, 3)))
     print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
     print(args.output)
     return 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
+from tierplan.commands.options.terminal import say, say_nameplate
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         tokens = (point.sequences or point.batch * point.accumulation) * point.seq
         print(f"{predictions[0].model} on {machine.name}, {tokens:,} tokens per step")
-        print(policy_table(predictions))
+        say(policy_table(predictions))
         for p in predictions:
             if p.devices_note:
                 print(f"{p.policy}: on {p.devices} of {p.devices_of_machine} GPUs (--devices 1 compares on one)")
@@ -71,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
                 )
-        if machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
+        say_nameplate(machine)
         if args.plot:
             print(f"picture: {args.plot}")
     return 0

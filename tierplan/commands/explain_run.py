@@ -16,6 +16,7 @@ import json
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, finite, option
+from tierplan.commands.options.terminal import say, working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         measured = read_kineto(args.trace, args.step_s)
     else:
         measured = MeasuredStep(step_s=args.step_s)
-    explanation = explain_run(point, configured, measured)
-    print(json.dumps(explanation.record(), indent=2) if args.json else "\n".join(explanation_lines(explanation)))
+    with working("simulating"):
+        explanation = explain_run(point, configured, measured)
+        _ = explanation.expected.limits
+    if args.json:
+        print(json.dumps(explanation.record(), indent=2))
+    else:
+        say(*explanation_lines(explanation))
     return 0 if explanation.expected_s is not None else 3

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
+from tierplan.commands.options.terminal import say
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description, Quantity
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 QUICK_S, THOROUGH_S = 60.0, 900.0
 LISTED = (
-    (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("price", "price")),
+    (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("USD", "price")),
     (("read", "read"), ("write", "write"), ("may be written", "endurance")),
 )
 """Of a GPU and of a drive: what the list shows."""
@@ -91,28 +92,28 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"machines": machines, **parts}, indent=1))
         return 0
-    print("\n".join(["Machines", *columns(list(machines.items()))]))
+    say("Machines", *columns(list(machines.items())))
     for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
         rows: list[tuple[str, ...]] = [("name", *(heading for heading, _ in keys), "what")]
         for name, listed in parts[folder].items():
             values = load_part(section, name).values
             cells = [_cell(values.get(f"{section}.{key}"), KEYS[f"{section}.{key}"]) for _, key in keys]
             rows.append((name, *cells, str(listed["name"])))
-        print("\n".join(["", f"{folder.capitalize()} (choose one with --set {section}.part=NAME)", *columns(rows)]))
+        say("", f"{folder.capitalize()} (choose one with --set {section}.part=NAME)", *columns(rows))
     return 0
 
 
 def _cell(quantity: Quantity | None, key: Key) -> str:
-    """A number of the list; what may be written is a decimal amount, as on the drive's box."""
     if quantity is None or not isinstance(quantity.value, float):
         return "-"
-    return f"{quantity.value / 1e12:,.0f} TB" if key.name.endswith(".endurance") else quantity.text(key)
+    return quantity.text(key).removesuffix(" USD")
 
 
 def _show(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.keys import KEYS
+    from tierplan.sim.output.text import columns, wrapped
 
     description = load_description(args.machine, args.overrides)
     machine = build_machine(description)
@@ -120,14 +121,11 @@ def _show(args: argparse.Namespace) -> int:
         keys = {key.name: {"unit": key.unit, "meaning": key.meaning} for key in KEYS.values()}
         print(json.dumps(keys if args.keys else _record(machine), indent=1))
         return 0
-    print(f"{description.name}: {description.summary}\n")
+    say(*wrapped(f"{description.name}: {description.summary}"), "")
     if args.keys:
-        for key in KEYS.values():
-            print(f"  {key.name:22} {key.unit:13} {key.meaning}")
+        say(*columns([(key.name, key.unit, key.meaning) for key in KEYS.values()]))
         return 0
-    print(numbers(description))
-    print()
-    print(structure(machine))
+    say(*numbers(description), "", *structure(machine))
     return 0
 
 
@@ -135,28 +133,35 @@ def _record(machine: Machine) -> dict[str, object]:
     return {"name": machine.name, **machine.description}
 
 
-def numbers(description: Description) -> str:
+def numbers(description: Description) -> list[str]:
     """A table of every number: value, the range of 95 % of repeated measurements, and where it comes from."""
     from tierplan.hwmodels.keys import KEYS
+    from tierplan.sim.output.text import columns
 
-    lines = [f"{'key':22} {'value':>38}  {'95 %':>7}  {'basis':10} source"]
+    rows = [("key", "value", "95 %", "basis", "source")]
     for name, quantity in description.used().items():
         spread = "" if quantity.spread is None else f"±{200 * quantity.spread:.0f} %"
-        lines.append(f"{name:22} {quantity.text(KEYS[name]):>38}  {spread:>7}  {quantity.basis:10} {quantity.source}")
-    return "\n".join(lines)
+        rows.append((name, quantity.text(KEYS[name]), spread, quantity.basis, quantity.source))
+    return columns(rows)
 
 
-def structure(machine: Machine) -> str:
+def structure(machine: Machine) -> list[str]:
     """Tiers, and the shared limits with the streams that load them."""
     from tierplan.hwmodels.units import format_amount
+    from tierplan.sim.output.text import columns
 
-    lines = ["tiers: " + ", ".join(f"{t.name} {format_amount(t.capacity_bytes, 'bytes')}" for t in machine.tiers)]
+    rows = [("tiers", ", ".join(f"{t.name} {format_amount(t.capacity_bytes, 'bytes')}" for t in machine.tiers))]
     for limit in machine.shared_limits:
         takers = [s.name for s in machine.streams if limit.name in s.takes]
-        lines.append(f"shared limit {limit.name}: {limit.limit:.4g}, loaded by {', '.join(takers)}")
+        size = format_amount(limit.limit, "bytes/s") if limit.limit > MOST_SHARES else f"{limit.limit:.4g}"
+        rows.append((f"shared limit {limit.name}", f"{size}, loaded by {', '.join(takers)}"))
     if machine.nameplate:
-        lines.append(f"from data sheets, not measured: {', '.join(machine.nameplate)}")
-    return "\n".join(lines)
+        rows.append(("not measured", f"from data sheets: {', '.join(machine.nameplate)}"))
+    return columns(rows)
+
+
+MOST_SHARES = 1e4
+"""Limits up to this are shares of full speed; those above are bytes per second."""
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -189,9 +194,7 @@ def _measure(args: argparse.Namespace) -> int:
         record = _record(build_machine(description))
         print(json.dumps({**record, "notes": description.notes, "file": str(target)}, indent=1, default=str))
         return 0
-    print(numbers(description))
-    print()
-    print(structure(build_machine(description)))
+    say(*numbers(description), "", *structure(build_machine(description)))
     print(f"drives: {description.notes['drives']}")
     for remark in description.notes["remarks"]:  # type: ignore[attr-defined]  # a list
         print(remark)
@@ -234,7 +237,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**_record(machine), "imported": list(values), "file": args.output}, indent=1))
         return 0
-    print("\n".join(f"{name} = {quantity.value}" for name, quantity in values.items()))
-    print(structure(machine))
+    say(*(f"{name} = {quantity.value}" for name, quantity in values.items()))
+    say(*structure(machine))
     print(f"written to {args.output}")
     return 0

@@ -15,6 +15,7 @@ import argparse
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, finite, new_file, option, whole
+from tierplan.commands.options.terminal import say, say_nameplate, working
 
 EXIT_INFEASIBLE = 3
 
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     point = scenario.read_point(args)
     try:
-        best = best_plan(point)
+        with working("planning"):
+            best = best_plan(point)
+            _ = best.result.prediction.limits
     except InfeasiblePlan as error:
         if not args.json:
             raise
@@ -64,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
     if args.frontier:
         from tierplan.planner.questions.frontier import frontier, plot_frontier
 
-        points = frontier(
-            workload,
-            machine,
-            semantics=args.semantics,
-            time_limit_s=args.time_limit,
-            seed=args.seed,
-            drive_lifetime_years=args.drive_lifetime_years,
-        )
+        with working("planning with less device memory"):
+            points = frontier(
+                workload,
+                machine,
+                semantics=args.semantics,
+                time_limit_s=args.time_limit,
+                seed=args.seed,
+                drive_lifetime_years=args.drive_lifetime_years,
+            )
         plot_frontier(points, args.frontier, workload, machine)
     advice = ask(args, progress=sys.stderr.isatty()) if args.explain else None
     if args.json:
@@ -82,14 +86,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"{workload.name} on {machine.name}")
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     print(question_text(point, batch, accumulation, training.dtype))
-    print("\n".join(answer_lines(best)))
+    say(*answer_lines(best))
     if advice is not None:
         from tierplan.studies.advice_text import change_lines
 
-        print("\n".join(["", *change_lines(advice)]))
+        say("", *change_lines(advice))
     for what, where in (("plan", args.output), ("timeline", args.timeline), ("picture", args.frontier)):
         if where:
             print(f"{what}: {where}")
-    if machine.nameplate:
-        print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
+    say_nameplate(machine)
     return 0

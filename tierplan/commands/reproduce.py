@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 from tierplan.commands.options.arguments import new_file, option
+from tierplan.commands.options.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +58,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return 0
     for report in reports:
-        print(summary_text(report))
-        for constant in report.constants:
-            print(f"  calibrated: {constant}")
-        print(table_text(report))
-        print()
+        say(summary_text(report), *(f"  calibrated: {constant}" for constant in report.constants))
+        say(table_text(report), "")
     return 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
+from tierplan.commands.options.terminal import say, say_nameplate, working
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -53,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
         return _largest(args, options)
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
-    workload, machine = scenario.read_scenario(args)
-    prediction = predict(args.policy, workload, machine, options)
+    with working("simulating"):
+        workload, machine = scenario.read_scenario(args)
+        prediction = predict(args.policy, workload, machine, options)
+        _ = prediction.limits, prediction.phases
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
@@ -71,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**prediction.record(), "nameplate": list(machine.nameplate)}, indent=2))
     else:
-        print(text_of(prediction))
-        if machine.nameplate:
-            print(f"from data sheets rather than measured: {', '.join(machine.nameplate)}")
+        say(text_of(prediction))
+        say_nameplate(machine)
         if args.output:
             print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     return 0 if prediction.fits else 3
@@ -136,13 +138,14 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
 
     point = scenario.read_point(args)
     machine = machine_of(point)
-    largest = largest_model(args.policy, machine, training_of(point, machine), options)
+    with working("looking for the largest model"):
+        largest = largest_model(args.policy, machine, training_of(point, machine), options)
     if args.json:
         print(json.dumps(largest.record(), indent=2))
     elif largest.fits is None:
         print(f"{args.policy}: not even {largest.next_model} fits on {machine.name}\n  {largest.next_why_not}")
     else:
-        print(text_of(largest.fits))
+        say(text_of(largest.fits))
         if largest.next_model:
             print(f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}")
     return 0 if largest.fits is not None else 3

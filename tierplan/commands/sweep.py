@@ -23,6 +23,7 @@ import json
 import sys
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
+from tierplan.commands.options.terminal import say
 
 SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
 
@@ -76,16 +77,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:
     """The columns that vary, and the main figures."""
+    from tierplan.sim.output.text import columns
+
     varied = [name for name, values in axes.items() if len(values) > 1]  # type: ignore[arg-type]
-    columns = [*varied, *SHOWN]
-    if any("error" in row for row in rows):
-        columns.append("error")
-    cells = [columns, *([_text(row.get(name, "")) for name in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    names = [*varied, *SHOWN, *(["error"] if any("error" in row for row in rows) else [])]
     if question:
-        print(f"{question}\n")
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say(f"{question}\n")
+    say(*columns([names, *([_text(row.get(name, "")) for name in names] for row in rows)]))
 
 
 def _text(value: object) -> str:
@@ -93,5 +91,4 @@ def _text(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return str(value)

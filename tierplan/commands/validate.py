@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
+from tierplan.commands.options.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,5 +81,5 @@ def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[typ
     if args.json:
         print(json.dumps(summarise(artifacts).record()))
     else:
-        print("\n".join(summary_lines(artifacts)))
+        say(*summary_lines(artifacts))
     return 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, option
+from tierplan.commands.options.terminal import say
 
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -70,7 +71,7 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     from_where = {name: str(c.get("source", "its paper")).rpartition(".co/")[2] for name, c in models.items()}
     rows = [(name, str(c["model_type"]), from_where[name]) for name, c in models.items()]
-    print("\n".join(columns([("name", "model_type", "from"), *rows])))
+    say(*columns([("name", "model_type", "from"), *rows]))
     print(f"\nBy closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced.")
     return 0
 
@@ -89,9 +90,9 @@ def _show(args: argparse.Namespace) -> int:
         if unit is None:
             names = ", ".join(u.name for u in workload.units)
             raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {names}")
-        print("\n".join(unit_lines(unit)))
+        say(*unit_lines(unit))
         return 0
-    print("\n".join(table_lines(workload)))
+    say(*table_lines(workload))
     return 0
 
 
@@ -110,7 +111,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     for note in deepspeed.notes:
         print(f"  {note}")
     print()
-    print("\n".join(table_lines(workload)))
+    say(*table_lines(workload))
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     settings = f"--batch {t.per_device_train_batch_size} --accumulation {t.gradient_accumulation_steps}"
     clip = f" --max-grad-norm {t.max_grad_norm:g}" if t.max_grad_norm else ""
@@ -126,75 +127,68 @@ def _deepspeed(args: argparse.Namespace) -> int:
 
 def table_lines(workload: Workload) -> list[str]:
     """Per unit and in total; blocks that are alike share a row."""
-    t = workload.training
-    n = workload.num_parameters
-    is_large = n * t.state_bytes > 8 * 2**30
+    from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
+
+    t, n, units = workload.training, workload.num_parameters, workload.units
+    is_large, is_measured = n * t.state_bytes > 8 * 2**30, "s" in units[0].forward
     unit_name, scale = ("GiB", 2**30) if is_large else ("MiB", 2**20)
     flop_name, flop_scale = ("TFLOP", 1e12) if is_large else ("GFLOP", 1e9)
-
-    def size(size_bytes: float) -> str:
-        return f"{size_bytes / scale:>11.3f}"
-
-    is_measured = "s" in workload.units[0].forward
     tokens = t.per_device_train_batch_size * t.sequence_length
+
+    def row(name: str, among: Sequence[Unit], more: Sequence[str]) -> tuple[str, ...]:
+        owned = sum(u.num_parameters for u in among)
+        sizes = (owned * t.state_bytes, sum(u.input_bytes for u in among), sum(u.saved_bytes for u in among))
+        efforts = (sum(effort(getattr(u, way), flop_scale) for u in among) for way in ("forward", "backward"))
+        return (
+            name, format_count(owned), *(digits(round(size / scale, 3)) for size in sizes), *more, *map(digits, efforts)
+        )  # fmt: skip
+
+    extra = "spread" if is_measured else "work f/b"
+    rows: list[Sequence[str]] = [("unit", "params", "states", "input", "saved", extra, "forward", "backward")]
+    for alike in _runs(workload):
+        unit = alike[0]
+        work = (digits(round(size / scale, 3)) for size in (unit.forward_work_bytes, unit.backward_work_bytes))
+        name = unit.name if len(alike) == 1 else f"{unit.name}..{alike[-1].name} x {len(alike)}"
+        rows.append(row(name, alike[:1], [f"{unit.spread:.1%}" if is_measured else " / ".join(work)]))
+    rows.append(row("total", units, [""]))
     lines = [
-        f"{workload.name} ({workload.model_type}): {workload.num_parameters:,} parameters, "
-        f"{len(workload.blocks)} blocks",
-        f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
-        f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}",
+        f"{workload.name} ({workload.model_type}): {n:,} parameters, {len(workload.blocks)} blocks",
+        *wrapped(
+            f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
+            f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}"
+        ),
+        f"parameters {format_bytes(n * t.param_bytes)}, states {format_bytes(n * t.state_bytes)}",
         "",
-        f"{'unit':14}{'parameters':>16}{'params':>11}{'states':>11}{'input':>11}{'saved':>11}{'work f/b':>20}"
-        + (
-            f"{'fwd ms':>11}{'bwd ms':>11}{'spread':>9}"
-            if is_measured
-            else f"{f'fwd {flop_name}':>11}{f'bwd {flop_name}':>11}"
+        *columns(rows, right=range(1, 8)),
+        "",
+        *(f"{u.name} shares the parameters of {u.shares}." for u in units if u.shares),
+        *wrapped(
+            f"Sizes in {unit_name}, {'times in ms' if is_measured else flop_name}, for one micro-batch; saved: what "
+            "autograd keeps beside the unit's input; work: live at the peak beyond that. All blocks share "
+            f"{format_bytes(workload.shared_bytes)}."
         ),
     ]
-    for units in _runs(workload):
-        unit, last = units[0], units[-1]
-        name = unit.name if unit is last else f"{unit.name}..{last.name}"
-        work = " / ".join(size(b).strip() for b in (unit.forward_work_bytes, unit.backward_work_bytes))
-        lines.append(
-            f"{name:14}{unit.num_parameters:>16,}{size(unit.num_parameters * t.param_bytes)}"
-            f"{size(unit.num_parameters * t.state_bytes)}{size(unit.input_bytes)}{size(unit.saved_bytes)}{work:>20}"
-            f"{effort(unit.forward, flop_scale):>11.3f}{effort(unit.backward, flop_scale):>11.3f}"
-            + (f"{unit.spread:>9.1%}" if is_measured else "")
-            + (f"  x {len(units)}" if len(units) > 1 else "")
-            + (f"  shares the parameters of {unit.shares}" if unit.shares else "")
-        )
-    total_forward = sum(effort(u.forward, flop_scale) for u in workload.units)
-    total_backward = sum(effort(u.backward, flop_scale) for u in workload.units)
-    lines += [
-        f"{'total':14}{n:>16,}{size(n * t.param_bytes)}{size(n * t.state_bytes)}"
-        f"{size(sum(u.input_bytes for u in workload.units))}{size(sum(u.saved_bytes for u in workload.units))}{'':>20}"
-        f"{total_forward:>11.3f}{total_backward:>11.3f}",
-        "",
-        f"Sizes in {unit_name}, for one micro-batch; params, states: as they lie in memory; saved: what autograd keeps",
-        "beside the unit's input; work: live at the peak beyond that. "
-        f"Shared by all blocks: {workload.shared_bytes:,} bytes.",
-    ]
     if not is_measured:
-        per_token = (total_forward + total_backward) * flop_scale / tokens / n
-        lines.append(f"Forward and backward: {per_token:.2f} FLOPs per parameter and token.")
+        flops_of = sum(effort(u.forward, 1.0) + effort(u.backward, 1.0) for u in units)
+        lines.append(f"Forward and backward: {flops_of / tokens / n:.2f} FLOPs per parameter and token.")
     return lines
 
 
 def unit_lines(unit: Unit) -> list[str]:
     """The saved tensors of one unit, with what it takes to make each again."""
-    lines = [
-        f"{unit.name}: {len(unit.saved)} saved tensors, {unit.saved_bytes:,} bytes"
-        f"{'; backward also reads the input' if unit.saves_input else ''}",
-        f"{'slot':>4}  {'made by':44}{'bytes':>16}  {'dtype':8}{'again: TFLOP':>13}{'GiB moved':>11}  from",
-    ]
+    from tierplan.sim.output.text import columns, format_bytes
+
+    rows = [("slot", "size", "dtype", "again TFLOP", "GiB moved", "made by", "from")]
     for t in unit.saved:
         moved = t.recompute.get("elementwise_bytes", 0.0) / 2**30
-        source = ", ".join(map(str, t.needs)) or "input"
-        lines.append(
-            f"{t.index:>4}  {t.name:44}{t.size_bytes:>16,}  {t.dtype:8}"
-            f"{flops(t.recompute) / 1e12:>13.4f}{moved:>11.4f}  "
-            f"{source}{'' if t.replayable else '  (draws random numbers)'}"
-        )
-    return lines
+        source = (", ".join(map(str, t.needs)) or "input") + ("" if t.replayable else " (draws random numbers)")
+        again = f"{flops(t.recompute) / 1e12:.4f}"
+        rows.append((str(t.index), format_bytes(t.size_bytes), t.dtype, again, f"{moved:.4f}", t.name, source))
+    return [
+        f"{unit.name}: {len(unit.saved)} saved tensors, {unit.saved_bytes:,} bytes"
+        f"{'; backward also reads the input' if unit.saves_input else ''}",
+        *columns(rows, right=(0, 1, 3, 4)),
+    ]
 
 
 def _runs(workload: Workload) -> list[list[Unit]]:

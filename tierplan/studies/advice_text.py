@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
-from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short
+from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short, wrapped
 from tierplan.studies.advise import Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.costs import SOON_S
@@ -23,20 +22,20 @@ def advice_lines(advice: Advice) -> list[str]:
     lines = [
         _title(advice),
         "",
-        *_wrapped(_answer(advice)),
-        *(line for text in _alarms(advice) for line in _wrapped(text)),
+        *wrapped(_answer(advice)),
+        *(line for text in _alarms(advice) for line in wrapped(text)),
     ]
     lines += ["", *columns(_figures(advice))]
     if advice.fits:
         lines += ["", *columns(limit_rows(_limits(advice))), "", *columns(_policy_rows(advice))]
     lines += ["", *change_lines(advice), ""]
-    return lines + [line for text in advice.assumptions for line in _wrapped(f"Assumed: {text}.")]
+    return lines + [line for text in advice.assumptions for line in wrapped(f"Assumed: {text}.")]
 
 
 def change_lines(advice: Advice) -> list[str]:
     """What could be bought, as a table."""
     if not advice.changes:
-        return _wrapped(_nothing_helps(advice))
+        return wrapped(_nothing_helps(advice))
     return columns([CHANGE_COLUMNS, *map(_cells, advice.changes)])
 
 
@@ -166,10 +165,6 @@ def _cells(change: Change) -> tuple[str, ...]:
     per = "" if change.gain_per_1000_usd is None else f"{change.gain_per_1000_usd:+.0f} %"
     speed = f"{answer['tokens_per_s']:,.0f}"
     return (change.bought.what, f"{change.bought.price_usd:,.0f}", speed, gain, per, str(answer["limited_by"]))
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _html(rows: Sequence[Sequence[str]]) -> str:

@@ -36,7 +36,7 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.plots import plot_timelines
-from tierplan.sim.output.text import format_bytes, format_count, format_error, format_frac, format_s
+from tierplan.sim.output.text import columns, format_bytes, format_count, format_error, format_frac, format_s
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload
@@ -336,16 +336,16 @@ def demo_summary(result: DemoResult, out: Path) -> str:
         f"the device budget is {format_bytes(result.machine.tier(DEVICE).capacity_bytes)}: it does not fit",
         f"plan: {_where(result)}",
         "",
-        f"{'':24}{'predicted':>14}{'measured':>14}{'error':>10}",
-        _row("step", c.step_s, format_s),
     ]
-    lines += [_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
-    lines += [_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
-    lines += [_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
+    rows = [("", "predicted", "measured", "error"), _row("step", c.step_s, format_s)]
+    rows += [_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
+    rows += [_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
+    rows += [_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
     equal = "equal bit for bit" if result.losses == result.reference_losses else "DIFFERENT"
     weights = "equal bit for bit" if result.weights_equal else "DIFFERENT"
     moved = "exact" if c.bytes_agree else "DIFFERENT"
     lines += [
+        *columns(rows, right=(1, 2, 3)),
         "",
         f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
         f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {equal}",
@@ -357,9 +357,9 @@ def demo_summary(result: DemoResult, out: Path) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
+def _row(name: str, pair: Pair, show: Callable[[float], str]) -> tuple[str, ...]:
     measured = "-" if pair.measured is None else show(pair.measured)
-    return f"{name:24}{show(pair.predicted):>14}{measured:>14}{format_error(pair.error_frac):>10}"
+    return name, show(pair.predicted), measured, format_error(pair.error_frac)
 
 
 def _where(result: DemoResult) -> str:

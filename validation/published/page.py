@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierplan.sim.output.text import markdown_table
+from tierplan.sim.output.text import columns, markdown_table
 from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
 BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
@@ -31,13 +31,11 @@ def summary_text(report: Report) -> str:
 
 def table_text(report: Report) -> str:
     """The rows for a terminal."""
-    lines = [f"{'role':10} {'quantity':27} {'published':>17} {'predicted':>10} {'error':>8}  row"]
+    rows = [("role", "quantity", "published", "predicted", "error", "row")]
     for row in report.rows:
-        figures = f"{_published(row):>17} {_number(row.predicted):>10} {_error(row):>8}"
-        lines.append(f"{row.role:10} {row.quantity:27} {figures}  {row.label}")
-        if row.why_not:
-            lines.append(f"{'':10} no answer: {row.why_not}")
-    return "\n".join(lines)
+        label = f"{row.label} (no answer: {row.why_not})" if row.why_not else row.label
+        rows.append((row.role, row.quantity, _published(row), _number(row.predicted), _error(row), label))
+    return "\n".join(columns(rows, right=(2, 3, 4)))
 
 
 def markdown(reports: Sequence[Report]) -> str:
@@ -51,8 +49,8 @@ def markdown(reports: Sequence[Report]) -> str:
             lines += [f"- `{constant}`" for constant in report.constants] + [""]
         if any(is_step_time(row) and row.value for row in report.rows):
             lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
-        columns = ("role", "quantity", "row", "published", "predicted", "error", "critical path by stream (s)")
-        lines += markdown_table(columns, [_row_cells(row) for row in report.rows])
+        of_rows = ("role", "quantity", "row", "published", "predicted", "error", "critical path by stream (s)")
+        lines += markdown_table(of_rows, [_row_cells(row) for row in report.rows])
         notes = dict.fromkeys(f"{row.quantity}: {row.note}" for row in report.rows if row.note)
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines)

@@ -17,10 +17,11 @@ def test_totals_of_the_table_are_the_workloads(capsys: pytest.CaptureFixture[str
     assert main(["workload", "show", "gpt-13b", "--batch", "2"]) == 0
     out = capsys.readouterr().out
     workload = load_workload("gpt-13b", Training(per_device_train_batch_size=2))
-    total = next(line for line in out.splitlines() if line.startswith("total"))
-    assert total.split()[1] == f"{workload.num_parameters:,}"
-    assert total.split()[5] == f"{sum(u.saved_bytes for u in workload.units) / 2**30:.3f}"
-    assert any(line.startswith("L0..L39") and "x 40" in line for line in out.splitlines())
+    total = next(line for line in out.splitlines() if line.split()[:1] == ["total"])
+    assert f"{workload.num_parameters:,} parameters" in out
+    assert float(total.split()[5]) == pytest.approx(sum(u.saved_bytes for u in workload.units) / 2**30, rel=0.005)
+    assert any("L0..L39 x 40" in line for line in out.splitlines())
+    assert all(len(line) <= 80 for line in out.splitlines())
 
 
 def test_a_unit_lists_its_saved_tensors(capsys: pytest.CaptureFixture[str]) -> None:

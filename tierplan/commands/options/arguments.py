@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import shtab
+
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -57,7 +59,9 @@ def option(
         help += "" if "default" in help else f" (default {shown})"
     if type is not None:
         more["type"] = type
-    parser.add_argument(*names, help=help, **more)
+    action = parser.add_argument(*names, help=help, **more)
+    if completed := {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE}.get(str(more.get("metavar")).partition(".")[0]):
+        action.complete = completed  # type: ignore[attr-defined]
 
 
 def add_set(parser: _ActionsContainer) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.hwmodels.units import format_amount
-from tierplan.sim.output.text import columns, format_count, format_frac, format_s, in_short
+from tierplan.sim.output.text import columns, format_count, format_frac, format_s, in_short, wrapped
 from tierplan.studies.answer import limited_text
 from tierplan.studies.slow_step.explain import Explanation, Suspect
 
@@ -20,23 +19,23 @@ def explanation_lines(e: Explanation) -> list[str]:
     t, options = e.setup.training, "".join(f", {k} {v}" for k, v in e.setup.options.items())
     lines = [
         f"{e.model} on {e.machine}",
-        *_wrapped(
+        *wrapped(
             f"{e.setup.policy}{options}; {t.gradient_accumulation_steps} x {t.per_device_train_batch_size} sequences "
             f"of {t.sequence_length} tokens, {t.dtype}"
         ),
         "",
-        *_wrapped(_verdict(e)),
-        *(line for note in e.notes for line in _wrapped(f"Note: {note}")),
+        *wrapped(_verdict(e)),
+        *(line for note in e.notes for line in wrapped(f"Note: {note}")),
     ]
     if e.expected_s is not None:
         lines += ["", *columns(_phases(e))]
     if e.suspects:
         lines += ["", "Where the difference probably lies, the likeliest first", *columns(_suspects(e.suspects))]
-        lines += [line for cause in e.suspects[0].causes for line in _wrapped(f"  - {cause}")]
+        lines += [line for cause in e.suspects[0].causes for line in wrapped(f"  - {cause}")]
     if e.gains:
         lines += ["", "What to change first, each by itself", *columns(_gains(e))]
-    lines += ["", *_wrapped(_best(e)), ""]
-    return lines + [line for text in e.assumptions for line in _wrapped(f"Assumed: {text}.")]
+    lines += ["", *wrapped(_best(e)), ""]
+    return lines + [line for text in e.assumptions for line in wrapped(f"Assumed: {text}.")]
 
 
 def _verdict(e: Explanation) -> str:
@@ -99,7 +98,3 @@ def _best(e: Explanation) -> str:
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
         f"{e.best.micro_batch} x {e.best.accumulation}, by `tierplan plan`)."
     )
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)

@@ -1,0 +1,68 @@
+"""What commands print: plain text in a pipe; on a terminal in colour, with a sign of life while they work.
+
+say("tokens/s 1,200", *columns(rows))       lines of text
+with working("planning"): ...               a clock on the error stream, for what may take over two seconds
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierplan.hwmodels.machine import Machine
+
+COLOURS = (
+    r"(?P<green>^(Yes|Normal)\b.?)",
+    r"(?P<red>^(No|Not normal)[:.])",
+    r"(?P<yellow>^(Note|Assumed):|\(assumed\))",
+    r"(?P<cyan>(?<![\w./-])[+-]?\d[\d,.]*( ?(%|[KMGT]i?B(/s)?|[kMBT]|s|ms|µs|min|h|days|years|tokens/s))?(?![\w-]))",
+)
+"""Of what stands in a line, by the colour's name."""
+
+
+def say_nameplate(machine: Machine) -> None:
+    """Says which numbers of the machine nobody measured."""
+    from tierplan.sim.output.text import wrapped
+
+    if machine.nameplate:
+        say(*wrapped(f"from data sheets rather than measured: {', '.join(machine.nameplate)}"))
+
+
+def say(*lines: str) -> None:
+    """Prints lines; on a terminal with colours (unless NO_COLOR is set)."""
+    text = "\n".join(lines)
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text)
+    for pattern in COLOURS:
+        shown.highlight_regex(f"(?m){pattern}")
+    Console(soft_wrap=True, highlight=False).print(shown)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Shows on a terminal that this is under way, and for how long; what it prints stays as it is."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        progress.add_task(what, total=None)
+        yield
