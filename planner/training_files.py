@@ -171,17 +171,22 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
                     zero[f"offload_{name}"] = {"device": device, "nvme_path": ours.get(f"offload_{name}_nvme_path")}
             same = ("gradient_accumulation_steps", "gradient_clipping")
             content = {"zero_optimization": zero, **{key: ours[key] for key in same if key in ours}}
-            return _with_deepspeed({precision: {"enabled": True}, **content}, {}, base, path, raw)
+            mixed = {} if precision == "no" else {precision: {"enabled": True}}
+            return _with_deepspeed({**mixed, **content}, {}, base, path, raw)
         case "FSDP":
             return _fsdp(_section(raw, "fsdp_config").get("fsdp_offload_params") is True, base, raw)
-    return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
+        case "NO" | "MULTI_GPU" | None:
+            return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
+        case kind:
+            raise WorkloadError(f"{path}: distributed_type is {kind!r}; NO, MULTI_GPU, DEEPSPEED and FSDP are known")
 
 
 def _with_deepspeed(
     given: object, more: Mapping[str, object], base: Training, path: Path, raw: Mapping[str, object]
 ) -> Configured:
     """A DeepSpeed configuration inside another file, or beside it."""
-    content = given if isinstance(given, Mapping) else _read(path.parent / str(given))
+    beside = path.parent / str(given)
+    content = given if isinstance(given, Mapping) else _read(beside if beside.exists() else Path(str(given)))
     found = _deepspeed({**content, **more}, base, str(path))
     return replace(found, says={**flat(raw), **found.says})
 

@@ -136,6 +136,9 @@ def test_accelerate(tmp_path: Path) -> None:
     found = read_training_file(path, BASE)
     assert (found.policy, found.options) == ("zero-infinity", {"params": "host", "optimizer": "nvme"})
     assert (found.training.dtype, found.training.gradient_accumulation_steps) == ("bf16", 4)
+    path.write_text(ACCELERATE.replace("bf16", "no"))
+    assert read_training_file(path, BASE).training.dtype == "fp32"
+    assert not any("not taken into account" in note for note in read_training_file(path, BASE).notes)
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n")
     assert read_training_file(path, BASE).options["optimizer"] == "host"
 
@@ -148,6 +151,7 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a: 1", "no configuration of DeepSpeed"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
+        ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
         ("optim: lion_32bit", "optim is 'lion_32bit'"),
         ("optim: sgd\ndeepspeed: none.json", "there is no file"),

@@ -123,6 +123,15 @@ def test_what_does_not_fit_cannot_be_judged(tmp_path: Path) -> None:
     assert "cannot be judged" in "\n".join(explanation_lines(said))
 
 
+def test_what_makes_it_fit_is_named(tmp_path: Path) -> None:
+    args = {"output_dir": "x", "per_device_train_batch_size": 16, "bf16": True, "gradient_checkpointing": True}
+    point = replace(RTX_3090, model="llama-3.2-1b")
+    said = explain_run(point, configured(tmp_path, args, point), MeasuredStep(step_s=14.2))
+    assert said.expected_s is None
+    assert any(gain.what.startswith("micro-batches of") for gain in said.gains)
+    assert "makes it fit" in "\n".join(explanation_lines(said))
+
+
 # ---- settings that cost ----
 
 

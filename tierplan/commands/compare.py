@@ -12,7 +12,7 @@ import argparse
 import json
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import say, working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +40,16 @@ def run(args: argparse.Namespace) -> int:
     run_folder = load_run(args.run_dir)
     from tierplan.sim.analysis.steady import steady_state
 
-    steady = steady_state(schedule, machine)
-    comparison = compare(
-        schedule,
-        steady.trace,
-        run_folder.trace,
-        predicted_step_s=steady.period_s,
-        interval_s=interval_s,
-        warmup_steps=2 if args.warmup is None else args.warmup,
-    )
+    with working("simulating and comparing"):
+        steady = steady_state(schedule, machine)
+        comparison = compare(
+            schedule,
+            steady.trace,
+            run_folder.trace,
+            predicted_step_s=steady.period_s,
+            interval_s=interval_s,
+            warmup_steps=2 if args.warmup is None else args.warmup,
+        )
     if args.warmup is not None and comparison.warmup_steps < args.warmup:
         num_steps = len(comparison.measured_steps_s)
         raise ValueError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, option
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import say, working
 
 if TYPE_CHECKING:
     from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -58,7 +58,8 @@ def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
         return measure_workload(model, training)
     from tierplan.studies.defaults import load_or_trace
 
-    return load_or_trace(model, training, exact=args.exact)
+    with working("reading the model"):
+        return load_or_trace(model, training, exact=args.exact)
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -18,7 +18,8 @@ COLOURS = (
     r"(?P<green>^(Yes|Normal)\b.?)",
     r"(?P<red>^(No|Not normal)[:.])",
     r"(?P<yellow>^(Note|Assumed):|\(assumed\))",
-    r"(?P<cyan>(?<![\w./-])[+-]?\d[\d,.]*( ?(%|[KMGT]i?B(/s)?|[kMBT]|s|ms|µs|min|h|days|years|tokens/s))?(?![\w-]))",
+    r"(?P<cyan>(?<![\w./-])[+-]?\d(?:[\d,.]*\d)?"
+    r"( ?(%|[KMGT]i?B(/s)?|[kMBT]|s|ms|µs|min|h|days|years|tokens/s))?(?![\w-]))",
 )
 """Of what stands in a line, by the colour's name."""
 

@@ -100,6 +100,8 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
     if uses_drive and (factor := _queue_factor(says, machine)) > 1.02:
         setup = replace(setup, slower={**slower, DRIVES: factor})
         assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
+    if (num := says.get("num_processes")) not in (None, machine.num_devices):
+        assumed.append(f"num_processes is {num}, but GPUs of the machine: {machine.num_devices} (--devices N)")
     if setup.policy == "zero-infinity":
         assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
     if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
@@ -188,6 +190,10 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     if setup.policy == "zero-infinity":
         why = "parameters stay on the GPU, and backward need not fetch them"
         yield instead("stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
+    if setup.policy in ("in-memory", "full-recompute"):
+        yield instead("gradient checkpointing", "fewer activations are kept", "full-recompute")
+        why = "optimizer states leave the GPU"
+        yield instead("DeepSpeed stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
     if setup.policy in ("zero-infinity", "zero-offload"):
         yield instead("no offloading, with gradient checkpointing", "everything fits on the GPU", "full-recompute")
     if setup.policy != "in-memory":
@@ -203,11 +209,12 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
             what="flash attention", why="no matrix of scores is kept", setup=replace(setup, training=flash)
         )
     batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    for factor in (2, 4, 8, 16, 32):
-        if steps % factor == 0:
-            larger = replace(
-                training, per_device_train_batch_size=batch * factor, gradient_accumulation_steps=steps // factor
+    for size in (2**k for k in range(12)):
+        if size != batch and batch * steps % size == 0 and max(size, batch) % min(size, batch) == 0:
+            other = replace(
+                training, per_device_train_batch_size=size, gradient_accumulation_steps=batch * steps // size
             )
-            what = f"micro-batches of {batch * factor} in {steps // factor} steps of accumulation"
-            why = "parameters are fetched less often, and products are larger"
-            yield SetupChange(what=what, why=why, setup=replace(setup, training=larger))
+            what = f"micro-batches of {size} in {batch * steps // size} steps of accumulation"
+            larger = "parameters are fetched less often, and products are larger"
+            why = larger if size > batch else "less is on the GPU at once"
+            yield SetupChange(what=what, why=why, setup=replace(setup, training=other))

@@ -42,7 +42,7 @@ def _verdict(e: Explanation) -> str:
     measured = format_s(e.measured.step_s)
     if e.expected_s is None or e.ratio is None:
         return (
-            f"By the simulation this does not run here, so {measured} cannot be judged: {in_short(e.expected.why_not)} "
+            f"By simulation this does not run here, so {measured} cannot be judged: {in_short(e.expected.why_not)}. "
             "If it does run, the machine or the model is another one than was said."
         )
     limit = limited_text(e.expected.limits)
