@@ -284,8 +284,8 @@ def _switches(draft: _Draft, num_gpus: int) -> None:
         up += [p2p(i, j) for i, j in across if home.get(device(i)) == switch.name]
         down += [p2p(i, j) for i, j in across if home.get(device(j)) == switch.name]
         if down:
-            draft.share_bytes(f"switch.{switch.name}.down", switch.limit_bytes_per_s, *down)
-            draft.share_bytes(f"switch.{switch.name}.up", switch.limit_bytes_per_s, *up)
+            draft.share_bytes(f"switch.{switch.name}.down", switch.limit, *down)
+            draft.share_bytes(f"switch.{switch.name}.up", switch.limit, *up)
 
 
 def _listed_limits(draft: _Draft) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tomli_w
@@ -70,8 +70,9 @@ class Switch:
     """GPUs and drives behind one PCIe switch: they share its link to the host, each direction on its own."""
 
     name: str
-    limit_bytes_per_s: float
-    members: tuple[str, ...]
+    limit: Any
+    """Bytes per second; a file may give it as text with a unit."""
+    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """`gpu0`, `gpu1`, ..., `nvme` (all drives)."""
     source: str = ""
     basis: Basis = "given"
@@ -138,17 +139,6 @@ class _Number:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Switch:
-    """A `Switch`, as files have it."""
-
-    name: str
-    limit: object
-    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-    source: str = ""
-    basis: Basis = "given"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     """A machine file."""
 
@@ -156,7 +146,7 @@ class _File:
     summary: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By the short name that entries give as their source."""
-    switch: tuple[_Switch, ...] = ()
+    switch: tuple[Switch, ...] = ()
     limit: tuple[Limit, ...] = ()
     shares: Mapping[str, Amount] = field(default_factory=dict)
     notes: Mapping[str, object] = field(default_factory=dict)
@@ -188,7 +178,7 @@ def parse_description(text: str, *, where: str) -> Description:
             key = find_key(f"{section}.{name}")
             values[key.name] = parse_quantity(key, value, where=where, sources=file.sources)
 
-    def source(entry: _Switch | Limit) -> str:
+    def source(entry: Switch | Limit) -> str:
         return file.sources.get(entry.source, entry.source) or where
 
     return Description(
@@ -196,14 +186,8 @@ def parse_description(text: str, *, where: str) -> Description:
         summary=file.summary,
         values=values,
         switches=tuple(
-            Switch(
-                name=entry.name,
-                limit_bytes_per_s=parse_amount(entry.limit, "bytes/s", what=f"limit of [[switch]] {entry.name!r}"),
-                members=entry.members,
-                source=source(entry),
-                basis=entry.basis,
-            )
-            for entry in file.switch
+            replace(x, limit=parse_amount(x.limit, "bytes/s", what=f"limit of [[switch]] {x.name!r}"), source=source(x))
+            for x in file.switch
         ),
         limits=tuple(replace(entry, source=source(entry)) for entry in file.limit),
         shares=file.shares,
@@ -319,10 +303,7 @@ def write_description(description: Description) -> str:
         assert isinstance(section, dict)
         section[name.partition(".")[2]] = _record(quantity)
     table |= {
-        "switch": [
-            {**_record(s, "limit_bytes_per_s"), "limit": s.limit_bytes_per_s, "members": list(s.members)}
-            for s in description.switches
-        ],
+        "switch": [_record(x) for x in description.switches],
         "limit": [_record(x) for x in description.limits],
         "shares": dict(description.shares),
         "notes": dict(description.notes),
@@ -330,7 +311,7 @@ def write_description(description: Description) -> str:
     return tomli_w.dumps({name: value for name, value in table.items() if value})
 
 
-def _record(entry: Quantity | Switch | Limit, *left_out: str) -> dict[str, object]:
+def _record(entry: Quantity | Switch | Limit) -> dict[str, object]:
     """The fields that have a value."""
-    record = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in left_out}
+    record = {f.name: getattr(entry, f.name) for f in fields(entry)}
     return {name: value for name, value in record.items() if value is not None}

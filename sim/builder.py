@@ -30,18 +30,14 @@ class Builder:
         return self._add(content, tier, size_bytes, kind, reuses=reuses)
 
     def initial(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
-        """A buffer that exists before the step. Declare with `outlives` which buffer it is in the next step."""
+        """A buffer that exists before the step."""
         return self._add(content, tier, size_bytes, kind, initial=True)
 
     def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
         """An initial buffer that exists in every step: its latest version outlives the step."""
         name = self.initial(content, tier, size_bytes, kind)
-        self.outlives(name, name)
+        self._becomes[name] = name
         return name
-
-    def outlives(self, name: str, initial: str) -> None:
-        """Declares that `name`, or its last version, is the buffer `initial` in the next step."""
-        self._becomes[name] = initial
 
     def over(self, old: str, content: Content | None = None) -> str:
         """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""

@@ -17,25 +17,19 @@ def cut_batches(workload: Workload, parts: int) -> Workload:
     training = workload.training
     assert training.per_device_train_batch_size % parts == 0, "the plan was not checked"
     sequences = training.per_device_train_batch_size // parts
-    return replace(
-        workload,
-        training=replace(
-            training,
-            per_device_train_batch_size=sequences,
-            gradient_accumulation_steps=training.gradient_accumulation_steps * parts,
-        ),
-        units=tuple(_cut(unit, parts, sequences=sequences) for unit in workload.units),
-    )
+    return _of_sequences(workload, sequences, training.gradient_accumulation_steps * parts, parts)
 
 
 def with_batch(workload: Workload, sequences: int) -> Workload:
     """`workload` with one micro-batch of so many sequences: as exact as `cut_batches`."""
-    training, now = workload.training, workload.training.per_device_train_batch_size
-    return replace(
-        workload,
-        training=replace(training, per_device_train_batch_size=sequences, gradient_accumulation_steps=1),
-        units=tuple(_cut(unit, now, sequences, sequences=sequences) for unit in workload.units),
-    )
+    return _of_sequences(workload, sequences, 1, workload.training.per_device_train_batch_size, sequences)
+
+
+def _of_sequences(workload: Workload, sequences: int, accumulation: int, parts: int, times: int = 1) -> Workload:
+    """`workload` in micro-batches of so many sequences: so many times one of so many parts of what they were."""
+    given = {"per_device_train_batch_size": sequences, "gradient_accumulation_steps": accumulation}
+    units = tuple(_cut(unit, parts, times, sequences=sequences) for unit in workload.units)
+    return replace(workload, training=replace(workload.training, **given), units=units)  # type: ignore[arg-type]
 
 
 def cut_operators(workload: Workload, parts: int) -> Workload:

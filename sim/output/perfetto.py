@@ -76,13 +76,14 @@ def _us(time_ns: int) -> float:
 
 
 def _op(span: Span, process: int, thread: int, number: int, *, is_critical: bool) -> dict[str, object]:
+    """An event with the category that PyTorch gives: a kernel, a copy over a GPU's link, or anything else."""
     args: dict[str, object] = {
         "waited for input (ms)": span.waited_input_ns / 1e6,
         "waited for memory (ms)": span.waited_memory_ns / 1e6,
     }
-    device = parse_stream(span.stream).device
-    if device is not None:  # Holistic Trace Analysis takes what has a stream for work of a GPU
-        args |= {"stream": thread, "device": device, "correlation": process * 10**7 + number}
+    stream = parse_stream(span.stream)
+    if stream.device is not None:  # Holistic Trace Analysis takes what has a stream for work of a GPU
+        args |= {"stream": thread, "device": stream.device, "correlation": process * 10**7 + number}
     if span.alone_ns >= 0:
         args["slowed by shared limits (ms)"] = max(0, span.duration_ns - span.alone_ns) / 1e6
     if is_critical:
@@ -90,21 +91,13 @@ def _op(span: Span, process: int, thread: int, number: int, *, is_critical: bool
     return {
         "ph": "X",
         "name": span.key,
-        "cat": _category(span.stream),
+        "cat": "kernel" if stream.is_compute else "gpu_memcpy" if stream.device is not None else "cpu_op",
         "pid": process,
         "tid": thread,
         "ts": _us(span.start_ns),
         "dur": _us(max(0, span.duration_ns - 1)),
         "args": args,
     }
-
-
-def _category(stream: str) -> str:
-    """PyTorch's names: `kernel` for computation on a GPU, `gpu_memcpy` for its links, `cpu_op` for everything else."""
-    name = parse_stream(stream)
-    if name.is_compute:
-        return "kernel"
-    return "gpu_memcpy" if name.device is not None else "cpu_op"
 
 
 def _counters(trace: Trace, process: int) -> Iterator[dict[str, object]]:

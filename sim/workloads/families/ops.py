@@ -141,27 +141,24 @@ def activation(tape: Tape, x: Value, name: str) -> Value:
 
 def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:
     """Views of x along its last dimension; their gradients are put together again."""
-    whole, dtype, meter = x.numel, x.dtype, tape.moved
-    rows = x.numel // x.shape[-1]
-    node_values = [Value((*x.shape[:-1], width), dtype, x.storage) for width in parts]
-    gathered: dict[int, Storage] = {}
+    whole, dtype = x.numel, x.dtype
+    values = [Value((*x.shape[:-1], width), dtype, x.storage) for width in parts]
+    gathered: list[Storage] = []
 
-    def join() -> Storage:
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        """Each part is a node that hands its gradient over; the last one to come joins them."""
+        gathered.append(grad)
+        if len(gathered) < len(parts):
+            return [None]
         input_grad = tape.grad(whole, dtype)
-        tape.backward_work.append(meter(*gathered.values(), input_grad))
+        tape.backward_work.append(tape.moved(*gathered, input_grad))
         gathered.clear()
-        return input_grad
+        return [input_grad]
 
-    # Each part is a node that hands its gradient over; the first part, last in reverse order, joins them.
-    for i, value in enumerate(node_values):
-
-        def backward(grad: Storage, i: int = i) -> Sequence[Storage | None]:
-            gathered[i] = grad
-            return [join() if i == 0 else None]
-
+    for value in values:
         tape.connect(value, [x], backward)
-    assert sum(parts) * rows == whole
-    return node_values
+    assert sum(parts) == x.shape[-1]
+    return values
 
 
 def dropout(tape: Tape, x: Value, probability: float) -> Value:

@@ -36,19 +36,15 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
     words = embedding(tape, ids, config.vocabulary, config.hidden)
     mask = tape.made("ones", [], ids.shape, "fp32")
-    numbers = place_numbers(tape, mask)
+    counted = tape.made("cumsum", [mask], mask.shape, "fp32")
+    product = tape.made("mul", [counted, mask], mask.shape, "fp32")
+    less = tape.made("sub", [product], mask.shape, "fp32")
+    numbers = tape.made("_to_copy", [less], mask.shape, "int64")
+    del counted, product, less
     tape.hold(numbers)  # blocks get it
     moved_on = tape.made("add", [numbers], numbers.shape, "int64")
     places = embedding(tape, moved_on, config.number("max_position_embeddings") + OFFSET, config.hidden)
     return add(tape, words, places)
-
-
-def place_numbers(tape: Tape, mask: Value) -> Value:
-    """Positions counted from the mask, in fp32, then as integers."""
-    counted = tape.made("cumsum", [mask], mask.shape, "fp32")
-    product = tape.made("mul", [counted, mask], mask.shape, "fp32")
-    less = tape.made("sub", [product], mask.shape, "fp32")
-    return tape.made("_to_copy", [less], mask.shape, "int64")
 
 
 def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:

@@ -71,8 +71,6 @@ class Node:
     dtype: str
     is_view: bool = False
     """Gradients go through as parts of larger storages."""
-    leaf: bool = False
-    """A parameter or the unit's input: gradients end here."""
     is_own: bool = False
     """A parameter of this unit."""
 
@@ -136,13 +134,13 @@ class Tape:
             self.shared_parameters += size
         else:
             self.num_parameters += size
-        leaf = Node((), None, size, dtype, leaf=True, is_own=not shared)
+        leaf = Node((), None, size, dtype, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
 
     def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:
         """The unit's input: it belongs to the unit before."""
         dtype = dtype or self.training.dtype
-        leaf = Node((), None, prod(shape), dtype, leaf=True) if needs_grad else None
+        leaf = Node((), None, prod(shape), dtype) if needs_grad else None
         return Value(shape, dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype, "input"), leaf)
 
     def outside(self, *shape: int, dtype: str | None = None) -> Value:
