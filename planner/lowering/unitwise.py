@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering import templates
 from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.placing import COMPUTE, HOME, NUM_MARKS, READ, Rows, Step, walk, written
 from tierplan.planner.lowering.sketch import (
@@ -22,23 +23,7 @@ from tierplan.planner.lowering.sketch import (
     Sketch,
     Template,
 )
-from tierplan.planner.lowering.templates import (
-    ALIAS,
-    ARRIVE,
-    BACKWARD,
-    CLIP,
-    DECLARE,
-    FETCH,
-    FORWARD,
-    GO_HOME,
-    REMAKE,
-    UPDATE,
-    UPDATE_AND_GO,
-    UPDATE_HERE,
-    Chain,
-    Place,
-    TurnKind,
-)
+from tierplan.planner.lowering.templates import Chain, Place, TurnKind
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.sim.builder import tiers_of
@@ -126,7 +111,7 @@ class UnitwiseStep:
 
     def _new_place(self, turn: TurnKind, u: int, m: int, flag: int) -> int:
         facts, cells = self.facts[u], self.chain.cells
-        if turn is CLIP:
+        if turn is templates.CLIP:
             owners = self._updated()
             found = [(f"norm{i}", cells["norm"][u]) for i, u in enumerate(owners)] + [("clip", cells["clip"][0])]
         else:
@@ -173,7 +158,7 @@ class UnitwiseStep:
         """In order: each template, the turn drawn once more with what its cells hold, and the numbers of that."""
         for number, place in enumerate(self.places):
             turn = self.drawn.places[place]
-            if turn.turn is not ALIAS:
+            if turn.turn is not templates.ALIAS:
                 template = int(self.step.template[number])
                 forms = self.drawn.forms(template)
                 first = int(self.step.first_held[number])
@@ -184,7 +169,7 @@ class UnitwiseStep:
 
     def _declare(self) -> None:
         for u in self.owners:
-            self._place(DECLARE, u, 0.0)
+            self._place(templates.DECLARE, u, 0.0)
 
     def _turn_before(self, step: int, ahead: int) -> list[int]:
         """The compute ops that have to end before a fetch for `step`, and an early one, start in strict windows."""
@@ -200,16 +185,16 @@ class UnitwiseStep:
 
     def _forward(self, step: int, u: int, m: int) -> None:
         may_leave = u == self._segment(u)[0]
-        self.turns.append(self._place(FORWARD, u, step, m=m, flag=may_leave, ops=self._before(step)[:2]))
+        self.turns.append(self._place(templates.FORWARD, u, step, m=m, flag=may_leave, ops=self._before(step)[:2]))
 
     def _backward(self, step: int, u: int, m: int) -> None:
         before = self._before(step)
         if self.plan.segment_units > 1 and len(segment := self._segment(u)) > 1 and u == segment[-1]:
-            self._place(FETCH, u, step, m=m, ops=before[:2])
+            self._place(templates.FETCH, u, step, m=m, ops=before[:2])
             for v in segment:
-                self._place(REMAKE, v, step, m=m, flag=v != u, ops=before)
+                self._place(templates.REMAKE, v, step, m=m, flag=v != u, ops=before)
         is_complete = m == self.num_batches - 1
-        self.turns.append(self._place(BACKWARD, u, step, m=m, flag=is_complete, ops=before))
+        self.turns.append(self._place(templates.BACKWARD, u, step, m=m, flag=is_complete, ops=before))
         if is_complete and u in self.at_once:
             self._update(u, float(step), "grads")
 
@@ -238,7 +223,7 @@ class UnitwiseStep:
         """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
         owners = self._updated()
         if self.training.max_grad_norm is not None:
-            self._place(CLIP, owners[0], end, flag=len(owners))
+            self._place(templates.CLIP, owners[0], end, flag=len(owners))
         for i, u in enumerate(owners):
             if self.plan.semantics == "exact-clip":
                 self._update(u, end + i, "grads", apart=1.0)
@@ -260,7 +245,7 @@ class UnitwiseStep:
         """
         self._alias("due", grads, u)
         if self.plan.units[u].states == "device":
-            self._place(UPDATE_HERE, u, step)
+            self._place(templates.UPDATE_HERE, u, step)
             return
         parts = self.facts[u].num_parts
         apart = self.turns_per_unit if apart is None else apart
@@ -268,11 +253,11 @@ class UnitwiseStep:
             at, index, read_after = step + k * apart / parts, len(self.updates), self._read_after()
             if upload_at is None and self.plan.write_back != "delayed":
                 ops = [*read_after, *self._update_after(), EMPTY]
-                made = self._place(UPDATE_AND_GO, u, at, flag=k, ops=ops)
+                made = self._place(templates.UPDATE_AND_GO, u, at, flag=k, ops=ops)
             else:
-                made = self._place(ARRIVE, u, at, flag=k, ops=[*read_after, *NOTHING[3:]])
+                made = self._place(templates.ARRIVE, u, at, flag=k, ops=[*read_after, *NOTHING[3:]])
                 self._go_home(_op(made, READ))
-                made = self._place(UPDATE, u, at, flag=k, ops=[*NOTHING[:3], *self._update_after()])
+                made = self._place(templates.UPDATE, u, at, flag=k, ops=[*NOTHING[:3], *self._update_after()])
                 self.waiting_home = (u, k, at if upload_at is None else upload_at + at - step, index)
             self.updates.append(made)
             self.homes.append(made)
@@ -292,7 +277,7 @@ class UnitwiseStep:
         """Sends what an update has written to where it lives, if that waits."""
         if self.waiting_home is not None:
             u, k, at, index = self.waiting_home
-            self.homes[index] = self._place(GO_HOME, u, at, flag=k, ops=[after])
+            self.homes[index] = self._place(templates.GO_HOME, u, at, flag=k, ops=[after])
             self.computed_in[self.homes[index]] = self.updates[index]
             self.waiting_home = None
 

@@ -58,18 +58,16 @@ class PackEstimate:
         self._pack = cache(self._costs)
 
     def _fits(self, phase: str, first: int, end: int) -> bool:
-        return self._needed_bytes(phase, first, end) <= self.capacity_bytes
-
-    def _needed_bytes(self, phase: str, first: int, end: int) -> int:
-        """What a pack must hold at its fullest."""
+        """By what a pack must hold at its fullest."""
         t, units = self.training, self.units[first:end]
         num_parameters = sum(u.num_parameters for u in units)
         borders = 2 * units[0].input_bytes + 2 * units[-1].output_bytes
         if phase == "fwd":
-            return num_parameters * t.param_bytes + max(u.saved_bytes + u.forward_work_bytes for u in units) + borders
+            working = max(u.saved_bytes + u.forward_work_bytes for u in units)
+            return num_parameters * t.param_bytes + working + borders <= self.capacity_bytes
         saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         work = max(u.backward_work_bytes for u in units)
-        return num_parameters * (t.param_bytes + t.grad_bytes) + saved + work + borders
+        return num_parameters * (t.param_bytes + t.grad_bytes) + saved + work + borders <= self.capacity_bytes
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""

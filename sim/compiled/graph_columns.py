@@ -52,6 +52,11 @@ class GraphColumns(NamedTuple):
     is_freed: Bool
     """Per buffer: whether it is freed when its last reader ends (its writer, if it has none). The others outlive the
     step, or their bytes live on in a buffer that takes them over."""
+    frees: Lists
+    """Buffers that are freed when as many ops have ended that have them here as there are `users`: when this one ends,
+    those that it writes and nobody reads first, then those that it reads."""
+    users: Int32
+    """Per buffer."""
     buffer_tier: Int32
     """Per buffer."""
     held_bytes: Int64
@@ -229,6 +234,18 @@ def _graph(
         for k in range(begin, end):
             num_followers[inputs[k]] += 1
 
+    # What may be freed when an op ends.
+    free_begins, users = np.zeros(num_ops + 1, np.int32), np.maximum(num_readers, 1)
+    freed, num_freed = np.empty(len(reads.items) + len(writes.items), np.int32), 0
+    for i in range(num_ops):
+        for lists, wants_readers in ((writes, False), (reads, True)):
+            for k in range(lists.begins[i], lists.begins[i + 1]):
+                b = lists.items[k]
+                if is_freed[b] and (num_readers[b] > 0) == wants_readers:
+                    freed[num_freed] = b
+                    num_freed += 1
+        free_begins[i + 1] = num_freed
+
     # Followers from inputs.
     follower_begins = np.zeros(num_ops + 1, np.int32)
     for i in range(num_ops):
@@ -258,6 +275,8 @@ def _graph(
         writes,
         num_readers,
         is_freed,
+        Lists(free_begins, freed[:num_freed]),
+        users,
         buffer_tier,
         held_bytes,
         initial_bytes,

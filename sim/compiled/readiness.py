@@ -23,26 +23,20 @@ def _earlier(i: int, j: int, until_s: Float64) -> bool:
 def _slack(graph: GraphColumns) -> Int64:
     """Per tier and list position: what stays free at that op when ops run one by one in list order."""
     requests, request_tier, request_bytes = graph.requests, graph.request_tier, graph.request_bytes
-    read_begins, read = graph.reads
-    write_begins, written = graph.writes
-    num_readers, is_freed = graph.num_readers, graph.is_freed
+    free_begins, freed = graph.frees
     buffer_tier, held_bytes = graph.buffer_tier, graph.held_bytes
     num_ops, num_tiers = len(graph.stream), len(graph.capacity_bytes)
     free_bytes = graph.capacity_bytes - graph.initial_bytes
-    readers_left = num_readers.copy()
+    users_left = graph.users.copy()
     slack = np.empty((num_tiers, num_ops), np.int64)
     for i in range(num_ops):
         for r in range(requests[i], requests[i + 1]):
             free_bytes[request_tier[r]] -= request_bytes[r]
         slack[:, i] = free_bytes
-        for k in range(write_begins[i], write_begins[i + 1]):
-            b = written[k]
-            if is_freed[b] and num_readers[b] == 0:
-                free_bytes[buffer_tier[b]] += held_bytes[b]
-        for k in range(read_begins[i], read_begins[i + 1]):
-            b = read[k]
-            readers_left[b] -= 1
-            if is_freed[b] and readers_left[b] == 0:
+        for k in range(free_begins[i], free_begins[i + 1]):
+            b = freed[k]
+            users_left[b] -= 1
+            if users_left[b] == 0:
                 free_bytes[buffer_tier[b]] += held_bytes[b]
     return slack
 
@@ -68,24 +62,19 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
     stream, next_on_stream = graph.stream, graph.next_on_stream
     follower_begins, follower = graph.followers
     requests, request_tier, request_bytes = graph.requests, graph.request_tier, graph.request_bytes
-    read_begins, read = graph.reads
-    write_begins, written = graph.writes
-    num_readers, is_freed = graph.num_readers, graph.is_freed
+    free_begins, freed = graph.frees
     buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
     num_ops, num_tiers, num_streams = len(stream), len(capacity_bytes), len(graph.first_on_stream)
 
-    used_bytes, readers_left, waiting_for = graph.initial_bytes.copy(), num_readers.copy(), graph.num_inputs.copy()
+    used_bytes, users_left, waiting_for = graph.initial_bytes.copy(), graph.users.copy(), graph.num_inputs.copy()
     wanted_bytes = used_bytes.copy()
     for r in range(len(request_tier)):
         wanted_bytes[request_tier[r]] += request_bytes[r]
     can_be_short = wanted_bytes > capacity_bytes  # the other tiers hold everything at once
     freed_at = np.full(len(buffer_tier), -1, np.int32)  # list position of the last op that keeps the buffer
     for i in range(num_ops):
-        for k in range(write_begins[i], write_begins[i + 1]):
-            if num_readers[written[k]] == 0:
-                freed_at[written[k]] = i
-        for k in range(read_begins[i], read_begins[i + 1]):
-            freed_at[read[k]] = i
+        for k in range(free_begins[i], free_begins[i + 1]):
+            freed_at[freed[k]] = i
 
     order, num_started, frontier = np.empty(num_ops, np.int32), 0, 0
     is_started, is_blocked = np.zeros(num_ops, np.bool_), np.empty(num_tiers, np.bool_)
@@ -142,18 +131,10 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
         num_running -= 1
         running[first] = running[num_running]
         now_s = until_s[i]
-        for k in range(write_begins[i], write_begins[i + 1]):
-            b = written[k]
-            if is_freed[b] and num_readers[b] == 0:
-                tier = buffer_tier[b]
-                used_bytes[tier] -= held_bytes[b]
-                if can_be_short[tier]:
-                    for at in range(frontier, i + 1):
-                        slack[tier, at] += held_bytes[b]
-        for k in range(read_begins[i], read_begins[i + 1]):
-            b = read[k]
-            readers_left[b] -= 1
-            if is_freed[b] and readers_left[b] == 0:
+        for k in range(free_begins[i], free_begins[i + 1]):
+            b = freed[k]
+            users_left[b] -= 1
+            if users_left[b] == 0:
                 tier = buffer_tier[b]
                 used_bytes[tier] -= held_bytes[b]
                 if can_be_short[tier]:

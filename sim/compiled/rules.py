@@ -219,9 +219,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     follower_begins, follower = graph.followers
     requests, request_op, request_tier = graph.requests, graph.request_op, graph.request_tier
     request_bytes, request_next = graph.request_bytes, graph.request_next
-    read_begins, read = graph.reads
-    write_begins, written = graph.writes
-    num_readers, is_freed = graph.num_readers, graph.is_freed
+    free_begins, freed = graph.frees
     buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
     op_price, _, latency_ns, work_ns, is_flow, share, demand, limits = prices
     num_ops, num_tiers, num_streams = len(op_price), len(capacity_bytes), len(first_on_stream)
@@ -230,7 +228,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     start_ns, end_ns = np.full(num_ops, -1, np.int64), np.full(num_ops, -1, np.int64)
     used_bytes, peak_bytes = graph.initial_bytes.copy(), graph.initial_bytes.copy()
     next_request, is_short = graph.first_request.copy(), np.zeros(num_tiers, np.bool_)
-    waiting_for, readers_left, grants_left = num_inputs.copy(), num_readers.copy(), requests[1:] - requests[:-1]
+    waiting_for, users_left, grants_left = num_inputs.copy(), graph.users.copy(), requests[1:] - requests[:-1]
     is_eligible = np.zeros(num_ops, np.bool_)
 
     # What is due now, first things first: tiers that may grant, ops that have become eligible, ops that have ended,
@@ -297,19 +295,10 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             num_ended += 1
             end_ns[i] = now_ns
             num_granting = num_granted = 0
-            for k in range(write_begins[i], write_begins[i + 1]):
-                b = written[k]
-                if is_freed[b] and num_readers[b] == 0:
-                    tier = buffer_tier[b]
-                    used_bytes[tier] -= held_bytes[b]
-                    if is_short[tier]:
-                        is_short[tier] = False
-                        granting[num_granting] = tier
-                        num_granting += 1
-            for k in range(read_begins[i], read_begins[i + 1]):
-                b = read[k]
-                readers_left[b] -= 1
-                if is_freed[b] and readers_left[b] == 0:
+            for k in range(free_begins[i], free_begins[i + 1]):
+                b = freed[k]
+                users_left[b] -= 1
+                if users_left[b] == 0:
                     tier = buffer_tier[b]
                     used_bytes[tier] -= held_bytes[b]
                     if is_short[tier]:
