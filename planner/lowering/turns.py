@@ -6,7 +6,7 @@ much before (`lead`), and a rank within it. Names, contents and kinds are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
 from tierplan.planner.lowering.sketch import (
@@ -44,7 +44,7 @@ from tierplan.sim.contents import (
     part_ranges,
     recompute_key,
 )
-from tierplan.sim.workloads.workload import total_work
+from tierplan.sim.workloads.workload import Amounts, total_work
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
 FP32_BYTES = 4
@@ -112,13 +112,7 @@ def _input(s: Sketch) -> str | None:
 
 
 def _compute(
-    s: Sketch,
-    key: str,
-    kind: str,
-    work: Mapping[str, float],
-    reads: Iterable[str | None],
-    writes: list[str],
-    size_bytes: int,
+    s: Sketch, key: str, kind: str, work: Amounts, reads: Iterable[str | None], writes: list[str], size_bytes: int
 ) -> None:
     """An op on the compute stream with its transient: written by it and read by nobody, so it is freed at its end."""
     writes = [*writes, *s.work(key, size_bytes)]

@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+import tierplan.planner.lowering.templates as templates
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import templates
 from tierplan.planner.lowering.compute_order import compute_order
 from tierplan.planner.lowering.placing import COMPUTE, HOME, NUM_MARKS, READ, Rows, Step, walk, written
 from tierplan.planner.lowering.sketch import (

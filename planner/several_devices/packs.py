@@ -12,7 +12,6 @@ unit, for the runtime.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -39,7 +38,7 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
-from tierplan.sim.workloads.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
@@ -317,15 +316,7 @@ class PackLowering:
         return grads
 
     def _op(
-        self,
-        key: str,
-        task: Task,
-        kind: str,
-        work: Mapping[str, float],
-        reads: list[str],
-        writes: list[str],
-        unit: Unit,
-        m: int,
+        self, key: str, task: Task, kind: str, work: Amounts, reads: list[str], writes: list[str], unit: Unit, m: int
     ) -> str:
         """Adds an op that computes; its key."""
         stream = compute(task.device)

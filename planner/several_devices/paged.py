@@ -8,8 +8,6 @@ page fault comes when the op before has ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
@@ -29,7 +27,7 @@ from tierplan.sim.contents import (
     op_key,
 )
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 Names = tuple[str, ...]
 
@@ -84,9 +82,7 @@ class _Paged:
                 key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
 
-    def _op(
-        self, key: str, r: int, kind: str, work: Mapping[str, float], reads: Names, writes: Names, unit: Unit, m: int
-    ) -> None:
+    def _op(self, key: str, r: int, kind: str, work: Amounts, reads: Names, writes: Names, unit: Unit, m: int) -> None:
         """An op that computes on a device, the last one there."""
         self.last[r] = self.builder.op(
             key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m

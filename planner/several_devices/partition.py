@@ -8,7 +8,7 @@ all devices: what they read and write is the whole. Activations belong to each d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tierplan.hwmodels.names import DEVICE, device, next_peer, parse_stream
@@ -23,6 +23,7 @@ from tierplan.sim.contents import (
     parse_content,
 )
 from tierplan.sim.schedule import Buffer, Op, Schedule
+from tierplan.sim.workloads.workload import Amounts
 
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
@@ -117,14 +118,7 @@ class _Partition:
         return self._name(name, r)
 
     def _emit(
-        self,
-        op: Op,
-        key: str,
-        stream: str,
-        work: Mapping[str, float],
-        reads: list[str],
-        writes: list[str],
-        r: int | None,
+        self, op: Op, key: str, stream: str, work: Amounts, reads: list[str], writes: list[str], r: int | None
     ) -> str:
         after = []
         for old in op.after:

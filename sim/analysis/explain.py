@@ -167,10 +167,9 @@ def _tiers_given_back(graph: Graph, spans: list[Span]) -> list[set[int]]:
     """Per op: the tiers in which its end freed bytes."""
     given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
     last_reader: dict[int, int] = {}
-    for i, buffers in enumerate(graph.counts_down):
-        for b in buffers:
-            if b not in last_reader or spans[i].end_ns > spans[last_reader[b]].end_ns:
-                last_reader[b] = i
+    for i in sorted(range(len(spans)), key=lambda i: -spans[i].end_ns):
+        for b in graph.counts_down[i]:
+            last_reader.setdefault(b, i)
     for b, i in last_reader.items():
         given[i].add(graph.tier_of[b])
     return given

@@ -18,6 +18,8 @@ import msgspec
 from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 
+Amounts = Mapping[str, float]
+"""Of work, by its kind."""
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
 """In one step: beyond any batch in use."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors
-from tierplan.sim.workloads.workload import DTYPE_BYTES, SavedTensor, Training, total_work
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, SavedTensor, Training, total_work
 
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
 
@@ -173,12 +173,7 @@ class Tape:
     # ---- recording ----
 
     def record(
-        self,
-        name: str,
-        reads: Sequence[Value],
-        writes: Sequence[Value],
-        work: Mapping[str, float],
-        random: bool = False,
+        self, name: str, reads: Sequence[Value], writes: Sequence[Value], work: Amounts, random: bool = False
     ) -> None:
         name = f"{self.scope}/{name}" if self.scope else name
         read, written = (tuple(v.storage.number for v in values) for values in (reads, writes))
