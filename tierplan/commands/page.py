@@ -1,7 +1,7 @@
 """Write a what-if page: models, GPUs, DRAM, drives, methods and batches to choose among, in one file for a browser.
 
-All combinations are planned beforehand, as by `tierplan sweep`: the default grid takes a quarter of an hour on two
-cores, and a second run continues where the first one stopped. The page opens from disk and asks no network.
+All combinations are planned beforehand, as by `tierplan sweep`: the default grid, some 400, takes about twenty minutes
+on two cores, and a second run continues where the first one stopped. The page opens from disk and asks no network.
 
     tierplan page -o what-if.html --quick
     tierplan page -o what-if.html --model llama-3.1-8b qwen3-8b --gpu rtx-3090 rtx-5090 --dram 64 128 192 --drives 1 2 4

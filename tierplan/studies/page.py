@@ -43,9 +43,9 @@ LABELS: Mapping[str, str] = {
     "sequences": "Sequences per step",
 }
 """The controls in their order, by key of a point or of its machine."""
-MODELS = ("llama-3.1-8b", "llama-3.2-3b", "qwen3-14b")
+MODELS = ("llama-3.1-8b", "qwen3-14b")
 POLICIES = (PLANNER, "zero-infinity", "zero-offload", "fuyou")
-SEQUENCES = (16, 4, 64)
+SEQUENCES = (16, 4)
 NUM_LIMITS = 8
 
 
@@ -84,7 +84,8 @@ def grid_of(choices: Choices) -> Study:
             "link.p2p, for example --set 'link.p2p=20 GB/s', or leave out --gpus"
         )
     capacity, drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
-    cards = [name for name in catalog_names("gpus") if load_part("gpu", name).number("gpu.price")]
+    parts = {name: load_part("gpu", name) for name in catalog_names("gpus")}
+    cards = [name for name, gpu in parts.items() if gpu.number("gpu.price") and gpu.number("gpu.peak_bf16")]
     sold = [f"{gib} GiB" for gib in form.dram_gib if gib * GIB > 1.1 * capacity][:2]
     offered: dict[str, list[object]] = {
         "gpu.part": _first(part.value, cards) if part and form.cards else [],
