@@ -123,6 +123,13 @@ def test_what_does_not_fit_cannot_be_judged(tmp_path: Path) -> None:
     assert "cannot be judged" in "\n".join(explanation_lines(said))
 
 
+def test_drives_that_are_not_there_are_named(tmp_path: Path) -> None:
+    point = replace(RTX_3090, overrides={"nvme.drives": 0})
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    said = explain_run(point, configured(tmp_path, {"zero_optimization": zero}, point), MeasuredStep(step_s=14.2))
+    assert "has no drive" in said.expected.why_not
+
+
 def test_what_makes_it_fit_is_named(tmp_path: Path) -> None:
     args = {"output_dir": "x", "per_device_train_batch_size": 16, "bf16": True, "gradient_checkpointing": True}
     point = replace(RTX_3090, model="llama-3.2-1b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import exp, log
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.optimize import brentq
 
@@ -42,8 +42,7 @@ MOST_FACTOR = 256.0
 LEAST_GAIN_FRAC = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(NamedTuple):
     """Why a part of a machine is often slower than its data sheet says."""
 
     what: str
@@ -54,34 +53,32 @@ class Cause:
 
 CAUSES: Mapping[str, tuple[Cause, ...]] = {
     CORES: (
-        Cause(what="Adam in PyTorch instead of DeepSpeedCPUAdam, or one compiled without AVX", factor=6.5,
-              source="DeepSpeed pull request 735"),
-        Cause(what="OMP_NUM_THREADS=1, which torchrun sets, or several ranks on few cores", factor=10,
-              source="ISEEKYAN/Megatron-LM issue 188"),
-        Cause(what="cores not bound to ranks (--bind_cores_to_rank)", factor=1.3, source="DeepSpeed pull request 7474"),
-        Cause(what="one DIMM, or channels left empty", factor=2, source="DeepSpeed issue 6695"),
-        Cause(what="host memory that the system has swapped out", factor=30),
+        Cause("Adam in PyTorch, or DeepSpeed's compiled without AVX", 6.5, "DeepSpeed pull request 735"),
+        Cause("OMP_NUM_THREADS=1 (torchrun's), or ranks on few cores", 10, "ISEEKYAN/Megatron-LM issue 188"),
+        Cause("cores not bound to ranks (--bind_cores_to_rank)", 1.3, "DeepSpeed pull request 7474"),
+        Cause("one DIMM, or channels left empty", 2, "DeepSpeed issue 6695"),
+        Cause("host memory that the system has swapped out", 30),
     ),
     LINKS: (
-        Cause(what="copies from memory that is not pinned (pin_memory: true)", factor=2),
-        Cause(what="a slot with 4 or 8 lanes, or one generation older", factor=2),
-        Cause(what="GPUs that share the host's link, all copying", factor=2, source="Mist's measurements of 8x A10G"),
-        Cause(what="memory of the other socket", factor=2.9, source="torchtitan issue 3519"),
-        Cause(what="copies that wait for each other", factor=10, source="DeepSpeed issue 1130"),
+        Cause("copies from memory that is not pinned (pin_memory: true)", 2),
+        Cause("a slot with 4 or 8 lanes, or one generation older", 2),
+        Cause("GPUs that share the host's link, all copying", 2, "Mist's measurements of 8x A10G"),
+        Cause("memory of the other socket", 2.9, "torchtitan issue 3519"),
+        Cause("copies that wait for each other", 10, "DeepSpeed issue 1130"),
     ),
     DRIVES: (
-        Cause(what="writes beyond the drive's cache", factor=4, source="WD SN850X: 6.3 GB/s, then 0.9 to 1.8"),
-        Cause(what="a drive shared with the system, or a file system without O_DIRECT", factor=2),
-        Cause(what="too few requests in flight (aio: queue_depth, block_size, intra_op_parallelism)", factor=3),
+        Cause("writes beyond the drive's cache", 4, "WD SN850X: 6.3 GB/s, then 0.9 to 1.8"),
+        Cause("a drive shared with the system, or a file system without O_DIRECT", 2),
+        Cause("too few requests in flight (aio: queue_depth, block_size, intra_op_parallelism)", 3),
     ),
     COMPUTE: (
-        Cause(what="the GPU's limit of power or heat, or another program on it", factor=1.5),
-        Cause(what="attention that is not fused (attn_implementation: flash_attention_2 or sdpa)", factor=2),
-        Cause(what="fp32 kernels where 16 bits were meant", factor=4),
-        Cause(what="small kernels that Python launches too slowly, or a GPU that waits for data", factor=3),
+        Cause("the GPU's limit of power or heat, or another program on it", 1.5),
+        Cause("attention that is not fused (attn_implementation: flash_attention_2 or sdpa)", 2),
+        Cause("fp32 kernels where 16 bits were meant", 4),
+        Cause("small kernels that Python launches too slowly, or a GPU that waits for data", 3),
     ),
-    PEERS: (Cause(what="GPUs that exchange through host memory, without peer-to-peer access", factor=4),),
-}  # fmt: skip
+    PEERS: (Cause("GPUs that exchange through host memory, without peer-to-peer access", 4),),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +288,6 @@ def _suspects(simulator: _Simulator, setup: Setup, explanation: Explanation) -> 
                 continue
             factor = exp(float(brentq(step_s, *ends, xtol=0.02)))
         prediction = simulator.with_part(setup, plan, part, factor)
-        misfit = _misfit(prediction, measured, target_s)
         causes = tuple(
             c.what + (f" ({c.factor:g} times slower: {c.source})" if c.source else "")
             for c in sorted(CAUSES[part], key=lambda c: abs(log(c.factor / max(factor, 1.0))))
@@ -307,7 +303,7 @@ def _suspects(simulator: _Simulator, setup: Setup, explanation: Explanation) -> 
                 part=part,
                 factor=factor,
                 step_s=(prediction.step_s or 0.0) + setup.extra_s,
-                misfit_frac=misfit,
+                misfit_frac=_misfit(prediction, measured, target_s),
                 rates=rates,
                 causes=causes,
             )

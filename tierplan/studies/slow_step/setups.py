@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
+from tierplan.planner.policies.options import has_nvme
 from tierplan.planner.training_files import Configured
 from tierplan.sim.workloads.workload import Training
 
 COMPUTE, LINKS, DRIVES, CORES, PEERS = "GPU", "host links", "drives", "host cores", "links between GPUs"
-PAGEABLE, TORCH_ADAM = 2.0, 6.5
-ON_CPU = "Adam of PyTorch took 56 s where DeepSpeed's took 8.2 s (DeepSpeed pull request 735)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,7 @@ class SetupChange:
     """Rests on an assumed factor; else all of the gain is simulated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostlySetting:
+class CostlySetting(NamedTuple):
     """A setting that makes a part of the machine slower."""
 
     key: str
@@ -55,27 +54,15 @@ class CostlySetting:
     why: str
 
 
+_UNPINNED = "copies from memory that is not pinned go through a buffer, at about half the rate, and block"
+_ON_CPU = "Adam of PyTorch took 56 s where DeepSpeed's took 8.2 s (DeepSpeed pull request 735)"
+_PIN, _OWN_ADAM = "zero_optimization.offload_{}.pin_memory", "zero_force_ds_cpu_optimizer"
 COSTS = (
-    *(
-        CostlySetting(
-            key=f"zero_optimization.offload_{what}.pin_memory",
-            value=False,
-            part=LINKS,
-            factor=PAGEABLE,
-            better="pin_memory: true",
-            why="copies from memory that is not pinned go through a buffer, at about half the rate, and block",
-        )
-        for what in ("optimizer", "param")
-    ),
-    CostlySetting(
-        key="optimizer.params.torch_adam", value=True, part=CORES, factor=TORCH_ADAM, better="torch_adam: false",
-        why=ON_CPU,
-    ),
-    CostlySetting(
-        key="zero_force_ds_cpu_optimizer", value=False, part=CORES, factor=TORCH_ADAM,
-        better="zero_force_ds_cpu_optimizer: true", why=ON_CPU,
-    ),
-)  # fmt: skip
+    CostlySetting(_PIN.format("optimizer"), False, LINKS, 2.0, "pin_memory: true", _UNPINNED),
+    CostlySetting(_PIN.format("param"), False, LINKS, 2.0, "pin_memory: true", _UNPINNED),
+    CostlySetting("optimizer.params.torch_adam", True, CORES, 6.5, "torch_adam: false", _ON_CPU),
+    CostlySetting(_OWN_ADAM, False, CORES, 6.5, f"{_OWN_ADAM}: true", _ON_CPU),
+)
 
 
 def part_of(stream: str) -> str:
@@ -96,7 +83,7 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
             slower[cost.part] = cost.factor
             assumed.append(f"{cost.key} is {cost.value}: {cost.part} {cost.factor:g} times slower, since {cost.why}")
     setup = Setup(training=configured.training, policy=configured.policy, options=configured.options, slower=slower)
-    uses_drive = "nvme" in setup.options.values()
+    uses_drive = "nvme" in setup.options.values() and has_nvme(machine)
     if uses_drive and (factor := _queue_factor(says, machine)) > 1.02:
         setup = replace(setup, slower={**slower, DRIVES: factor})
         assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
@@ -106,8 +93,7 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
         assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
     if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
         assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
-    paths = {says[f"zero_optimization.offload_{w}.nvme_path"] for w in ("param", "optimizer") if
-             says.get(f"zero_optimization.offload_{w}.nvme_path")}  # fmt: skip
+    paths = set(filter(None, (says.get(f"zero_optimization.offload_{w}.nvme_path") for w in ("param", "optimizer"))))
     if uses_drive and len(paths) == 1:
         assumed.append(
             f"nvme_path {paths.pop()} lies on the machine's drives alone, not on the system's drive or a tmpfs"
