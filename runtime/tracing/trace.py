@@ -43,8 +43,14 @@ def trace_workload(model: str | Path, training: Training) -> Workload:
     return trace_config(name, raw, training)
 
 
-def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Workload:
-    """The same for a config that is at hand."""
+def trace_config(
+    name: str,
+    raw: Mapping[str, object],
+    training: Training,
+    *,
+    at: Callable[[Training], Workload] | None = None,
+) -> Workload:
+    """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
     with FakeTensorMode(allow_non_fake_inputs=True), backend_rules(training):
         model = build_model(raw, training)
         try:
@@ -67,7 +73,7 @@ def trace_config(name: str, raw: Mapping[str, object], training: Training) -> Wo
         shared_bytes=tracer.shared_bytes,
         config=dict(raw),
     )
-    return with_sizes_of_one(workload, lambda training: trace_config(name, raw, training))
+    return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
 
 def trace_module(

@@ -14,6 +14,7 @@ from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import LARGEST, Advice, advise, answer_point, worthwhile
 from tierplan.studies.costs import TrainingJob, costs_of
+from tierplan.studies.evaluate import machine_of
 from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Point
 
@@ -67,10 +68,12 @@ def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
 
 def test_what_shops_sell() -> None:
     desktop = {p.what: p for p in purchases(load_description("desktop-4090"), PriceList())}
-    assert desktop["128 GiB DRAM (4 x 32)"].price_usd == 64 * 3
-    assert desktop["192 GiB DRAM (4 x 48)"].price_usd == 192 * 3
+    assert desktop["128 GiB DRAM (4 x 32)"].price_usd == pytest.approx(64 * 10.6)
+    assert desktop["192 GiB DRAM (4 x 48)"].price_usd == pytest.approx(192 * 10.6)
     assert not any("96 GiB" in what for what in desktop), "it costs more than 128"
     assert desktop["1 more drive"].overrides == {"nvme.drives": 2}
+    assert desktop["a second rtx-4090"].overrides["gpu.count"] == 2
+    assert desktop["a second rtx-4090"].price_usd == 1599
     assert "rtx-3090" not in desktop, "it has the memory of a 4090 and half its speed"
     assert "rtx-5090" in desktop
     older = purchases(load_description("desktop-4090", ["gpu.part=gtx-1080-ti"]), PriceList())
@@ -79,6 +82,35 @@ def test_what_shops_sell() -> None:
     assert laptop
     assert not any("gpu.part" in p.overrides for p in laptop)
     assert max(int(str(p.overrides.get("nvme.drives", 0))) for p in laptop) <= 2
+    assert [p.machine for p in laptop if p.machine] == ["desktop-4090"]
+    assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + PriceList().drive_usd
+
+
+def test_what_is_bought_changes_the_question() -> None:
+    asked = Point(model="gpt2", machine="laptop", batch=4, overrides={"nvme.drives": 1})
+    more = Purchase(what="", overrides={"host.capacity": "64 GiB"}, price_usd=1)
+    assert more.applied(asked) == replace(asked, overrides={"nvme.drives": 1, "host.capacity": "64 GiB"})
+    other = replace(more, machine="desktop-4090", overrides={})
+    assert other.applied(asked) == replace(asked, machine="desktop-4090", overrides={})
+
+
+def test_two_cards_of_a_desktop_share_its_lanes() -> None:
+    second = next(p for p in purchases(load_description("desktop-4090"), PriceList()) if "second" in p.what)
+    machine = machine_of(second.applied(Point(model="gpt2", machine="desktop-4090")))
+    together = {link for link in machine.limits if link.startswith("host_link")}
+    assert [machine.limits[link] for link in together] == [25e9, 25e9]
+    for stream in ("gpu0.h2d", "gpu1.h2d", "gpu0.d2h", "gpu1.d2h"):
+        assert together & set(machine.stream(stream).takes)
+
+
+def test_what_is_rented_costs_hours_at_its_price(advice: Advice) -> None:
+    assert advice.rented is not None
+    assert advice.rented.usd == pytest.approx(advice.rented.seconds / 3600 * advice.rented.usd_per_hour)
+    planned = answer_point(replace(advice.point, machine=advice.rented.machine, overrides={}))
+    assert advice.rented.seconds == pytest.approx(1e9 / planned["tokens_per_s"])  # type: ignore[operator]
+    text = " ".join(" ".join(advice_lines(advice)).split())
+    assert "or rented" in text
+    assert f"costs {advice.rented.usd_per_hour:g} USD an hour ({advice.rented.source}" in text
 
 
 def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:

@@ -59,7 +59,7 @@ def answers_agree(point: Point) -> int:
         assert name == "policy" or swept[name] == planned[name]
     for change in advice.changes:
         assert change.answer["tokens_per_s"] >= planned["tokens_per_s"] * (1 + QUICKER_FRAC)  # type: ignore[operator]
-        bought = replace(point, overrides={**point.overrides, **change.bought.overrides})
+        bought = change.bought.applied(point)
         again = answer_record(best_plan(_as_divided(bought, change.answer)))
         assert {name: change.answer[name] for name in FIGURES} == {name: again[name] for name in FIGURES}
     return len(advice.changes)

@@ -117,7 +117,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
     costs, answer = advice.costs, advice.answer
     if costs is not None:
-        money = f"{costs.total_usd:,.0f} USD: electricity {costs.energy_usd:,.0f}, machine {costs.machine_usd:,.0f}"
+        money = f"{_usd(costs.total_usd)}: electricity {costs.energy_usd:,.0f}, machine {costs.machine_usd:,.0f}"
         money += f", drives {costs.drives_usd:,.0f}" if costs.drives_usd else ""
         peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())
         figures += [
@@ -126,10 +126,21 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
             ("  cost", money),
             ("peak memory", peaks),
         ]
+        if advice.rented is not None:
+            rented = advice.rented
+            by_hour = f"{rented.machine}, {rented.usd_per_hour:g} USD/h"
+            figures.insert(3, ("  or rented", f"{_usd(rented.usd)}, {format_s(rented.seconds)} ({by_hour})"))
+            for change in advice.changes[:1]:
+                hours = f"costs as much as {change.bought.price_usd / rented.usd_per_hour:,.0f} h of that"
+                figures.insert(4, ("  or bought", f"{change.bought.what} {hours}"))
         if costs.drive_life_s is not None:
             figures.append(("drives live", f"{format_s(costs.drive_life_s)} of training without pause"))
     figures.append(("largest model", advice.largest_model or "not looked for, or none of the named ones"))
     return figures
+
+
+def _usd(amount: float) -> str:
+    return f"{amount:,.2f} USD" if amount < 10 else f"{amount:,.0f} USD"
 
 
 def _limits(advice: Advice) -> list[Sensitivity]:

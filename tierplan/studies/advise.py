@@ -28,10 +28,13 @@ MODELS = (
 """Named configurations by rising size, for the largest model."""
 ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recompute")
 """Policies that make room, on one device or several, for the same."""
+RENTED = "cloud-h100"
+"""The machine of the catalog that is compared with, paid by the hour."""
 LARGEST = "largest-model"
 """In place of a policy: what is asked for is the largest model."""
-BOUGHT = "planner, one division"
-"""In place of a policy: the answer for a machine with something bought."""
+QUICK, BOUGHT = "planner, one division", "planner, one division, figures"
+"""In place of a policy: a quick answer, and what is kept of that for a machine with something bought."""
+FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
 ONE_DIVISION = "a purchase is planned in one division into micro-batches: it gives at least what is said here"
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
@@ -56,13 +59,23 @@ class Change:
 
     def record(self) -> dict[str, object]:
         """The change as JSON values."""
-        figures = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
         return {
             **asdict(self.bought),
-            **{name: self.answer.get(name) for name in figures},
+            **{name: self.answer.get(name) for name in FIGURES},
             "gain_frac": self.gain_frac,
             "gain_per_1000_usd": self.gain_per_1000_usd,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rental:
+    """The job on a machine that is paid by the hour."""
+
+    machine: str
+    usd_per_hour: float
+    source: str
+    seconds: float
+    usd: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,8 @@ class Advice:
     """The largest named configuration that fits with one sequence, under any policy."""
     costs: Costs | None = None
     """Of the job; None where nothing fits."""
+    rented: Rental | None = None
+    """The same job on `RENTED`; None where it does not fit there."""
     assumptions: tuple[str, ...] = field(default=())
 
     @property
@@ -94,6 +109,7 @@ class Advice:
             "machine": self.machine,
             **self.answer,
             "costs": None if self.costs is None else asdict(self.costs),
+            "rented": None if self.rented is None else asdict(self.rented),
             "largest_model": self.largest_model or None,
             "changes": [change.record() for change in self.changes],
             "purchases_tried": self.num_tried,
@@ -123,10 +139,11 @@ def advise(
     """
     prices, job = prices or PriceList(), job or TrainingJob()
     if quick:
-        point = replace(point, planner_s=QUICK_S, policy=BOUGHT)
+        point = replace(point, planner_s=QUICK_S, policy=QUICK)
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
-    bought = purchases(description, prices)
-    points = [point, *(replace(point, policy=BOUGHT, overrides={**point.overrides, **b.overrides}) for b in bought)]
+    bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
+    points = [point, *(replace(b.applied(point), policy=BOUGHT) for b in bought)]
+    points.append(replace(point, policy=BOUGHT, machine=RENTED, overrides={}))
     if not quick:
         points.append(replace(point, policy=LARGEST))
     answer, *answers = sweep(points, answer_point, num_workers=num_workers, progress=progress)
@@ -138,6 +155,7 @@ def advise(
         answer=answer,
         changes=worthwhile(answer, bought, answers[: len(bought)]),
         num_tried=len(bought),
+        rented=rental_of(answers[len(bought)], job),
         largest_model="" if quick else str(answers[-1].get("largest_model", "")),
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
         assumptions=(*((ONE_DIVISION,) if point.sequences else ()), *_assumptions(description, prices, bought)),
@@ -145,13 +163,16 @@ def advise(
 
 
 def answer_point(point: Point) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT` and `LARGEST` stand for."""
+    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `QUICK` and `LARGEST` stand for."""
     if point.policy == LARGEST:
         return {"largest_model": _largest_model(point)}
     try:
-        return answer_record(best_plan(point, only_one=point.policy == BOUGHT))
+        best = best_plan(point, only_one=point.policy in (BOUGHT, QUICK))
     except InfeasiblePlan as error:
-        return impossible_record(error)
+        return {"fits": False} if point.policy == BOUGHT else impossible_record(error)
+    if point.policy == BOUGHT:
+        return {name: getattr(best.result.prediction, name) for name in FIGURES}
+    return answer_record(best)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:
@@ -167,6 +188,16 @@ def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) 
         if gain is None or gain >= QUICKER_FRAC:
             changes.append(Change(bought=purchase, answer=row, gain_frac=gain))
     return tuple(sorted(changes, key=lambda c: (-(c.gain_per_1000_usd or 0.0), c.bought.price_usd)))
+
+
+def rental_of(answer: Row, job: TrainingJob) -> Rental | None:
+    """What the job takes on `RENTED`, by the answer for it."""
+    rent = load_description(RENTED).quantity("host.rent")
+    if rent is None or not answer.get("fits"):
+        return None
+    seconds, usd_per_hour = job.tokens / float(answer["tokens_per_s"]), float(rent.value)  # type: ignore[arg-type]
+    usd = seconds / 3600 * usd_per_hour
+    return Rental(machine=RENTED, usd_per_hour=usd_per_hour, source=rent.source, seconds=seconds, usd=usd)
 
 
 def _largest_model(point: Point) -> str:
@@ -187,9 +218,9 @@ def _assumptions(description: Description, prices: PriceList, bought: Sequence[P
         f"{prices.years:g} years of continuous training"
     ]
     if any("host.capacity" in purchase.overrides for purchase in bought):
-        assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB (modules of DDR5, 2024)")
+        assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB (64 GB of DDR5, June 2026)")
     if description.number("nvme.drives") and description.number("nvme.price") is None:
-        assumptions.append(f"a drive costs {prices.drive_usd:g} USD (2 TB, 2024)")
+        assumptions.append(f"a drive costs {prices.drive_usd:g} USD (2 TB, February 2026)")
     if description.number("host.power") is None:
         assumptions.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
     named = {"gpu.price": "the GPU's price", "host.price": "the host's price", "gpu.power": "the GPU's power"}
@@ -198,4 +229,5 @@ def _assumptions(description: Description, prices: PriceList, bought: Sequence[P
     cards = [str(part) for purchase in bought if (part := purchase.overrides.get("gpu.part"))]
     prices_of = {name: load_part("gpu", name).quantity("gpu.price") for name in cards}
     assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]
-    return tuple(assumptions)
+    rent = load_description(RENTED).quantity("host.rent")
+    return (*assumptions, *([f"{RENTED} costs {rent.value:g} USD an hour ({rent.source})"] if rent else []))

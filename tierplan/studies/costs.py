@@ -8,7 +8,7 @@ from typing import Any
 
 from tierplan.hwmodels import Description
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
-from tierplan.studies.purchases import PriceList
+from tierplan.studies.purchases import PriceList, computer_price_usd
 
 SOON_S = 2 * SECONDS_PER_YEAR
 """Drives that live less than this belong into the first lines."""
@@ -53,7 +53,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         return otherwise if value is None else value
 
     seconds = job.tokens / float(answer["tokens_per_s"])
-    known = None not in (description.number("gpu.price"), description.number("host.price"))
+    price_usd = computer_price_usd(description)
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
     power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
     energy_kwh = power_w / 1000 * seconds / 3600
@@ -71,5 +71,5 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         drives_usd=drives_usd * max(wear_frac or 0.0, written_off_frac),
         wear_frac=wear_frac,
         drive_life_s=life_s,
-        machine_price_usd=computer_usd + drives_usd if known else None,
+        machine_price_usd=computer_usd + drives_usd if price_usd is not None else None,
     )

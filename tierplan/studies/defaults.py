@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal
 
@@ -37,7 +38,8 @@ def load_or_trace(model: str, training: Training, *, exact: bool = False) -> Wor
         except NotCovered:
             if not (find_spec("torch") and find_spec("transformers")):
                 raise
-    return _traced(name, json.dumps(config), training)
+    alone = replace(training, gradient_accumulation_steps=1)  # which changes no micro-batch
+    return replace(_traced(name, json.dumps(config), alone), training=training)
 
 
 @lru_cache(maxsize=64)
@@ -45,4 +47,4 @@ def _traced(name: str, config: str, training: Training) -> Workload:
     """Takes seconds, so it is kept: by the config's text, since a file may change under the same path."""
     from tierplan.runtime.tracing.trace import trace_config
 
-    return trace_config(name, json.loads(config), training)
+    return trace_config(name, json.loads(config), training, at=partial(_traced, name, config))

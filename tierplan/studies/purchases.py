@@ -6,10 +6,11 @@ Sizes are those that shops sell. Prices that no description gives are in `PriceL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierplan.hwmodels import Description
-from tierplan.hwmodels.catalog import catalog_names, load_part
+from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
+from tierplan.studies.study import Point
 
 GIB = 2**30
 GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
@@ -19,10 +20,10 @@ GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.pea
 class PriceList:
     """What parts and power cost, where the machine's description does not say."""
 
-    drive_usd: float = 160.0
-    """One 2 TB NVMe drive, 2024."""
-    dram_usd_per_gib: float = 3.0
-    """Modules of DDR5, 2024."""
+    drive_usd: float = 180.0
+    """One 2 TB NVMe drive: the most that https://www.indiekings.com says of PCIe 4.0 ones, February 2026."""
+    dram_usd_per_gib: float = 10.6
+    """Modules of DDR5: 680 USD for 64 GB, PCPartPicker in https://www.techtimes.com, June 2026."""
     host_power_w: float = 150.0
     """The machine without GPUs and drives, under load."""
     electricity_usd_per_kwh: float = 0.20
@@ -59,6 +60,14 @@ class Purchase:
     overrides: Mapping[str, object]
     """What it changes of the machine."""
     price_usd: float
+    machine: str = ""
+    """In place of all of the machine, which has none of its changes then."""
+
+    def applied(self, point: Point) -> Point:
+        """The same question for what was bought."""
+        if self.machine:
+            return replace(point, machine=self.machine, overrides=self.overrides)
+        return replace(point, overrides={**point.overrides, **self.overrides})
 
 
 def purchases(description: Description, prices: PriceList) -> list[Purchase]:
@@ -94,7 +103,35 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             number = int(description.number("gpu.count") or 1)
             what = name if number == 1 else f"{number} x {name}"
             found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * its_price))
-    return found
+    found += _second_card(description) if form is FORMS["desktop"] else []
+    return found + [other for name in catalog_names() if (other := _as_a_whole(name)) and name != description.name]
+
+
+def _second_card(description: Description) -> list[Purchase]:
+    """One more of the card that is there: they share the lanes that a desktop has for cards."""
+    price, part, number = (description.quantity(f"gpu.{key}") for key in ("price", "part", "count"))
+    if price is None or (number is not None and number.value != 1):
+        return []
+    lanes = {f"link.host_{way}": f"{description.number(f'link.{way}')} B/s" for way in ("h2d", "d2h")}
+    p2p = f"{description.number('link.p2p') or (description.number('link.h2d') or 0.0) / 2} B/s"
+    what = f"a second {part.value if part else 'card'}"
+    return [Purchase(what=what, overrides={"gpu.count": 2, "link.p2p": p2p, **lanes}, price_usd=float(price.value))]  # type: ignore[arg-type]
+
+
+def _as_a_whole(name: str) -> Purchase | None:
+    """A machine of the catalog, where the prices of all its parts are known."""
+    other = load_description(name)
+    price_usd = computer_price_usd(other)
+    if price_usd is None:
+        return None
+    drives = (other.number("nvme.drives") or 0) * (other.number("nvme.price") or PriceList().drive_usd)
+    return Purchase(what=f"another machine: {name}", overrides={}, price_usd=price_usd + drives, machine=name)
+
+
+def computer_price_usd(description: Description) -> float | None:
+    """Of host and GPUs; None where one is not known."""
+    host, card = description.number("host.price"), description.number("gpu.price")
+    return None if host is None or card is None else host + card * (description.number("gpu.count") or 1)
 
 
 def _is_lesser(gpu: Description, description: Description) -> bool:

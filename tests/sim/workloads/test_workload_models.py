@@ -261,3 +261,12 @@ def test_a_model_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
     assert read_config(tmp_path / "small", Training())[0] == "small"
     assert read_config(tmp_path / "small" / "config.json", Training())[0] == "small"
     assert read_config(tmp_path / "tiny.json", Training())[0] == "tiny"
+
+
+def test_a_traced_workload_is_the_same_from_what_was_kept() -> None:
+    """Micro-batches of other sizes share the sizes of one sequence, and accumulation is no other trace."""
+    from tierplan.runtime.tracing.trace import trace_workload
+
+    for batch, accumulation in ((1, 4), (2, 2), (4, 1)):
+        training = replace(BASE, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+        assert load_or_trace("gpt2", training, exact=True) == trace_workload("gpt2", training)
