@@ -104,7 +104,8 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             what = name if number == 1 else f"{number} x {name}"
             found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * its_price))
     found += _second_card(description) if form is FORMS["desktop"] else []
-    return found + [other for name in catalog_names() if (other := _as_a_whole(name)) and name != description.name]
+    whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
+    return found + [machine for machine in whole if machine]
 
 
 def _second_card(description: Description) -> list[Purchase]:
