@@ -29,6 +29,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
+from tierplan.planner.search.moves import with_shape_of
 from tierplan.planner.search.race import Racer, race
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
@@ -252,7 +253,7 @@ class _Loop:
                 return
 
     def _tried(self, p: Problem, bound: Bound) -> Iterator[float]:
-        """Plans of one shape: the program's, then local moves from the best of these and of the policies'."""
+        """Plans of one shape: the program's, then local moves from the best of these, of policies and other shapes."""
         goal_s = bound.step_s * (1 + GOOD_FRAC)
         shape: Shape = (p.order, p.sub_batches)
         for _ in self.from_program.tried(p, bound, goal_s=goal_s):
@@ -262,9 +263,13 @@ class _Loop:
             return
         descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [descend]
         if len(p.units) > LONG_CHAIN:
-            descents.append(partial(descend_by_shifts, bound=bound))
+            where = 0 if len(p.units) > MANY_UNITS else 1  # of so many, changing one is not worth a try at first
+            descents.insert(where, partial(descend_by_shifts, bound=bound))
         descents.append(partial(descend_with_restarts, seed=self.seed))
         for descent in descents:
+            for other in [c for of, c in self.incumbents.by_shape.items() if of != shape]:
+                self.incumbents.consider(self.simulate_plan(with_shape_of(other.plan, p)))
+                yield self._best_s(shape)
             for best in descent(p, self.incumbents.by_shape[shape], self.simulate_plan, goal_s=goal_s):
                 self.incumbents.consider(best)
                 yield self._best_s(shape)

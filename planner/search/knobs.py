@@ -22,7 +22,7 @@ Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 
 INF = float("inf")
 SETTINGS: Mapping[str, Sequence[Any]] = {
-    "stretch": (INF, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
+    "stretch": (INF, 4.0, 3.2, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
     "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.05, 0.01),
     "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
@@ -30,6 +30,8 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
 }
 SHORTER = 1 - 2e-4
+WORTH_A_ROUND = 0.99
+"""A knob that shortens the step to less than this has all others tried again; local moves find sooner what is finer."""
 CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
 """Margins in host memory, late updates and shards, which trade the same bytes: walking along one of them alone may not
 get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
@@ -89,7 +91,7 @@ def tune(trial: Trial, *, goal_s: float, stretch: float = 1.5) -> Iterator[tuple
             yield found
             if best_s <= goal_s:
                 return
-        stale = 0 if best_s < before_s else stale + 1
+        stale = 0 if best_s < before_s * WORTH_A_ROUND else stale + 1
         if stale >= len(SETTINGS):
             return
 

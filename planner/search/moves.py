@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
-from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import ACTIONS, Place, UnitPlan, UnitwisePlan
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -236,6 +236,17 @@ def spread(num: int) -> Sequence[int]:
         order += [i * num // step for i in range(step)]
         step *= 2
     return [u for u in dict.fromkeys(order) if u < num]
+
+
+def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
+    """The plan in the problem's order and sub-batches, with gradients where its turns leave them."""
+    units = list(plan.units)
+    for u, choice in enumerate(units):
+        able = [MODES[k] for k in problem.modes(u)]
+        if choice.states != "device" and Mode(choice.params, choice.states, choice.grads) not in able:
+            other: Place = "host" if choice.grads == "device" else "device"
+            units[u] = replace(choice, grads=other)
+    return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:
