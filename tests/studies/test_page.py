@@ -90,7 +90,7 @@ def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        (Choices(num_gpus=[1, 2]), "2 GPUs cannot be planned on 'desktop-4090'.*add link.p2p"),
+        (Choices(machine="laptop", num_gpus=[1, 2]), "2 GPUs cannot be planned on 'laptop'.*add link.p2p"),
         (Choices(machine="laptop", gpus=["rtx-4090"]), "the GPU of 'laptop' is no card"),
         (Choices(gpus=["rtx-4091"]), "rtx-4091"),
         (Choices(policies=["fuyuo"]), "fuyuo"),
@@ -110,7 +110,7 @@ def test_what_is_not_named_is_what_shops_sell() -> None:
     assert study.overrides["gpu.count"] == [1]
     assert 400 <= len(study) <= 3000
     assert len(grid_of(Choices(most=2))) <= 32
-    connected = grid_of(Choices(num_gpus=[1, 2], overrides={"link.p2p": "20 GB/s"}))
+    connected = grid_of(Choices(machine="laptop", num_gpus=[1, 2], overrides={"link.p2p": "20 GB/s"}))
     assert connected.overrides["gpu.count"] == [1, 2]
     assert "gpu.part" not in grid_of(Choices(machine="laptop")).overrides
 
