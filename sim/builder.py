@@ -25,38 +25,7 @@ class Builder:
         self._becomes: dict[str, str] = {}
         self._ops: list[Op] = []
 
-    def buffer(self, content: Content, tier: str, size_bytes: int, kind: str, *, reuses: str | None = None) -> str:
-        """A new buffer; with `reuses` it takes over the bytes of that one."""
-        return self._add(content, tier, size_bytes, kind, reuses=reuses)
-
-    def initial(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
-        """A buffer that exists before the step."""
-        return self._add(content, tier, size_bytes, kind, initial=True)
-
-    def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
-        """An initial buffer that exists in every step: its latest version outlives the step."""
-        name = self.initial(content, tier, size_bytes, kind)
-        self._becomes[name] = name
-        return name
-
-    def over(self, old: str, content: Content | None = None) -> str:
-        """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""
-        b = self.buffers[old]
-        new = self._add(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
-        if old in self._becomes:
-            self._becomes[new] = self._becomes.pop(old)
-        return new
-
-    def like(self, source: str, tier: str) -> str:
-        """A buffer for the content of `source` in another tier."""
-        b = self.buffers[source]
-        return self._add(b.content, tier, b.size_bytes, b.kind)
-
-    def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
-        """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
-        return [self._add(Transient(key), tier, size_bytes, "work")] if size_bytes else []
-
-    def _add(
+    def buffer(
         self,
         content: Content | str,
         tier: str,
@@ -66,6 +35,7 @@ class Builder:
         initial: bool = False,
         reuses: str | None = None,
     ) -> str:
+        """A new buffer, or one that exists before the step; with `reuses` it takes over the bytes of that one."""
         content = str(content)
         version = self._versions.get((content, tier), -1) + 1
         self._versions[content, tier] = version
@@ -74,6 +44,29 @@ class Builder:
             name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
         )
         return name
+
+    def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
+        """An initial buffer that exists in every step: its latest version outlives the step."""
+        name = self.buffer(content, tier, size_bytes, kind, initial=True)
+        self._becomes[name] = name
+        return name
+
+    def over(self, old: str, content: Content | None = None) -> str:
+        """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""
+        b = self.buffers[old]
+        new = self.buffer(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
+        if old in self._becomes:
+            self._becomes[new] = self._becomes.pop(old)
+        return new
+
+    def like(self, source: str, tier: str) -> str:
+        """A buffer for the content of `source` in another tier."""
+        b = self.buffers[source]
+        return self.buffer(b.content, tier, b.size_bytes, b.kind)
+
+    def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
+        """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
+        return [self.buffer(Transient(key), tier, size_bytes, "work")] if size_bytes else []
 
     def op(
         self,

@@ -26,11 +26,6 @@ class SavedTensorSpec:
     size_bytes: Whole
     action: Action
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether it goes its own way to the host or NVMe, in buffers of its own. An empty one has nowhere to go."""
-        return self.action in ("host", "nvme") and self.size_bytes > 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
@@ -46,8 +41,9 @@ class UnitSpec:
 
     @property
     def moved(self) -> tuple[int, ...]:
-        """Indices of the saved tensors with buffers of their own (`contents.SavedActs`)."""
-        return tuple(k for k, tensor in enumerate(self.saved) if tensor.is_moved)
+        """Indices of the saved tensors that go their own way to the host or NVMe, in buffers of their own
+        (`contents.SavedActs`). An empty one has nowhere to go."""
+        return tuple(k for k, t in enumerate(self.saved) if t.action in ("host", "nvme") and t.size_bytes > 0)
 
     @property
     def recomputed(self) -> tuple[int, ...]:

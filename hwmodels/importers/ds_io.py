@@ -22,19 +22,12 @@ _TUNED = re.compile(rf"Best performance \(GB/sec\): read =\s*{_NUMBER}, write =\
 def read_ds_io(text: str, *, where: str) -> dict[str, Quantity]:
     """Values of the description from what the tools printed. Raises `ImportedFileError`."""
     source = f"{where}: DeepSpeed (its GB are GiB)"
+    tuned = [(d, cell) for pair in _TUNED.findall(text) for d, cell in zip(("read", "write"), pair, strict=True)]
+    runs = _RUN.findall(text)
+    by_scope = [[(d.lower(), cell) for its, d, cell in runs if its == scope] for scope in ("Task", "E2E")]
     found: dict[str, float] = {}
-    if tuned := _TUNED.findall(text):
-        for pair in tuned:
-            for direction, cell in zip(("read", "write"), pair, strict=True):
-                found[direction] = max(found.get(direction, 0.0), float(cell))
-    else:
-        runs = _RUN.findall(text)
-        for scope in ("Task", "E2E"):  # the second replaces the first where it is there
-            best: dict[str, float] = {}
-            for run_scope, direction, cell in runs:
-                if run_scope == scope:
-                    best[direction.lower()] = max(best.get(direction.lower(), 0.0), float(cell))
-            found |= best
+    for measured in [tuned] if tuned else by_scope:  # the end-to-end speed replaces the other where it is there
+        found |= {d: max(float(cell) for its, cell in measured if its == d) for d, _ in measured}
     if not found:
         raise ImportedFileError(
             f"{where} has no line such as 'E2E Read Speed = 3.2 GB/sec' or 'Best performance (GB/sec): ...'; "

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.workloads.workload import Workload
 
 
-class UnitPass(NamedTuple):
-    """One unit's turn on the compute stream."""
-
-    phase: str
-    """`fwd` or `bwd`."""
-    unit: int
-    micro_batch: int
-
-
-def compute_order(plan: UnitwisePlan, workload: Workload) -> list[UnitPass]:
-    """The order of the compute stream: horizontal or vertical, the head's backward right behind its forward."""
+def compute_order(plan: UnitwisePlan, workload: Workload) -> list[tuple[str, int, int]]:
+    """Phase (`fwd` or `bwd`), unit and micro-batch: horizontal or vertical, the head's backward behind its forward."""
     num_units, batches = len(workload.units), range(workload.training.gradient_accumulation_steps)
     head = num_units - 1
     turns: list[tuple[str, int, int]] = []
@@ -30,4 +19,4 @@ def compute_order(plan: UnitwisePlan, workload: Workload) -> list[UnitPass]:
         turns += [("fwd", u, m) for u in range(head) for m in batches]
         turns += [(phase, head, m) for m in batches for phase in ("fwd", "bwd")]
         turns += [("bwd", u, m) for u in reversed(range(head)) for m in batches]
-    return [UnitPass(*turn) for turn in turns]
+    return turns

@@ -92,17 +92,12 @@ class Step(NamedTuple):
 
 
 @compiled
-def _hashed(key: Int64) -> int:
-    found = 0
-    for x in key:
-        found = (found * 1_000_003 + x) % 2_147_483_647
-    return found
-
-
-@compiled
 def _slot(keys: Rows, slots: Int64, key: Int64) -> int:
     """Where the template of this key is, or would be."""
-    at = _hashed(key) & (len(slots) - 1)
+    hashed = 0
+    for x in key:
+        hashed = (hashed * 1_000_003 + x) % 2_147_483_647
+    at = hashed & (len(slots) - 1)
     while slots[at] >= 0:
         t = slots[at]
         begin, end = keys.begins[t], keys.begins[t + 1]

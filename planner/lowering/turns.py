@@ -56,13 +56,13 @@ NORM_BYTES = 4096
 def declare(s: Sketch) -> None:
     """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
     name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
-    s.put("params", s.initial(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params"))
+    s.put("params", s.buffer(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params", initial=True))
     if t.state_bytes:
         for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
-            s.put(f"states{k}", s.initial(content, TIER_OF[s.choice.states], size_bytes, "states"))
+            s.put(f"states{k}", s.buffer(content, TIER_OF[s.choice.states], size_bytes, "states", initial=True))
     if s.plan.semantics == "delayed-1" or s.choice.late_update:
-        s.put("old grads", s.initial(Gradients(name, 0), HOST, n * t.grad_bytes, "grads"))
+        s.put("old grads", s.buffer(Gradients(name, 0), HOST, n * t.grad_bytes, "grads", initial=True))
 
 
 # ---- copies ----

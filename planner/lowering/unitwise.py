@@ -75,9 +75,6 @@ class UnitwiseStep:
         self.late = [u for u in self.owners if plan.units[u].late_update]
         self.at_once = set(self.owners).difference(self.late) if plan.semantics == "in-backward" else set()
         self.blocks = [u for u, unit in enumerate(self.workload.units) if unit.kind == "block"]
-        self.is_paced = plan.strict_windows or plan.hold_updates or plan.updates_in_flight > 0
-        self.is_paced |= plan.write_back == "awaited"
-        """Whether updates wait for more than what they read."""
         self.drawn = chain.drawn(plan)
         self.places: list[int] = []
         self.at: list[float] = []
@@ -89,7 +86,8 @@ class UnitwiseStep:
         self.updates: list[int] = []
         self.homes: list[int] = []  # the turns that end each update's way home
         self.waiting_home: tuple[int, int, float, int] | None = None
-        self._declare()
+        for u in self.owners:
+            self._place(templates.DECLARE, u, 0.0)
         num_declared = len(self.places)
         self._late()
         for step, (phase, u, m) in enumerate(compute_order(plan, self.workload)):
@@ -166,10 +164,6 @@ class UnitwiseStep:
                 yield self.drawn.templates[template], partial(self._sketch, turn, forms), held
 
     # ---- turns in compute order ----
-
-    def _declare(self) -> None:
-        for u in self.owners:
-            self._place(templates.DECLARE, u, 0.0)
 
     def _turn_before(self, step: int, ahead: int) -> list[int]:
         """The compute ops that have to end before a fetch for `step`, and an early one, start in strict windows."""
@@ -287,8 +281,6 @@ class UnitwiseStep:
 
     def _read_after(self) -> list[int]:
         """What has to end before the next update's states may be read, by the windows of the plan."""
-        if not self.is_paced:
-            return NOTHING[:3]
         found, plan = self._held(), self.plan
         if plan.strict_windows and len(self.updates) > plan.prefetch_states_units:
             found.append(_op(self.updates[-1 - plan.prefetch_states_units], COMPUTE))
@@ -297,8 +289,6 @@ class UnitwiseStep:
         return [*dict.fromkeys(found), *NOTHING][:3]
 
     def _update_after(self) -> list[int]:
-        if not self.is_paced:
-            return NOTHING[:2]
         last = [_op(turn, HOME) for turn in self.homes[-1:]]
         found = self._held() + (last if self.plan.write_back == "awaited" else [])
         return [*dict.fromkeys(found), *NOTHING][:2]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
@@ -117,14 +117,13 @@ def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> li
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
     seconds = [_weight(unit, phase) for unit in workload.units]
     held = _backward_bytes if phase == "bwd" else _forward_bytes
-    fitting: list[Runs] = []
-    for count in range(1, len(seconds) + 1):
-        runs = _split(seconds, count)
-        if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs):
-            fitting.append(runs)
-            if len(fitting) == tried:
-                break
-    return fitting
+    every = (_split(seconds, count) for count in range(1, len(seconds) + 1))
+    fitting = (
+        runs
+        for count, runs in enumerate(every, 1)
+        if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs)
+    )
+    return list(islice(fitting, tried))
 
 
 def _weight(unit: Unit, phase: str) -> float:

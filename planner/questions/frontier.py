@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.sim.output.text import format_s
@@ -38,12 +39,10 @@ def frontier(
     points: list[FrontierPoint] = []
     best: float | None = None
     for frac in sorted(fracs):
-        tiers = [
-            replace(t, capacity_bytes=int(t.capacity_bytes * frac)) if t.kind == "device" else t for t in machine.tiers
-        ]
-        size = next(t.capacity_bytes for t in tiers if t.kind == "device")
+        capacity_bytes = {t.name: int(t.capacity_bytes * frac) for t in machine.tiers if t.kind == "device"}
+        size = next(iter(capacity_bytes.values()))
         try:
-            result = plan(workload, replace(machine, tiers=tuple(tiers)), **settings)
+            result = plan(workload, with_capacity(machine, capacity_bytes), **settings)
         except InfeasiblePlan:
             points.append(FrontierPoint(device_bytes=size, step_s=best, lower_bound_s=None))
             continue

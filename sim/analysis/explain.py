@@ -256,7 +256,9 @@ def sensitivities(
     busy = busy_fracs(columns, machine, now.period_s)
     alike: dict[str, set[str]] = {}
     for stream in columns.streams:
-        alike.setdefault(_on_any_device(stream, machine.num_devices), set()).add(stream)
+        whose = parse_stream(stream)
+        is_one = machine.num_devices == 1 or whose.device is None
+        alike.setdefault(stream if is_one else f"gpu*.{whose.task}", set()).add(stream)
     cases: list[tuple[Kind, str, set[str]]] = [
         *(("stream", name, streams) for name, streams in alike.items()),
         *(("limit", limit.name, {limit.name}) for limit in machine.shared_limits),
@@ -295,9 +297,3 @@ def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dic
         for limit, per_s in cost.demand.items():
             seconds[limit] = seconds.get(limit, 0.0) + num * per_s * cost.work_s / limits[limit]
     return {name: busy / step_s for name, busy in seconds.items() if busy > 0}
-
-
-def _on_any_device(stream: str, num_devices: int) -> str:
-    """`gpu*.compute` for the compute streams of several devices."""
-    name = parse_stream(stream)
-    return stream if num_devices == 1 or name.device is None else f"gpu*.{name.task}"

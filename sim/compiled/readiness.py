@@ -14,12 +14,6 @@ from tierplan.sim.compiled.graph_columns import GraphColumns
 
 
 @compiled
-def _earlier(i: int, j: int, until_s: Float64) -> bool:
-    """Whether running op i ends before j; the one listed first, if at the same time."""
-    return until_s[i] < until_s[j] or (until_s[i] == until_s[j] and i < j)
-
-
-@compiled
 def _slack(graph: GraphColumns) -> Int64:
     """Per tier and list position: what stays free at that op when ops run one by one in list order."""
     requests, request_tier, request_bytes = graph.requests, graph.request_tier, graph.request_bytes
@@ -122,10 +116,11 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
             num_idle = num_still_idle
             continue
 
-        # Nothing more starts now: the op that ends first ends.
+        # Nothing more starts now: the op that ends first ends; the one listed first, if at the same time.
         first = 0
         for k in range(1, num_running):
-            if _earlier(running[k], running[first], until_s):
+            i, j = running[k], running[first]
+            if until_s[i] < until_s[j] or (until_s[i] == until_s[j] and i < j):
                 first = k
         i = running[first]
         num_running -= 1

@@ -50,7 +50,9 @@ def answer_lines(best: BestPlan) -> list[str]:
     assert p.step_s is not None
     capacity = result.steady.capacity_bytes
     peaks = [
-        f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}" for tier, peak in _peaks(result) if peak > 0
+        f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}"
+        for tier, peak in result.steady.peak_bytes.items()
+        if peak > 0
     ]
     rows = [
         *([("devices", p.devices_note)] if p.devices_note else []),
@@ -113,10 +115,6 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
             name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0"))
         )
     return [*rows, *shown.values()]
-
-
-def _peaks(result: PlanResult) -> list[tuple[str, int]]:
-    return list(result.steady.peak_bytes.items())
 
 
 def _policies(result: PlanResult) -> dict[str, dict[str, Any]]:

@@ -49,11 +49,8 @@ def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumu
         gradient_accumulation_steps=accumulation or point.accumulation,
         sequence_length=point.seq,
         dtype=dtype if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
-        master_weights=point.master_weights,
-        optimizer=point.optimizer,  # type: ignore[arg-type]
-        attention=point.attention,  # type: ignore[arg-type]
-        max_grad_norm=point.max_grad_norm,
         backend=backend if point.backend == "auto" else point.backend,  # type: ignore[arg-type]
+        **{name: getattr(point, name) for name in ("master_weights", "optimizer", "attention", "max_grad_norm")},
     )
 
 
