@@ -13,14 +13,12 @@
 # %% [markdown]
 # # DRAM or drives?
 #
-# **Question: I have 500 dollars to make 13 B training on my desktop quicker. More DRAM, or more drives?**
+# **Question: I have 600 dollars to make 13 B training on my desktop quicker. More DRAM, or more drives?**
 #
 # Each answer is the best plan for a machine, as `tierplan plan` finds it. Prices are those of the advice, of 2024: 160
 # dollars for a 2 TB drive, 3 dollars for a GiB of DRAM.
 
 # %%
-from dataclasses import replace
-
 import matplotlib.pyplot as plt
 
 from tierplan.hwmodels import load_description
@@ -33,14 +31,14 @@ today = Point(model="gpt-13b", machine="desktop-4090", batch=16, planner_s=1)  #
 
 def answer(bought=None):
     """What `tierplan plan` says of the desktop, perhaps with something bought."""
-    return answer_point(today if bought is None else replace(today, overrides=bought.overrides))
+    return answer_point(today if bought is None else bought.applied(today))
 
 
 as_is = answer()
 print(f"as it is: {as_is['tokens_per_s']:.0f} tokens/s, limited by {as_is['limited_by']}")
 
 # %%
-sold = purchases(load_description(today.machine), PriceList())
+sold = [one for one in purchases(load_description(today.machine), PriceList()) if "gpu.count" not in one.overrides]
 speed = {}
 for bought in sold:
     found = answer(bought)
@@ -57,11 +55,11 @@ figure
 
 # %% [markdown]
 # **Answer.** Either, and neither is money lost: the drive is the limit, so another one takes half of its work, and what
-# DRAM holds need not come from it. 64 GiB more give most for the money; three more drives give most for 500 dollars,
-# until the GPU is the limit. A quicker GPU is the dearest and gives least: it waits for the same drive.
+# DRAM holds need not come from it. One more drive gives most for the money, at the prices of 2026; three more give most
+# for 600 dollars, until the GPU is the limit. A quicker GPU costs much and gives least: it waits for the same drive.
 
 # %%
-afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 500}
+afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 600}
 best = max(afford, key=afford.get)
 assert as_is["limited_by"].startswith("nvme")
 assert all(tokens_per_s > as_is["tokens_per_s"] for tokens_per_s in speed.values()), "each helps"
