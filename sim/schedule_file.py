@@ -56,14 +56,8 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
     Raises `OSError` when the file cannot be read, `ScheduleFileError` when it is not a schedule of this version, and
     `ScheduleError` when it is one that breaks a rule of the language.
     """
-    schedule = load_record(
-        Schedule,
-        path,
-        format=FORMAT,
-        version=VERSION,
-        made_by="a schedule as save_schedule writes it",
-        error=ScheduleFileError,
-    )
+    made_by = "a schedule as save_schedule writes it"
+    schedule = load_record(Schedule, path, format=FORMAT, version=VERSION, made_by=made_by, error=ScheduleFileError)
     try:
         return validate(schedule)
     except ScheduleError as error:

@@ -44,18 +44,10 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
         if unit.kind != "block":
             units.append(unit)
             continue
+        tile = replace(_cut(unit, parts), input_bytes=unit.input_bytes, output_bytes=unit.output_bytes)
         for k in range(parts):
             share = unit.num_parameters * (k + 1) // parts - unit.num_parameters * k // parts
-            tile = _cut(unit, parts)
-            units.append(
-                replace(
-                    tile,
-                    name=tile_name(unit.name, k),
-                    num_parameters=share,
-                    input_bytes=unit.input_bytes,
-                    output_bytes=unit.output_bytes,
-                )
-            )
+            units.append(replace(tile, name=tile_name(unit.name, k), num_parameters=share))
     return replace(workload, units=tuple(units))
 
 

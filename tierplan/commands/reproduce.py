@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 "constants": list(report.constants),
                 "answered": report.coverage[0],
                 "asked": report.coverage[1],
-                "mean_abs_error": report.mean_abs_error,
-                "max_abs_error": report.max_abs_error,
-                "kendall_tau": report.kendall_tau,
+                **{name: getattr(report, name) for name in ("mean_abs_error", "max_abs_error", "kendall_tau")},
                 "rows": [row.record() for row in report.rows],
             }
             for report in reports
