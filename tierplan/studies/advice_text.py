@@ -43,24 +43,22 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
     """Writes the advice as one self-contained page."""
     parts = [paragraph(_answer(advice), "lead"), *(paragraph(text, "lead") for text in _alarms(advice))]
     if advice.fits:
+        systems = _policy_rows(advice)
+        end = len(systems) - (systems[-1][1] == "-")  # what does not run is a list that would stretch the table
+        missing = (paragraph(f"{row[0]}: {row[2]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
+        figures = [
+            ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
+            ("Speed", f"{format_count(answer['tokens_per_s'])} tokens/s", _flops(answer)),
+            ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice))),
+            (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{costs.total_usd:,.0f} USD"),
+        ]
         parts += [
-            cards(
-                [
-                    (
-                        "Step",
-                        format_s(answer["step_s"]),
-                        f"micro-batch {answer['micro_batch']} x {answer['accumulation']}",
-                    ),
-                    ("Speed", f"{format_count(answer['tokens_per_s'])} tokens/s", _flops(answer)),
-                    ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice))),
-                    (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{costs.total_usd:,.0f} USD"),
-                ]
-            ),
+            cards(figures),
             section("Figures", facts(_figures(advice))),
             section("What limits", _html(limit_rows(_limits(advice)))),
-            section("Published systems, for the same work", _html(_policy_rows(advice))),
+            section("Published systems, for the same work", _html(systems[:end]), *missing),
         ]
     else:
         parts.append(section("Figures", facts(_figures(advice))))
