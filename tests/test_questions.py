@@ -61,7 +61,7 @@ def test_accumulation_is_more_work_in_a_step(capsys: pytest.CaptureFixture[str])
 
 
 def test_two_gpus_are_quicker_than_one(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*SMALL[:4], "--sequences", "16", "--seq", "512"]
+    asked = [*SMALL[:4], "--sequences", "8", "--seq", "512"]
     one, by_count, by_devices = speeds(capsys, asked, [[], ["--set", "gpu.count=2"], ["--devices", "2"]])
     assert one < by_count == by_devices
 

@@ -78,7 +78,7 @@ def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monk
 
 
 def test_a_step_of_too_many_turns_is_refused_by_arithmetic():
-    workload = toy_workload(4, gradient_accumulation_steps=10**8)
+    workload = toy_workload(4, gradient_accumulation_steps=2**16)
     with pytest.raises(PlanError, match="use fewer and larger micro-batches"):
         uniform_plan(workload, UnitPlan()).check(workload)
 
