@@ -1,11 +1,11 @@
 """Whether more of any resource ever gives a slower plan, and a wider search a worse one: random pairs of questions.
 
-    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --pairs 500     # runs what the file lacks
+    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --seconds 250     # runs what the file lacks
     python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --table docs/planner_grid.md
 
 A pair is a machine of the catalog, or a small one, with a model and a batch, and the same with more of one resource:
 memory of a tier, the rate of a stream, or all. A wider search has a longer limit, or both orders of micro-batches
-instead of one. Pair n is the same in every run: its random numbers come from n.
+instead of one. Pair n is the same in every run: its random numbers come from n. All else is by default, the budget too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ STREAMS = {
     "host Adam": (HOST_ADAM,),
 }
 FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0)
-WIDER_EVERY = 4
-"""Of so many pairs, one is of searches and not of machines."""
+PAIRS, OF_SEARCHES, OF = 700, 2, 7
+"""How many pairs there are; of `OF`, so many are of searches and not of machines."""
 TIME_LIMIT_S = 10.0
+"""Of the longer search, where time is what there is more of."""
 SAME = 1e-9
 CLEARLY = 1.005
 PART = "monotone"
@@ -97,17 +98,17 @@ def limits_of(machine: Machine, streams: Collection[str]) -> set[str]:
     }
 
 
-def pair(number: int, time_limit_s: float) -> dict[str, Any]:
+def pair(number: int) -> dict[str, Any]:
     """Both steps of one pair; None where nothing fits."""
     rng = random.Random(number)
     name, workload, machine = question(rng)
-    asked: dict[str, Any] = {"time_limit_s": time_limit_s}
-    more: dict[str, Any] = dict(asked)
+    asked: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     better = machine
-    if number % WIDER_EVERY == 0:
+    if number % OF < OF_SEARCHES:
         what = rng.choice(("time", "orders", "policies"))
         if what == "time":
-            asked["time_limit_s"] = time_limit_s * rng.choice((0.1, 0.3, 0.7))
+            asked["time_limit_s"], more["time_limit_s"] = TIME_LIMIT_S * rng.choice((0.1, 0.3, 0.7)), TIME_LIMIT_S
         elif what == "orders":
             asked["orders"] = (rng.choice(("horizontal", "vertical")),)
         else:
@@ -125,7 +126,6 @@ def pair(number: int, time_limit_s: float) -> dict[str, Any]:
         "more_s": steps_s[1],
         "computed_s": time.process_time() - started,
         "version": version(),
-        "time_limit_s": time_limit_s,
     }
 
 
@@ -163,17 +163,19 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--pairs", type=int, default=500, metavar="N")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of each search")
+    parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="up to this number")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="from this number on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="none is begun after these")
     parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
     args = parser.parse_args()
     if args.table:
         replace_part(args.table, PART, table(read(args.results)))
         return
     known = {record["number"] for record in read(args.results)}
-    for number in range(args.pairs):
-        if number not in known:
-            record = pair(number, args.time_limit)
+    began_s = time.perf_counter()
+    for number in range(args.first, args.pairs):
+        if number not in known and time.perf_counter() < began_s + args.seconds:
+            record = pair(number)
             with args.results.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             print(f"{number}: {record['question']}: {record['more']}: {ratio(record):.4f}", file=sys.stderr, flush=True)
