@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -101,6 +101,7 @@ class Facts(NamedTuple):
     """The same for units and choices that have the same templates."""
     spec: UnitSpec
     """What happens to what the unit saves; with the name of the first unit for which it does."""
+    num_moved: int
     num_parts: int
 
 
@@ -185,8 +186,8 @@ class Chain:
         known: list[dict[UnitPlan, Facts]] = [{} for _ in units]
         self._facts = [known[u] for u in first]
         self._num_facts = 0
-        self._cells: dict[tuple[object, ...], int] = {}
-        self._cells_of: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+        self._cells: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._names: dict[tuple[object, ...], tuple[Mapping[str, int], list[tuple[str, str]]]] = {}
         self._drawn: dict[Terms, Drawn] = {}
         names = ("grads", "old grads", "due", "norm", "clip")
         self.cells = {name: [self._cell(name, u, 0, 0) for u in range(len(units))] for name in names}
@@ -198,7 +199,7 @@ class Chain:
             unit = self.workload.units[u]
             spec = unit_spec(unit, choice.acts)
             num_parts = len(part_ranges(unit.num_parameters, choice.state_shards))
-            known = self._facts[u][choice] = Facts(self._num_facts, spec, num_parts)
+            known = self._facts[u][choice] = Facts(self._num_facts, spec, len(spec.moved), num_parts)
             self._num_facts += 1
         return known
 
@@ -212,21 +213,34 @@ class Chain:
 
     def cells_of(
         self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool
-    ) -> list[tuple[str, int]]:
-        """What a turn of unit u may reach for, by name and number."""
-        key = (turn, u, m, flag, len(facts.spec.moved), facts.num_parts, is_vertical)
-        if (cells := self._cells_of.get(key)) is not None:
-            return cells
-        cells = self._cells_of[key] = []
-        for name in turn.cells:
-            names = [name.replace("#", str(flag))]
-            if name.endswith("*"):
-                num = len(facts.spec.moved) if name == "left*" else facts.num_parts
-                names = [name.replace("*", str(i)) for i in range(num)]
-            cells += [(one, self._cell(one, u, m, 0 if is_vertical else m)) for one in names]
-        return cells
+    ) -> tuple[Mapping[str, int], list[int]]:
+        """What a turn of unit u may reach for: numbers in its template by name, and the cells."""
+        counts = (turn, flag, facts.num_moved, facts.num_parts)
+        if counts not in self._names:
+            found = list(_names(*counts))
+            names = {name: i for i, name in enumerate((*(name for name, _, _ in found), *turn.ops))}
+            self._names[counts] = names, [(what, of) for _, what, of in found]
+        names, wanted = self._names[counts]
+        at, known = self._at(u, m, 0 if is_vertical else m), self._cells
+        return names, [known.setdefault((what, at[of]), len(known)) for what, of in wanted]
 
     def _cell(self, name: str, u: int, m: int, batch: int) -> int:
-        what, of = CELLS.get(name) or (name, CELLS[name.rstrip("0123456789") + "*"][1])
-        where = {"u": u, "n": u + 1, "o": self._owner[u], "m": m, "p": batch}
-        return self._cells.setdefault((what, *(where[letter] for letter in of)), len(self._cells))
+        what, of = CELLS[name]
+        return self._cells.setdefault((what, self._at(u, m, batch)[of]), len(self._cells))
+
+    def _at(self, u: int, m: int, batch: int) -> dict[str, tuple[int, ...]]:
+        """Where a cell is, by what it is of."""
+        owner = self._owner[u]
+        one = {"": (), "u": (u,), "o": (owner,), "m": (m,)}
+        return {**one, "um": (u, m), "nm": (u + 1, m), "om": (owner, m), "up": (u, batch)}
+
+
+def _names(turn: TurnKind, flag: int, num_moved: int, num_parts: int) -> Iterator[tuple[str, str, str]]:
+    """Of the cells that a turn may reach for: name, what it holds, of what."""
+    for name in turn.cells:
+        what, of = CELLS[name.replace("#", "*")]
+        found = [str(flag)] if name.endswith("#") else [""]
+        if name.endswith("*"):
+            found = [str(i) for i in range(num_moved if name == "left*" else num_parts)]
+        for number in found:
+            yield name.rstrip("#*") + number, what.rstrip("*") + number, of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -108,15 +108,15 @@ class UnitwiseStep:
         return len(self.places) - 1
 
     def _new_place(self, turn: TurnKind, u: int, m: int, flag: int) -> int:
-        facts, cells = self.facts[u], self.chain.cells
+        facts, known = self.facts[u], self.chain.cells
         if turn is templates.CLIP:
             owners = self._updated()
-            found = [(f"norm{i}", cells["norm"][u]) for i, u in enumerate(owners)] + [("clip", cells["clip"][0])]
+            names: Mapping[str, int] = {**{f"norm{i}": i for i in range(len(owners))}, "clip": len(owners)}
+            cells = [*(known["norm"][u] for u in owners), known["clip"][0]]
         else:
-            found = self.chain.cells_of(turn, u, m, flag, facts, is_vertical=self.plan.order == "vertical")
-        names = {name: i for i, name in enumerate((*(name for name, _ in found), *turn.ops))}
+            names, cells = self.chain.cells_of(turn, u, m, flag, facts, is_vertical=self.plan.order == "vertical")
         place = Place(turn, u, m, flag, names)
-        return self.drawn.add_place((*place[:4], facts.number), place, [cell for _, cell in found], facts)
+        return self.drawn.add_place((*place[:4], facts.number), place, cells, facts)
 
     def _walk(self, num_declared: int) -> Step:
         """All templates, drawn where they are new."""
@@ -146,7 +146,7 @@ class UnitwiseStep:
     def _sketch(self, place: Place, forms: list[int], held: Sequence[BufferLabel] = ()) -> Sketch:
         """A turn drawn for its unit and micro-batch; `held` says what is in its cells, for those who want names."""
         _, u, m, flag, cells = place
-        _, spec, num_parts = self.facts[u]
+        _, spec, _, num_parts = self.facts[u]
         sketch = Sketch(self.plan, self.workload, u, m, flag, spec, num_parts, cells, forms, held)
         for draw in place.turn.draws:
             draw(sketch)
