@@ -136,7 +136,7 @@ class _Loop:
         )
         self.bound_s = 0.0
         self.solver = Solver(seed=seed)
-        self.incumbents = Incumbents(self.batches)
+        self.incumbents = Incumbents(self.batches, workload.training.gradient_accumulation_steps)
         self.from_program = ProgramPlans(self.solver, self.simulate_plan, self.incumbents)
         self.notes = self.from_program.notes
 
@@ -276,7 +276,7 @@ class _Loop:
 
     def _shape_of_best(self) -> Shape | None:
         best = self.incumbents.plain
-        return None if best is None else (best.plan.order, best.plan.sub_batches)
+        return None if best is None else self.incumbents.shape(best.plan)
 
     def _best_s(self, shape: Shape) -> float:
         best = self.incumbents.by_shape.get(shape)

@@ -22,6 +22,8 @@ class Incumbents:
 
     batches: Batches | None = None
     """Which plans may be the best; None: any."""
+    num_micro_batches: int = 0
+    """One has no order; 0 where that is not said."""
     best: Candidate[Plan] | None = None
     by_shape: dict[Shape, Candidate[UnitwisePlan]] = field(default_factory=dict)
     """The best of each shape that local moves can start from."""
@@ -33,13 +35,17 @@ class Incumbents:
         """The best that local moves can start from."""
         return min(self.by_shape.values(), key=_per_batch_s, default=None)
 
+    def shape(self, plan: UnitwisePlan) -> Shape:
+        """The plan's, as its planning problem says it."""
+        return ("horizontal" if plan.sub_batches * self.num_micro_batches == 1 else plan.order), plan.sub_batches
+
     def consider(self, candidate: Candidate[Plan]) -> None:
         """Keeps the candidate if it is the quickest so far."""
         if candidate.step_s is None:
             return
         allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
         if _is_plain(candidate):
-            shape = (candidate.plan.order, candidate.plan.sub_batches)
+            shape = self.shape(candidate.plan)
             if shape not in self.by_shape or _per_batch_s(candidate) < _per_batch_s(self.by_shape[shape]):
                 self.by_shape[shape] = candidate
         if _is_packed(candidate) and (self.packed is None or _per_batch_s(candidate) < _per_batch_s(self.packed)):

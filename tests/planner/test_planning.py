@@ -67,6 +67,15 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
         assert has_program != any("compute alone" in note for note in result.notes)
 
 
+def test_one_micro_batch_has_one_search_whatever_order_a_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[int] = []
+    monkeypatch.setattr(planning, "race", lambda racers, *_, **__: raced.append(len(racers)) or ())
+    found = plan(toy_workload(4), toy_machine(device_bytes=200 * MIB), time_limit_s=1, policies=["vertical"])
+    assert isinstance(found.plan, UnitwisePlan)
+    assert found.plan.order == "vertical"
+    assert raced == [1]
+
+
 def test_plans_are_the_same_twice():
     rng = random.Random(3)
     workload = random_chain(rng, 2, slots=1)
