@@ -218,8 +218,8 @@ class Chain:
         counts = (turn, flag, facts.num_moved, facts.num_parts)
         if counts not in self._names:
             found = list(_names(*counts))
-            names = {name: i for i, name in enumerate((*(name for name, _, _ in found), *turn.ops))}
-            self._names[counts] = names, [(what, of) for _, what, of in found]
+            numbers = {name: i for i, name in enumerate((*(name for name, _, _ in found), *turn.ops))}
+            self._names[counts] = numbers, [(what, of) for _, what, of in found]
         names, wanted = self._names[counts]
         at, known = self._at(u, m, 0 if is_vertical else m), self._cells
         return names, [known.setdefault((what, at[of]), len(known)) for what, of in wanted]
