@@ -13,12 +13,17 @@ import pytest
 from tests.browser import browser
 from tests.studies.test_one_answer import SMALL
 from tierplan.cli import main
+from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import MachineError
 from tierplan.studies.evaluate import evaluate_point
 from tierplan.studies.page import Choices, grid_of, write_what_if
+from tierplan.studies.purchases import PriceList
 from tierplan.studies.study import Study
 
 SMALLER = {"gpu.capacity": "2 MiB", "gpu.reserve": 0, "host.reserve": 0}
+
+
+HOST_USD = load_description("desktop-4090").number("host.price")
 
 
 def small_grid(folder: Path) -> Study:
@@ -81,10 +86,12 @@ def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
     for point in study.points():
         row = by_point[point.key]
         if row["fits"]:
-            gpu = {"rtx-3090": 1499, "rtx-4090": 1599}[str(point.overrides["gpu.part"])]
+            gpu = {"rtx-3090": 700, "rtx-4090": 1599}[str(point.overrides["gpu.part"])]
             more_gib = int(str(point.overrides["host.capacity"]).split()[0]) - 64e9 / 2**30
-            drives = int(str(point.overrides["nvme.drives"])) * 160
-            assert row["price_usd"] == pytest.approx(gpu + 1500 + 3 * more_gib + drives, abs=1e-6)
+            drives = int(str(point.overrides["nvme.drives"])) * PriceList().drive_usd
+            assert row["price_usd"] == pytest.approx(
+                gpu + HOST_USD + PriceList().dram_usd_per_gib * more_gib + drives, abs=1e-6
+            )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tierplan.sim.output.text import format_bytes, format_count, format_s, in_sh
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.costs import SOON_S, TrainingJob, costs_of
-from tierplan.studies.evaluate import predict_point
+from tierplan.studies.evaluate import machine_of, predict_point, training_of
 from tierplan.studies.purchases import FORMS, GIB, PriceList
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
@@ -182,7 +182,9 @@ def shown_row(point: Point, row: Row, prices: PriceList, job: TrainingJob) -> di
         "tokens_per_s": row["tokens_per_s"],
         "price_usd": costs.machine_price_usd,
         "step": format_s(row["step_s"]),
-        "how": question_text(point, row["micro_batch"], row["accumulation"], row.get("dtype", "bf16")),
+        "how": question_text(
+            point, row["micro_batch"], row["accumulation"], training_of(point, machine_of(point)).dtype
+        ),
         "limited_by": row["limited_by"],
         "limited": limited_text(limits),
         "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],
