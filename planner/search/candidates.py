@@ -7,7 +7,6 @@ the clock unless the time limit is reached."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -23,6 +22,7 @@ from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.compiled.compiler import computing_s
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.schedule import ScheduleError
@@ -77,9 +77,9 @@ class PlanSimulator:
         key = (type(plan), *decisions)
         known = self.seen.get(key)
         if known is None:
-            began_s = time.process_time()
+            began_s = computing_s()
             known = self.seen[key] = self._simulate(plan)
-            self.budget.last_s = time.process_time() - began_s
+            self.budget.last_s = computing_s() - began_s
         return replace(known, plan=plan)
 
     def _simulate(self, plan: PlanT) -> Candidate[PlanT]:

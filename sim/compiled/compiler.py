@@ -8,6 +8,7 @@ of their own file, and use no constant of another one.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,22 +27,35 @@ except ImportError:
 
 if numba is not None:
 
-    class _Announcement(event.Listener):  # type: ignore[misc]
-        """Says once that machine code is being made, which takes a while and happens once in each installation."""
+    class _Compilation(event.Listener):  # type: ignore[misc]
+        """Says once that machine code is being made, which happens once in each installation, and for how long."""
 
-        is_made = False
+        is_announced = False
+        depth = 0
+        began_s = total_s = 0.0
 
         def on_start(self, event: object) -> None:
-            if not self.is_made:
-                self.is_made = True
+            if not self.is_announced:
+                self.is_announced = True
                 print("compiling the simulator, once, for some 20 seconds", file=sys.stderr, flush=True)
+            if not self.depth:
+                self.began_s = time.process_time()
+            self.depth += 1
 
         def on_end(self, event: object) -> None:
-            pass
+            self.depth -= 1
+            if not self.depth:
+                self.total_s += time.process_time() - self.began_s
 
-    event.register("numba:compile", _Announcement())
+    _compilation = _Compilation()
+    event.register("numba:compile", _compilation)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def computing_s() -> float:
+    """Seconds that this process has computed, without those of making machine code."""
+    return time.process_time() - (0.0 if numba is None else _compilation.total_s)
 
 
 def compiled(function: F) -> F:
