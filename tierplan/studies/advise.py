@@ -142,6 +142,7 @@ def advise(
         point = replace(point, planner_s=QUICK_S, policy=QUICK)
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
+    bought.sort(key=lambda b: "gpu.count" not in b.overrides)  # the longest searches first
     points = [point, *(replace(b.applied(point), policy=BOUGHT) for b in bought)]
     points.append(replace(point, policy=BOUGHT, machine=RENTED, overrides={}))
     if not quick:
