@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--timeline FILE", "draw what each stream does in one step: PNG, SVG, PDF, or JSON for ui.perfetto.dev",
         new_file(*PICTURES, ".json"),
     )  # fmt: skip
-    option(parser, "--time-limit S", "seconds that a search computes (default: 2 to 5, at most 10)", finite(above=0))
+    option(parser, "--time-limit S", "seconds of each division's search (default: 2 to 5, at most 10)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", whole(0), 0)
     option(
         parser, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
