@@ -116,7 +116,8 @@ def build_machine(description: Description) -> Machine:
     draft.rates[HOST_ADAM]["elementwise_bytes"] = Rate.constant(traffic)
     _dram(draft)
     for direction, stream in (("h2d", h2d), ("d2h", d2h)):
-        if total := description.number(f"link.host_{direction}"):
+        total = description.number(f"link.host_{direction}")
+        if total and num_gpus * draft.fastest(stream(0), "bytes") > total:  # else they never reach it
             draft.share_bytes(f"host_link.{direction}", total, *map(stream, range(num_gpus)))
     _switches(draft, num_gpus)
     _listed_limits(draft)

@@ -275,7 +275,7 @@ def test_every_key_can_be_set_and_has_its_effect(name: str) -> None:
         ("link.h2d=12 GB/s", lambda m: rate(m, "gpu0.h2d", "bytes") == 12e9),
         ("link.h2d=[[1e6, 1e9], [1e9, 12e9]]", lambda m: m.stream("gpu0.h2d").rates["bytes"].at(1e6) == 1e9),
         ("link.both=30 GB/s", lambda m: m.limits["gpu0.link"] == 30e9),
-        ("link.host_h2d=30 GB/s", lambda m: m.limits["host_link.h2d"] == 30e9),
+        ("link.host_h2d=3 GB/s", lambda m: m.limits["host_link.h2d"] == 3e9),
         ("host.capacity=256 GiB", lambda m: m.tier("host").capacity_bytes == 248 * 2**30),
         ("host.memory_bandwidth=99 GB/s", lambda m: m.limits["dram"] == 99e9),
         ("host.adam=1 G/s", lambda m: rate(m, "host.adam", "parameters") == 1e9),
@@ -379,3 +379,9 @@ def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant:
 def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
     slower = load_machine("zero-offload-v100", ["gpu.peak_fp16=10 TFLOP/s"]).stream("gpu0.compute")
     assert slower.rates["matmul_fp16_flops"].at(1e12) == pytest.approx(6e12)
+
+
+def test_two_cards_of_a_desktop_share_the_lanes_of_one() -> None:
+    one, two = load_machine("desktop-4090"), load_machine("desktop-4090", ["gpu.count=2"])
+    assert "host_link.h2d" not in one.limits
+    assert two.limits["host_link.h2d"] == one.stream("gpu0.h2d").rates["bytes"].points[0][1]
