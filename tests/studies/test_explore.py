@@ -16,13 +16,13 @@ def test_every_control_changes_the_machine_that_is_predicted() -> None:
     box = tp.explore(workload, machine)
     controls, figures, picture = box.children
     by_name = {control.description: control for control in controls.children}
-    assert list(by_name) == ["method", "gpu0", "host", "GPU", "link", "drives", "CPU"]
+    assert list(by_name) == ["method", "gpu0", "host", "GPU", "host links", "drives", "host cores"]
     assert "Prediction planner" in figures.value or "&lt;Prediction" in figures.value
     by_name["method"].value = "fuyou"
     assert figures.value == predict("fuyou", workload, machine)._repr_html_()
     assert bytes(picture.value).startswith(b"\x89PNG")
     by_name["host"].value = 4.0
-    by_name["CPU"].value = 0.5
+    by_name["host cores"].value = 0.5
     host = {"host": 4 * machine.tier("host").capacity_bytes}
     changed = with_faster(with_capacity(machine, host), ["host.adam"], 0.5)
     assert figures.value == predict("fuyou", workload, changed)._repr_html_()

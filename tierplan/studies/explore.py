@@ -6,19 +6,15 @@ import io
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload
+from tierplan.studies.slow_step.setups import part_of
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-PARTS = {
-    "compute": "GPU", "h2d": "link", "d2h": "link", "p2p": "link", "read": "drives", "write": "drives", "adam": "CPU",
-}  # fmt: skip
-"""What is faster together, by what a stream does."""
 
 
 def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) -> Any:
@@ -44,8 +40,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
     }
     parts = {
         name: slider(name, [f"{factor:g} x" for factor in FACTORS])
-        for name in dict.fromkeys(PARTS.values())
-        if _names(machine, name)
+        for name in dict.fromkeys(part_of(stream.name) for stream in machine.streams)
     }
     figures, picture = widgets.HTML(), widgets.Image(format="png")
 
@@ -68,7 +63,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
 
 def _names(machine: Machine, part: str) -> set[str]:
     """The streams of a part, and the limits that only they share."""
-    streams = {s.name for s in machine.streams if PARTS.get(parse_stream(s.name).task) == part}
+    streams = {s.name for s in machine.streams if part_of(s.name) == part}
     takers = {x.name: {s.name for s in machine.streams if x.name in s.takes} for x in machine.shared_limits}
     return streams | {limit for limit, names in takers.items() if names and names <= streams}
 

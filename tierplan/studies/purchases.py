@@ -113,7 +113,10 @@ def _second_card(description: Description) -> list[Purchase]:
     price, part, number = (description.quantity(f"gpu.{key}") for key in ("price", "part", "count"))
     if price is None or (number is not None and number.value != 1):
         return []
-    lanes = {f"link.host_{way}": f"{description.number(f'link.{way}')} B/s" for way in ("h2d", "d2h")}
+    lanes = {
+        f"link.host_{way}": f"{description.number(f'link.host_{way}') or description.number(f'link.{way}')} B/s"
+        for way in ("h2d", "d2h")
+    }
     p2p = f"{description.number('link.p2p') or (description.number('link.h2d') or 0.0) / 2} B/s"
     what = f"a second {part.value if part else 'card'}"
     return [Purchase(what=what, overrides={"gpu.count": 2, "link.p2p": p2p, **lanes}, price_usd=float(price.value))]  # type: ignore[arg-type]
