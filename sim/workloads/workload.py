@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
+from tierplan.sim.workloads.formats import FORMATS
 
 Amounts = Mapping[str, float]
 """Of work, by its kind."""
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
 """In one step: beyond any batch in use."""
-DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES: Mapping[str, int] = {dtype: FORMATS[dtype].bits // 8 for dtype in get_args(DType)}
 
 
 class WorkloadError(ValueError):

@@ -1,0 +1,64 @@
+"""Formats: how the values of a buffer lie in a tier, and what an op must do to use them.
+
+A quantised format has whole blocks of values that share a scale, and its scales have a format of their own: NF4 with
+double quantisation is 4 bits in blocks of 64, whose scales are 8 bits in blocks of 256, whose scales are fp32. To add
+a format, add an entry to `FORMATS`. What is not counted: constants per tensor, such as a table of 16 codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """Bits of a value, and the scales that go with them."""
+
+    bits: int
+    """Of one value."""
+    block: int = 0
+    """Values that share a scale; 0: those of a row."""
+    scales: Format | None = None
+    """How scales lie there; None: values are used as they are, and no op decodes them."""
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether an op has to decode the values before it computes with them."""
+        return self.scales is not None
+
+    def size_bytes(self, num_values: int, num_rows: int = 1) -> int:
+        """Bytes of a tensor: its values, then their scales. The last block may be partly filled."""
+        values = -(-num_values * self.bits // 8)
+        if self.scales is None or not num_values:
+            return values
+        return values + self.scales.size_bytes(-(-num_values // self.block) if self.block else num_rows)
+
+    def coding_bytes(self, num_values: int, value_bytes: int, num_rows: int = 1) -> int:
+        """Bytes that decoding or encoding a tensor reads and writes, with values of `value_bytes` on the other side."""
+        return self.size_bytes(num_values, num_rows) + num_values * value_bytes if self.is_coded else 0
+
+
+FP32 = Format(bits=32)
+FORMATS: Mapping[str, Format] = {
+    "fp32": FP32,
+    "bf16": Format(bits=16),
+    "fp16": Format(bits=16),
+    "fp8": Format(bits=8, scales=FP32),
+    "int8": Format(bits=8, scales=FP32),
+    "nf4": Format(bits=4, block=64, scales=FP32),
+    "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32)),
+    "dynamic8": Format(bits=8, block=256, scales=FP32),
+    "dynamic4": Format(bits=4, block=128, scales=FP32),
+}
+"""fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row), NF4 as QLoRA has it, without and with double
+quantisation; dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
+
+
+def format_of(name: str) -> Format:
+    """The format of this name; `ValueError` for one that is unknown, with those that are known."""
+    if name not in FORMATS:
+        meant = "".join(f"did you mean {close!r}? " for close in get_close_matches(name, FORMATS, n=1))
+        raise ValueError(f"there is no format {name!r}; {meant}there are {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,43 @@
+"""Sizes of formats: against figures that were published, and with a format that a test adds."""
+
+import math
+
+import pytest
+
+from tierplan.sim.workloads import formats
+from tierplan.sim.workloads.formats import FORMATS, Format, format_of
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("nf4", 4.5),  # QLoRA, section 3: 32/64 bits for scales
+        ("nf4-double", 4.127),  # QLoRA, section 3: 8/64 + 32/(64 x 256)
+        ("dynamic8", 8.125),  # 8-bit optimizers: blocks of 256 with an fp32 scale (torchao: 2.03 bytes of two moments)
+        ("dynamic4", 4.25),  # torchao's 4-bit Adam: blocks of 128
+    ],
+)
+def test_published_bits_per_value(name: str, bits: float) -> None:
+    assert 8 * format_of(name).size_bytes(2**24) / 2**24 == pytest.approx(bits, abs=1e-3)
+
+
+def test_a_scale_per_row_and_partly_filled_blocks() -> None:
+    assert format_of("int8").size_bytes(300 * 20, 20) == 300 * 20 + 20 * 4
+    assert format_of("nf4").size_bytes(65) == math.ceil(65 / 2) + 2 * 4
+    assert [format_of(name).size_bytes(3) for name in ("fp32", "bf16", "fp16")] == [12, 6, 6]
+    assert all(f.size_bytes(0) == 0 for f in FORMATS.values())
+
+
+def test_only_formats_with_scales_cost_an_op() -> None:
+    assert format_of("nf4").coding_bytes(128, 2) == 64 + 8 + 256
+    assert format_of("bf16").coding_bytes(128, 4) == 0
+
+
+def test_a_format_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "FORMATS", {**FORMATS, "mxfp4": Format(bits=4, block=32, scales=Format(bits=8))})
+    assert format_of("mxfp4").size_bytes(64) == 32 + 2
+
+
+def test_an_unknown_format_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'nf5'; did you mean 'nf4'"):
+        format_of("nf5")
