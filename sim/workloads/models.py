@@ -32,6 +32,7 @@ SUPPORTED: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "llama",
+    "qwen3": "llama",
 }
 """Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {

@@ -4,6 +4,7 @@ Examples:
 
     tierplan reproduce                 all systems
     tierplan reproduce fuyou --json
+    tierplan reproduce points          steps that others measured, on several GPUs (a few minutes; only when named)
     tierplan reproduce --write docs/validation.md
 """
 
@@ -16,9 +17,12 @@ from tierplan.commands.options.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default: all)")
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default), points")
     option(parser, "--json", "print one JSON object")
     option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())
+
+
+FIGURES = ("mean_abs_error", "median_abs_error", "ninth_decile", "max_abs_error", "kendall_tau", "rankings")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,17 +32,20 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from tierplan.validation.published.page import summary_text, table_text, update_page
+    from tierplan.validation.published.points import POINTS, reproduce_points
     from tierplan.validation.published.reproduce import published, reproduce, systems
 
-    names = args.systems or systems()
+    measured = [name for name in args.systems if name in POINTS]
+    names = [name for name in args.systems if name not in POINTS] if measured else args.systems or systems()
     total = sum(len(result["rows"]) for name in names for result in published(name)["result"])
-    with tqdm(total=total, disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(total=None if measured else total, disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def show(text: str) -> None:
             bar.set_description_str(text[:60])
             bar.update()
 
-        reports = reproduce(names, progress=show)
+        reports = reproduce(names, progress=show) if names else []
+        reports += [reproduce_points(name, progress=show) for name in measured]
     if args.write:
         update_page(reports, args.write)
     if args.json:
@@ -48,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 "constants": list(report.constants),
                 "answered": report.coverage[0],
                 "asked": report.coverage[1],
-                **{name: getattr(report, name) for name in ("mean_abs_error", "max_abs_error", "kendall_tau")},
+                **{name: getattr(report, name) for name in FIGURES},
                 "rows": [row.record() for row in report.rows],
             }
             for report in reports

@@ -27,6 +27,9 @@ def summary_text(report: Report) -> str:
         parts.append(f"step times: mean error {report.mean_abs_error:.1%}, largest {report.max_abs_error:.1%}")
     if report.kendall_tau is not None:
         parts.append(f"Kendall tau of their order {report.kendall_tau:.2f}")
+    if report.rankings and report.median_abs_error is not None:
+        parts.append(f"median {report.median_abs_error:.1%}, nine in ten within {report.ninth_decile:.1%}")
+        parts += [f"Kendall tau by speed on {name} {tau:.2f}" for name, tau in report.rankings.items()]
     return "; ".join(parts)
 
 

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
+from itertools import combinations
+from math import ceil
+from statistics import median
 from typing import Any
 
 from tierplan.hwmodels import load_machine
@@ -54,6 +57,10 @@ class Row:
     note: str = ""
     prediction: Prediction | None = field(default=None, repr=False)
     """What the row was taken from, where it is a step time."""
+    group: str = ""
+    """What it may be ranked within: rows of one machine and model, by speed; empty where rows are ranked by step."""
+    tokens: int = 0
+    """In the step, where rows are ranked by speed."""
 
     @property
     def path(self) -> str:
@@ -64,7 +71,7 @@ class Row:
 
     def record(self) -> dict[str, object]:
         """The row as JSON values."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("prediction", "group", "tokens")}
         return {**own, "path": self.path, "value": self.value, "error": self.error}
 
     @property
@@ -113,19 +120,42 @@ class Report:
         return tuple(r for r in self.checked if is_step_time(r) and r.error is not None)
 
     @property
+    def abs_errors(self) -> list[float]:
+        return sorted(abs(row.error) for row in self.step_rows if row.error is not None)
+
+    @property
     def mean_abs_error(self) -> float | None:
-        errors = [abs(row.error) for row in self.step_rows if row.error is not None]
-        return sum(errors) / len(errors) if errors else None
+        return sum(self.abs_errors) / len(self.abs_errors) if self.abs_errors else None
+
+    @property
+    def median_abs_error(self) -> float | None:
+        return median(self.abs_errors) if self.abs_errors else None
+
+    @property
+    def ninth_decile(self) -> float | None:
+        """The error that nine in ten rows do not exceed."""
+        return self.abs_errors[ceil(0.9 * len(self.abs_errors)) - 1] if self.abs_errors else None
+
+    @property
+    def rankings(self) -> dict[str, float]:
+        """Kendall's tau of the order by speed, by machine: over pairs of rows that differ in system alone."""
+        signs: dict[str, list[int]] = {}
+        for a, b in combinations([row for row in self.step_rows if row.group], 2):
+            if a.group == b.group and a.predicted and b.predicted and a.value and b.value and a.value != b.value:
+                shown = a.tokens / a.value - b.tokens / b.value
+                right = shown * (a.tokens / a.predicted - b.tokens / b.predicted) > 0
+                signs.setdefault(a.group.split(",")[0], []).append(1 if right else -1)
+        return {machine: sum(pairs) / len(pairs) for machine, pairs in signs.items()}
 
     @property
     def max_abs_error(self) -> float | None:
-        return max((abs(row.error) for row in self.step_rows if row.error is not None), default=None)
+        return max(self.abs_errors, default=None)
 
     @property
     def kendall_tau(self) -> float | None:
-        """Of the order of step times; None with fewer than two."""
+        """Of the order of step times; None with fewer than two, or where rows are ranked within groups."""
         rows = self.step_rows
-        if len(rows) < 2:
+        if len(rows) < 2 or any(row.group for row in rows):
             return None
         from scipy.stats import kendalltau
 
@@ -160,7 +190,9 @@ def reproduce(names: Sequence[str] = (), *, progress: Callable[[str], None] = la
             for settings in _rows(table, result):
                 progress(f"{name}: {result['quantity']} {label_of(settings)}")
                 rows.append(_answer(name, table, settings))
-        reports.append(Report(name, table["system"]["source"], tuple(rows), tuple(_constants(table))))
+        reports.append(
+            Report(name, table["system"]["source"], tuple(rows), tuple(constants_of(table["system"].get("machine"))))
+        )
     return reports
 
 
@@ -197,9 +229,8 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
     return Row(*base, outcome, note=note)
 
 
-def _constants(table: Settings) -> Iterator[str]:
-    """Calibrated constants of the system's machine, named, with where they come from."""
-    name = table["system"].get("machine")
+def constants_of(name: str | None) -> Iterator[str]:
+    """Calibrated constants of a machine, named, with where they come from."""
     if name is None:
         return
     for key, quantity in load_machine(name).description.items():

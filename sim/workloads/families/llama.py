@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2): RMSNorm, rotary positions, grouped queries, a gated MLP."""
+"""Llama and its relatives (Mistral, Qwen2, Qwen3): RMSNorm, rotary positions, grouped queries, a gated MLP."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     groups = config.number("num_key_value_heads", heads)
     inner = config.number("intermediate_size")
     qkv_bias = config.flag("attention_bias", default=False) or config.raw["model_type"] == "qwen2"
+    normed = config.raw["model_type"] == "qwen3"
     out_bias, mlp_bias = config.flag("attention_bias", default=False), config.flag("mlp_bias", default=False)
     batch, length = x.shape[0], x.shape[1]
     tables = (length, head_dim)
@@ -30,10 +31,12 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     residual = x
     tape.scope = "self_attn"
     hidden = rms_norm(tape, x, tape.parameter(hidden_size))
-    q, k = (
-        reshaped(tape, linear(tape, hidden, n * head_dim, bias=qkv_bias)).view(batch, length, n, head_dim)
-        for n in (heads, groups)
-    )
+
+    def project(n: int) -> Value:
+        out = linear(tape, hidden, n * head_dim, bias=qkv_bias).view(batch, length, n, head_dim)
+        return rms_norm(tape, out, tape.parameter(head_dim)) if normed else out
+
+    q, k = (reshaped(tape, project(n)) for n in (heads, groups))
     v = linear(tape, hidden, groups * head_dim, bias=qkv_bias)
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim)

@@ -126,11 +126,12 @@ PUBLISHED = {
     "mistral-small-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704, "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920,
+    "qwen2.5-1.5b": 1_543_714_304, "qwen3-1.7b": 1_720_574_976, "llama-2-70b": 68_976_648_192, "yi-34b": 34_388_917_248,
     "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624, "gemma-3-1b": 999_885_952, "phi-3-mini": 3_821_079_552,
     "phi-4": 14_659_507_200, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224, "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
+    "gpt2-xl": 1_557_611_200, "qwen3-235b-a22b": 235_093_634_560,
 }  # fmt: skip
 """Parameters, as the model cards and the files of weights say."""
 ROUNDED = {
@@ -138,7 +139,7 @@ ROUNDED = {
     "gemma-3-27b": 27.016e9,
 }  # fmt: skip
 """The same where only rounded figures are published: Gemma's text models from table 1 of its report, both columns."""
-TRACED_HERE = ("qwen3-8b", "qwen3-30b-a3b")
+TRACED_HERE = ("qwen3-30b-a3b",)
 
 
 QUICK = {name for name in PUBLISHED if named_models()[name]["model_type"] in SUPPORTED} | {*TRACED_HERE}

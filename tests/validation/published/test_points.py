@@ -1,0 +1,61 @@
+"""Measured points keep what was published, and rules put them to the simulator without knowing the time."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import pytest
+
+from tierplan.hwmodels.catalog import catalog_names
+from tierplan.planner.policies import POLICIES
+from tierplan.validation.published.points import POINTS, Point, _table, load_points, question_of, reproduce_points
+from tierplan.validation.published.reproduce import Report, Row
+
+
+def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
+    points = load_points()
+    assert len(points) == len({point.id for point in points}) == 181
+    assert all(point.facts["source"] for point in points)
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_rules_match_points_and_name_what_exists(name: str) -> None:
+    ids = [point.id for point in load_points()]
+    for rule in _table(name)["rule"]:
+        assert all(any(fnmatch(point, pattern) for point in ids) for pattern in rule["ids"]), rule["ids"]
+        assert "cannot" in rule or (rule["policy"] in POLICIES and rule["machine"] in catalog_names())
+
+
+def test_every_point_of_several_gpus_has_a_rule() -> None:
+    patterns = [pattern for rule in _table("points")["rule"] for pattern in rule["ids"]]
+    several = [point.id for point in load_points() if point.facts.get("gpus", 1) > 1]
+    assert [point for point in several if not any(fnmatch(point, pattern) for pattern in patterns)] == []
+
+
+def test_what_was_measured_becomes_seconds_of_a_step() -> None:
+    assert Point("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
+    assert Point("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
+    assert Point("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
+    assert Point("d", {}).step_s(8, 100) is None
+
+
+def test_sequences_are_shared_by_ranks_and_micro_batches() -> None:
+    facts = {"gpus": 8, "model": "m", "seq": 2048, "sequences_per_step": 512, "accumulation": 16}
+    asked = question_of(Point("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
+    assert (asked.training.per_device_train_batch_size, asked.training.gradient_accumulation_steps) == (4, 16)
+    assert (asked.sequences, asked.model, asked.settings) == (512, "gpt2", ("gpu.count=8",))
+    shared = question_of(Point("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {})
+    assert (shared.training.gradient_accumulation_steps, shared.sequences) == (128, 512)
+
+
+def test_rows_are_ranked_by_speed_among_those_of_one_machine_and_model() -> None:
+    def row(group: str, measured: float, predicted: float, tokens: int = 100) -> Row:
+        return Row("s", "check", "step_s", "l", measured, measured, predicted, group=group, tokens=tokens)
+
+    rows = (row("x, 8", 1, 1), row("x, 8", 2, 3), row("x, 8", 3, 2), row("y, 8", 1, 1), row("y, 8", 3, 1.5, 200))
+    assert Report("s", "", rows, ()).rankings == {"x": pytest.approx(1 / 3), "y": -1.0}
+
+
+def test_what_cannot_be_expressed_says_why() -> None:
+    rows = {row.label: row for row in reproduce_points("points").rows if row.why_not}
+    assert "Muon" in rows["muon-cpu"].why_not

@@ -1,0 +1,146 @@
+"""Steps that others measured (`measured/facts.toml`), each put to the simulator by a rule, and what comes out.
+
+    reproduce_points("points")       rows of several GPUs
+    reproduce_points("finetuning")   any other `measured/NAME.toml` with rules
+
+A rule says for the points whose names match which machine, policy, options and batch they are, or why they cannot be
+expressed. Nothing in it depends on the measured time, unless it is marked `fitted`: then the row is one of calibration.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from tierplan.hwmodels import load_machine
+from tierplan.planner.plan import PlanError
+from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import NotCovered, Training, Workload, WorkloadError
+from tierplan.validation.published.reproduce import Report, Row, constants_of
+
+Facts = Mapping[str, Any]
+POINTS = ("points",)
+"""The files with rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured step and all that was published with it."""
+
+    id: str
+    facts: Facts = field(repr=False)
+
+    def step_s(self, sequences: int, length: int) -> float | None:
+        """Measured seconds of a step of so many sequences; None where no time was published."""
+        facts = self.facts
+        if "step_s" in facts or "s_per_step" in facts:
+            return float(facts.get("step_s", facts.get("s_per_step")))
+        if "s_per_sample" in facts:
+            return float(facts["s_per_sample"]) * sequences
+        return sequences * length / float(facts["tokens_per_s"]) if "tokens_per_s" in facts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a point asks of the simulator."""
+
+    machine: str
+    settings: tuple[str, ...]
+    policy: str
+    options: Mapping[str, object]
+    model: str
+    training: Training
+    sequences: int
+    """In one step, over all devices."""
+
+    def workload(self) -> Workload:
+        try:
+            return load_workload(self.model, self.training)
+        except NotCovered:
+            from tierplan.runtime.tracing.trace import trace_workload  # torch, which the closed forms do without
+
+            return trace_workload(self.model, self.training)
+
+    def answer(self) -> Prediction:
+        """Raises `WorkloadError` or `PlanError` where there is no such workload or policy."""
+        return predict(self.policy, self.workload(), load_machine(self.machine, self.settings), self.options)
+
+
+def _table(name: str) -> dict[str, Any]:
+    file = resources.files("tierplan.validation.published").joinpath("measured", f"{name}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=1)
+def load_points() -> tuple[Point, ...]:
+    """All measured points, in the order of the file."""
+    points = []
+    for group in _table("facts")["from"]:
+        common = {name: value for name, value in group.items() if name != "points"}
+        points += [Point(str(own["id"]), {**common, **own}) for own in group["points"]]
+    return tuple(points)
+
+
+def question_of(point: Point, rule: Facts, models: Mapping[str, str]) -> Question:
+    """A point as machine, policy, model and batch. What the rule says goes before what was published."""
+    facts = {**point.facts, **{name: value for name, value in rule.items() if name not in ("policy", "model")}}
+    facts |= rule.get("by_model", {}).get(point.facts["model"], {})
+    ranks = 1 if facts.get("shared") else int(facts["gpus"])  # who have sequences of their own
+    sequences = int(facts.get("sequences_per_step", facts.get("global_batch", 0)))
+    accumulation = int(facts.get("accumulation", 1))
+    if "micro_batch" in facts:
+        micro_batch = int(facts["micro_batch"])
+        accumulation = max(sequences // (ranks * micro_batch), 1) if sequences else accumulation
+    else:
+        micro_batch = sequences // (ranks * accumulation)
+    training = Training(
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        sequence_length=int(facts["seq"]),
+        dtype=facts.get("dtype", "bf16"),
+    )
+    return Question(
+        machine=facts["machine"],
+        settings=(f"gpu.count={facts['gpus']}", *facts.get("set", ())),
+        policy=rule["policy"],
+        options=facts.get("options", {}),
+        model=models.get(point.facts["model"], point.facts["model"]),
+        training=training,
+        sequences=ranks * micro_batch * accumulation,
+    )
+
+
+def reproduce_points(name: str, *, progress: Callable[[str], None] = lambda text: None) -> Report:
+    """Every point that a rule of `measured/NAME.toml` matches, the first that does, beside its prediction."""
+    table = _table(name)
+    rows = []
+    for point in load_points():
+        rule = next((r for r in table["rule"] if any(fnmatch(point.id, pattern) for pattern in r["ids"])), None)
+        if rule is not None:
+            progress(f"{name}: {point.id}")
+            rows.append(_row(name, point, rule, table["models"]))
+    machines = dict.fromkeys(rule["machine"] for rule in table["rule"] if "machine" in rule)
+    return Report(name, table["source"], tuple(rows), tuple(c for machine in machines for c in constants_of(machine)))
+
+
+def _row(system: str, point: Point, rule: Facts, models: Mapping[str, str]) -> Row:
+    fitted = point.id in rule.get("fitted", ())
+    base = (system, "calibrate" if fitted else "check", "step_s", point.id)
+    note = str(rule.get("note", ""))
+    if "cannot" in rule:
+        return Row(*base, None, None, None, f"cannot be expressed: {rule['cannot']}", note)
+    question = question_of(point, rule, models)
+    step_s = point.step_s(question.sequences, question.training.sequence_length)
+    group = f"{rule['machine']}, {point.facts['gpus']} GPUs, {question.model}"
+    try:
+        prediction = question.answer()
+    except (WorkloadError, PlanError) as error:
+        return Row(*base, step_s, step_s, None, str(error), note)
+    tokens = question.sequences * question.training.sequence_length
+    return Row(*base, step_s, step_s, prediction.step_s, prediction.why_not, note, prediction, group, tokens)
