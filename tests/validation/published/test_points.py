@@ -8,7 +8,14 @@ import pytest
 
 from tierplan.hwmodels.catalog import catalog_names
 from tierplan.planner.policies import POLICIES
-from tierplan.validation.published.points import POINTS, Point, _table, load_points, question_of, reproduce_points
+from tierplan.validation.published.points import (
+    POINTS,
+    MeasuredStep,
+    _table,
+    load_points,
+    question_of,
+    reproduce_points,
+)
 from tierplan.validation.published.reproduce import Report, Row
 
 
@@ -33,18 +40,20 @@ def test_every_point_of_several_gpus_has_a_rule() -> None:
 
 
 def test_what_was_measured_becomes_seconds_of_a_step() -> None:
-    assert Point("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
-    assert Point("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
-    assert Point("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
-    assert Point("d", {}).step_s(8, 100) is None
+    assert MeasuredStep("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
+    assert MeasuredStep("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
+    assert MeasuredStep("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
+    assert MeasuredStep("d", {}).step_s(8, 100) is None
 
 
 def test_sequences_are_shared_by_ranks_and_micro_batches() -> None:
     facts = {"gpus": 8, "model": "m", "seq": 2048, "sequences_per_step": 512, "accumulation": 16}
-    asked = question_of(Point("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
+    asked = question_of(MeasuredStep("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
     assert (asked.training.per_device_train_batch_size, asked.training.gradient_accumulation_steps) == (4, 16)
     assert (asked.sequences, asked.model, asked.settings) == (512, "gpt2", ("gpu.count=8",))
-    shared = question_of(Point("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {})
+    shared = question_of(
+        MeasuredStep("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {}
+    )
     assert (shared.training.gradient_accumulation_steps, shared.sequences) == (128, 512)
 
 
