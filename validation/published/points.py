@@ -30,7 +30,7 @@ POINTS = ("points",)
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class PublishedStep:
     """One measured step and all that was published with it."""
 
     id: str
@@ -78,16 +78,16 @@ def _table(name: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def load_points() -> tuple[MeasuredStep, ...]:
+def load_points() -> tuple[PublishedStep, ...]:
     """All measured points, in the order of the file."""
     points = []
     for group in _table("facts")["from"]:
         common = {name: value for name, value in group.items() if name != "points"}
-        points += [MeasuredStep(str(own["id"]), {**common, **own}) for own in group["points"]]
+        points += [PublishedStep(str(own["id"]), {**common, **own}) for own in group["points"]]
     return tuple(points)
 
 
-def question_of(point: MeasuredStep, rule: Facts, models: Mapping[str, str]) -> Question:
+def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> Question:
     """A point as machine, policy, model and batch. What the rule says goes before what was published."""
     facts = {**point.facts, **{name: value for name, value in rule.items() if name not in ("policy", "model")}}
     facts |= rule.get("by_model", {}).get(point.facts["model"], {})
@@ -129,7 +129,7 @@ def reproduce_points(name: str, *, progress: Callable[[str], None] = lambda text
     return Report(name, table["source"], tuple(rows), tuple(c for machine in machines for c in constants_of(machine)))
 
 
-def _row(system: str, point: MeasuredStep, rule: Facts, models: Mapping[str, str]) -> Row:
+def _row(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> Row:
     fitted = point.id in rule.get("fitted", ())
     base = (system, "calibrate" if fitted else "check", "step_s", point.id)
     note = str(rule.get("note", ""))

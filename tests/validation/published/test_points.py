@@ -10,7 +10,7 @@ from tierplan.hwmodels.catalog import catalog_names
 from tierplan.planner.policies import POLICIES
 from tierplan.validation.published.points import (
     POINTS,
-    MeasuredStep,
+    PublishedStep,
     _table,
     load_points,
     question_of,
@@ -40,19 +40,19 @@ def test_every_point_of_several_gpus_has_a_rule() -> None:
 
 
 def test_what_was_measured_becomes_seconds_of_a_step() -> None:
-    assert MeasuredStep("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
-    assert MeasuredStep("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
-    assert MeasuredStep("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
-    assert MeasuredStep("d", {}).step_s(8, 100) is None
+    assert PublishedStep("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
+    assert PublishedStep("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
+    assert PublishedStep("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
+    assert PublishedStep("d", {}).step_s(8, 100) is None
 
 
 def test_sequences_are_shared_by_ranks_and_micro_batches() -> None:
     facts = {"gpus": 8, "model": "m", "seq": 2048, "sequences_per_step": 512, "accumulation": 16}
-    asked = question_of(MeasuredStep("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
+    asked = question_of(PublishedStep("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
     assert (asked.training.per_device_train_batch_size, asked.training.gradient_accumulation_steps) == (4, 16)
     assert (asked.sequences, asked.model, asked.settings) == (512, "gpt2", ("gpu.count=8",))
     shared = question_of(
-        MeasuredStep("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {}
+        PublishedStep("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {}
     )
     assert (shared.training.gradient_accumulation_steps, shared.sequences) == (128, 512)
 
