@@ -2,16 +2,12 @@
 
 A picture shows one trace, or several below each other on one axis of time (predicted and measured). Each function
 returns the Figure: in a notebook, as the last line of a cell, that shows it. Nothing is written and no pyplot state is
-left behind. The colours are those of Okabe and Ito, told apart with any common form of colour blindness; place or hatch
-repeats what matters.
+left behind. Place or hatch repeats what colours say.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,52 +15,30 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import AutoLocator, MaxNLocator
 
-from tierplan.hwmodels.names import display_order
 from tierplan.sim.analysis.explain import stream_times
-from tierplan.sim.columns import Float64
-from tierplan.sim.contents import parse_key, split_step
+from tierplan.sim.output.drawn import (
+    COLOURS,
+    INK,
+    INPUT,
+    MEMORY,
+    SHARING,
+    WAITS,
+    Excerpt,
+    capacity_line,
+    levels_of,
+    paleness,
+    step_ends,
+    streams_of,
+    what_of,
+)
 from tierplan.sim.output.text import format_bytes
-from tierplan.sim.trace import Span, Trace
+from tierplan.sim.trace import Trace
 
-COLOURS = {
-    "forward": "#0072b2",
-    "recompute": "#56b4e9",
-    "backward": "#d55e00",
-    "update": "#cc79a7",
-    "params": "#009e73",
-    "grads": "#e69f00",
-    "states": "#cc79a7",
-    "acts": "#f0e442",
-    "other": "#999999",
-}
-"""By what an op does on a computing stream, and by what it moves on the others."""
-VERBS = {"fwd": "forward", "bwd": "backward", **dict.fromkeys(("accumulate", "cast", "norm", "clip"), "grads")}
-MOVED = {"params": "params", "grads": "grads", "states": "states", "acts": "acts", "x": "acts"}
-INK = "#1b1f24"
-INPUT, MEMORY, SHARING = "waits for input", "waits for memory", "added by sharing (above)"
-WAITS = {INPUT: "#c9ced6", MEMORY: INK, SHARING: "#882255"}
-
-
-TRACE_COLOURS = ("#0072b2", "#d55e00")
-"""Of lines: the first trace is dashed, the second one solid."""
 NARROW_FRAC = 4e-4
 """Of the picture's width: bars of one colour that are closer than that, and as narrow, are drawn as one."""
-
-
-class Excerpt(NamedTuple):
-    """A stretch of a trace: what is drawn."""
-
-    trace: Trace
-    begin_s: float
-    end_s: float
-
-    @property
-    def length_s(self) -> float:
-        return self.end_s - self.begin_s
 
 
 def plot_timeline(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
@@ -82,7 +56,7 @@ def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -
 
     All begin at zero. At the right stand the names of the traces, and how busy the stream was in each.
     """
-    streams = _streams([excerpt.trace for excerpt in excerpts.values()])
+    streams = streams_of([excerpt.trace for excerpt in excerpts.values()])
     num_lanes = len(excerpts)
     fig, ax = _axes(ax, height=1.4 + (0.35 + 0.2 * num_lanes) * len(streams))
     length_s = max(excerpt.length_s for excerpt in excerpts.values())
@@ -119,7 +93,7 @@ def _draw_ops(
     for span in trace.spans:
         if span.end_ns <= begin_s * 1e9 or span.free_ns >= end_s * 1e9:
             continue
-        bars.setdefault((span.stream, _what(span), _paleness(span)), []).append(box(span.start_ns, span.end_ns))
+        bars.setdefault((span.stream, what_of(span), paleness(span)), []).append(box(span.start_ns, span.end_ns))
         ready_ns = max(span.free_ns, span.ready_ns)
         if ready_ns > span.free_ns:
             marks.setdefault((span.stream, INPUT), []).append(box(span.free_ns, ready_ns))
@@ -137,7 +111,7 @@ def _draw_ops(
     for (stream, what), boxes in sorted(marks.items()):
         place = (centres[stream] + (-0.5 if what == SHARING else 0.41) * height, 0.09 * height)
         ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0).set_snap(False)
-    for boundary_s in _step_ends(trace):
+    for boundary_s in step_ends(trace):
         if begin_s < boundary_s < end_s:
             ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")
     return {what for _, what, _ in bars} | {what for _, what in marks}
@@ -198,7 +172,7 @@ def plot_memory(
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
     for tier, ax in zip(shown, axes, strict=True):
-        times_s, held = _levels(trace, tier)
+        times_s, held = levels_of(trace, tier)
         size_unit, size = _size_unit(trace.peak_bytes[tier])
         x, bottom = (times_s - begin_s) * per_s, np.zeros(len(times_s))
         outline = min(1.0, 100 / max(len(times_s), 1))  # thousands of changes would paint everything black
@@ -211,11 +185,10 @@ def plot_memory(
             ax.plot(x, top, drawstyle="steps-post", color=INK, linewidth=0.3, alpha=outline)
             handles.append(Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=kind))
             bottom = top
-        capacity, peak = trace.capacity_bytes[tier] / size, trace.peak_bytes[tier] / size
-        text, line = f"capacity {format_bytes(trace.capacity_bytes[tier])}", capacity
-        if capacity > 2.5 * peak:
-            text, line = f"{text}, {capacity / peak:,.1f} x the peak: far above this line", 1.2 * peak
-        ax.axhline(line, color=INK, linewidth=1.2, linestyle="--" if line == capacity else ":")
+        peak = trace.peak_bytes[tier] / size
+        line, text = capacity_line(trace.capacity_bytes[tier], trace.peak_bytes[tier])
+        is_far, line = line < trace.capacity_bytes[tier], line / size
+        ax.axhline(line, color=INK, linewidth=1.2, linestyle=":" if is_far else "--")
         ax.set_ylim(0, 1.12 * line)
         ax.annotate(text, (0, line), xytext=(4, 3), textcoords="offset points", fontsize="small")
         title = f"{tier}: peak {peak:.3g} {size_unit} of {format_bytes(trace.capacity_bytes[tier])}"
@@ -226,39 +199,13 @@ def plot_memory(
     return _figure_of(axes[0])
 
 
-def plot_holdings(excerpts: Mapping[str, Excerpt], tiers: Sequence[str]) -> Figure:
-    """Bytes held in each of the tiers over time, a line for each trace; the capacity where it is near the peak."""
-    axes = _axes_of_tiers(tiers)
-    length_s = max(excerpt.length_s for excerpt in excerpts.values())
-    time_unit, per_s = _time_unit(length_s)
-    for tier, ax in zip(tiers, axes, strict=True):
-        lines = {name: _holding(excerpt, tier) for name, excerpt in excerpts.items()}
-        peak = max(float(levels.max()) for _, levels in lines.values())
-        capacity = max(excerpt.trace.capacity_bytes.get(tier, 0) for excerpt in excerpts.values())
-        size_unit, size = _size_unit(peak)
-        for (name, (times_s, levels)), colour, dash in zip(lines.items(), TRACE_COLOURS, ("--", "-"), strict=False):
-            style: dict[str, Any] = {"color": colour, "linestyle": dash, "lw": 1.2, "label": name}
-            ax.plot(times_s * per_s, levels / size, drawstyle="steps-post", **style)
-        if capacity <= 2 * peak:
-            ax.axhline(capacity / size, color=INK, linewidth=1, linestyle=":")
-        ax.set_title(f"{tier}: at most {format_bytes(peak)} of {format_bytes(capacity)}", fontsize="medium", loc="left")
-        top = max(peak, capacity * (capacity <= 2 * peak)) / size
-        ax.set(ylabel=size_unit, xlim=(0, length_s * per_s), ylim=(0, 1.08 * top))
-    handles, _ = axes[0].get_legend_handles_labels()
-    _finish(axes[0], [*handles, Line2D([], [], color=INK, linestyle=":", label="capacity")])
-    for ax in axes[1:]:
-        _finish(ax, [])
-    axes[-1].set_xlabel(f"time ({time_unit})")
-    return _figure_of(axes[0])
-
-
 def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
     """Where the time went: for each stream, work, what sharing added, and what it waited for.
 
     `window_s` is best one steady cycle (`SteadyState.window_s`): then every bar is as long as the step.
     """
     times = stream_times(trace, window_s)
-    streams = _streams([trace])
+    streams = streams_of([trace])
     fig, ax = _axes(ax, height=1.2 + 0.45 * len(streams))
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
@@ -349,61 +296,6 @@ def _finish(ax: Axes, handles: Sequence[Artist]) -> None:
             columnspacing=1.2,
             borderaxespad=0.2,
         )
-
-
-def _streams(traces: Sequence[Trace]) -> list[str]:
-    """Computing first, then links, drives and the host; by name among equals."""
-    for trace in traces:
-        if not trace.spans:
-            raise ValueError(f"trace {trace.name!r} has no ops; there is nothing to draw")
-    return sorted({s.stream for trace in traces for s in trace.spans}, key=display_order)
-
-
-def _what(span: Span) -> str:
-    """What an op does or moves, as a name in COLOURS, from its key (docs/design.md, Kinds of op)."""
-    op = parse_key(span.key)
-    if not op.moved and (name := VERBS.get(op.verb, op.verb)) in COLOURS:
-        return name
-    return MOVED.get(op.moved, "other")
-
-
-def _paleness(span: Span) -> float:
-    """Alternates from one unit of the model to the next."""
-    digits = re.sub(r"\D", "", "".join(parse_key(span.key).where[:1]))
-    return 0.62 if digits and int(digits) % 2 else 1.0
-
-
-def _step_ends(trace: Trace) -> Iterable[float]:
-    """When each step of a trace of several steps ended, in seconds."""
-    ends: dict[int, int] = {}
-    for span in trace.spans:
-        step = split_step(span.key).step
-        if step is not None:
-            ends[step] = max(ends.get(step, 0), span.end_ns)
-    return [end_ns / 1e9 for end_ns in ends.values()]
-
-
-def _levels(trace: Trace, tier: str) -> tuple[Float64, dict[str, Float64]]:
-    """Times in seconds, and the bytes held by each kind from then on; the kinds with least change first."""
-    events = [e for e in trace.memory if e.tier == tier]
-    changes = Counter(e.kind for e in events if e.time_ns > 0)
-    kinds = sorted({e.kind for e in events}, key=lambda kind: (changes[kind], kind))
-    times_ns = np.array([e.time_ns for e in events], np.int64)
-    last = np.flatnonzero(np.diff(times_ns, append=-1))  # of the events of each moment
-    held = {kind: np.cumsum([e.delta_bytes if e.kind == kind else 0 for e in events]) for kind in kinds}
-    levels = {kind: level[np.append(last, -1)].astype(np.float64) for kind, level in held.items()}
-    return np.append(times_ns[last], trace.duration_ns) / 1e9, levels
-
-
-def _holding(excerpt: Excerpt, tier: str) -> tuple[Float64, Float64]:
-    """Times since the excerpt began, and the bytes held from then on."""
-    times_s, by_kind = _levels(excerpt.trace, tier)
-    total = sum(by_kind.values(), np.zeros(len(times_s)))
-    first, end = np.searchsorted(times_s, (excerpt.begin_s, excerpt.end_s), side="right")
-    shown = slice(max(int(first) - 1, 0), int(end))
-    held = total[shown] if total[shown].size else np.zeros(1)
-    starts = np.maximum(0.0, times_s[shown] - excerpt.begin_s)
-    return np.append(starts, excerpt.length_s), np.append(total[shown], held[-1])
 
 
 def _time_unit(length_s: float) -> tuple[str, float]:

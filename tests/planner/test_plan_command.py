@@ -74,7 +74,9 @@ def test_nothing_fits_is_an_answer(model, capsys):
     assert "sequences per micro-batch that fit: up to " in found["reason"]
 
 
-@pytest.mark.parametrize(("name", "begins"), [("step.svg", "<?xml"), ("step.json", "{")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [("step.svg", "<?xml"), ("step.json", "{"), ("step.html", "<!doctype html>")]
+)
 def test_the_timeline_is_written(model, tmp_path, capsys, name, begins):
     arguments = ["--model", model, "--machine", "laptop", "--seq", "512", "--timeline", str(tmp_path / name)]
     assert main(["simulate", "--policy", "in-memory", *arguments]) == 0

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         about=about,
         losses=run_folder.losses,
         notes=notes,
+        schedule=schedule,
     )
     if args.plot:
         from tierplan.sim.output.plots import plot_timelines

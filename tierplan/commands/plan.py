@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
     option(parser, "--json", "print one JSON object")
     option(
-        parser, "--timeline FILE", "draw what each stream does in one step: PNG, SVG, PDF, or JSON for ui.perfetto.dev",
-        new_file(*PICTURES, ".json"),
+        parser, "--timeline FILE", "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON "
+        "for ui.perfetto.dev", new_file(".html", *PICTURES, ".json"),
     )  # fmt: skip
     option(parser, "--time-limit S", "seconds of each division's search (default: 2 to 5, at most 10)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", whole(0), 0)

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--option KEY=VALUE", setting, repeat=True, dest="options")
     option(parser, "--json", "print one JSON object")
     option(
-        parser, "--timeline FILE", "draw what each stream does in one step: PNG, SVG, PDF, or JSON for ui.perfetto.dev",
-        new_file(*PICTURES, ".json"),
+        parser, "--timeline FILE", "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON "
+        "for ui.perfetto.dev", new_file(".html", *PICTURES, ".json"),
     )  # fmt: skip
     option(parser, "--max-model", "find the largest GPT-3-style model that fits, instead of --model")
     option(parser, "-o --output FILE", "write the schedule, if it fits, for `tierplan run`", new_file())

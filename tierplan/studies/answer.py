@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -80,18 +81,30 @@ def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str)
 
 
 def write_timeline(prediction: Prediction, path: str) -> None:
-    """Writes what each stream does in one steady step: a picture, or all simulated steps for Perfetto (`.json`)."""
+    """Writes what each stream does in one steady step: a picture, or a page to zoom into (`.html`).
+
+    For Perfetto (`.json`), all simulated steps.
+    """
     steady = prediction.steady
     assert steady is not None, "what does not run has no timeline"
-    if path.endswith(".json"):
+    suffix = Path(path).suffix.lower()
+    if suffix == ".json":
         from tierplan.sim.output.perfetto import write_perfetto
 
         write_perfetto({"predicted": steady.trace}, path)
         return
+    title = f"{prediction.model} on {prediction.machine}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
+    if suffix == ".html":
+        from tierplan.sim.output.drawn import Excerpt
+        from tierplan.sim.output.timeline import timeline
+        from tierplan.validation.report.page import write_page
+
+        step = {"": Excerpt(steady.trace, *steady.window_s)}
+        write_page(path, title, [timeline(step, title, schedule=prediction.schedule, focus=True)])
+        return
     from tierplan.sim.output.plots import plot_timeline
 
     figure = plot_timeline(steady.trace, window_s=steady.window_s)
-    title = f"{prediction.model} on {prediction.machine}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
 

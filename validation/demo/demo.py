@@ -296,6 +296,7 @@ def _write(out: Path, result: DemoResult, measured: Trace) -> None:
         losses=result.losses,
         reference_losses=result.reference_losses,
         notes=result.notes,
+        schedule=result.planned.schedule,
     )
     write_atomically(out / "result.json", json.dumps(result.record(), indent=2))
 

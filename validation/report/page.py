@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no script, no external file, readable on a phone, on a screen and on paper."""
+"""One self-contained HTML page: no external file, readable on a phone, on a screen and on paper."""
 
 from __future__ import annotations
 

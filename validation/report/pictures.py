@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tierplan.sim.output.plots import TRACE_COLOURS, Excerpt
+from tierplan.sim.output.drawn import TRACE_COLOURS, Excerpt
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.steps import cut_predicted, cut_steps
 

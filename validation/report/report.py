@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tierplan.sim.output.plots import Excerpt, plot_holdings, plot_timelines
+from tierplan.sim.output.drawn import Excerpt
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
+from tierplan.sim.output.timeline import timeline
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.compare import Comparison, Pair, StreamComparison
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
@@ -24,6 +26,7 @@ def write_report(
     losses: Sequence[float] = (),
     reference_losses: Sequence[float] = (),
     notes: Sequence[str] = (),
+    schedule: Schedule | None = None,
 ) -> None:
     """Writes the page to `path`.
 
@@ -39,6 +42,8 @@ def write_report(
         Loss by step of the run, and of plain training in memory; no section without them.
     notes
         Sentences that a reader must know, shown below the verdict: data-sheet numbers, fall-backs.
+    schedule
+        One step, for the bytes of ops.
     """
     items = about.items() if isinstance(about, Mapping) else about
     steps = typical_steps(predicted, measured, comparison.warmup_steps)
@@ -47,11 +52,11 @@ def write_report(
         *(paragraph(note, "soft") for note in notes),
         _key_figures(comparison),
         facts(items),
-        _timelines(steps),
+        _timelines(steps, schedule),
         _causes(comparison),
         _streams(comparison),
         _kinds(comparison),
-        _memory(comparison, steps),
+        _memory(comparison),
         _bytes(comparison),
     ]
     if losses:
@@ -101,15 +106,15 @@ def _key_figures(comparison: Comparison) -> str:
     return cards(items)
 
 
-def _timelines(steps: Mapping[str, Excerpt]) -> str:
+def _timelines(steps: Mapping[str, Excerpt], schedule: Schedule | None) -> str:
     return section(
         "One step, by stream",
         paragraph(
             "Of each stream's two lanes, the upper one is predicted and the lower one measured. A black mark ends the "
-            "step. At the right: how much of the step the stream worked.",
+            "step. At the right: how much of the step the stream worked. Below: what the tiers held.",
             "soft",
         ),
-        inline_svg(plot_timelines(steps), "ops by stream over one step: predicted above, measured below"),
+        timeline(steps, "ops by stream and bytes by tier over one step: predicted, measured", schedule=schedule),
     )
 
 
@@ -169,14 +174,11 @@ def _kinds(comparison: Comparison) -> str:
     )
 
 
-def _memory(comparison: Comparison, steps: Mapping[str, Excerpt]) -> str:
+def _memory(comparison: Comparison) -> str:
     used = [t for t in comparison.tiers if t.peak_bytes.predicted or t.peak_bytes.measured]
     rows = [(t.tier, *_cells(t.peak_bytes, format_bytes), format_bytes(t.capacity_bytes)) for t in used]
     return section(
-        "Memory over the step",
-        inline_svg(plot_holdings(steps, [t.tier for t in used]), "bytes held in each tier over one step")
-        if used
-        else "",
+        "Memory",
         table(("tier", "peak, predicted", "measured", "error", "capacity"), rows),
     )
 

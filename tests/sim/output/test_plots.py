@@ -13,10 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from tests.sim.output.test_perfetto import STEADY
+from tierplan.sim.output.drawn import COLOURS, Excerpt
 from tierplan.sim.output.plots import (
-    COLOURS,
-    Excerpt,
-    plot_holdings,
     plot_memory,
     plot_step_time,
     plot_timeline,
@@ -106,18 +104,6 @@ def test_bars_that_nobody_could_tell_apart_are_one() -> None:
     bars = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
     assert len(bars) < 5_000
     assert sum(bar.width for bar in bars) == pytest.approx(ax.get_xlim()[1], rel=0.02)
-
-
-def test_lines_of_what_tiers_hold_end_at_the_peak_of_the_excerpt() -> None:
-    excerpt = Excerpt(TRACE, *STEADY.window_s)
-    figure = plot_holdings({"predicted": excerpt, "measured": excerpt}, ["gpu0", "host"])
-    sizes = {"MiB": 2**20, "GiB": 2**30}
-    for ax, tier in zip(figure.axes, ("gpu0", "host"), strict=True):
-        predicted, measured, *_ = ax.lines
-        assert list(predicted.get_ydata()) == list(measured.get_ydata())
-        assert max(predicted.get_ydata()) * sizes[ax.get_ylabel()] <= TRACE.peak_bytes[tier] * (1 + 1e-9)
-        assert ax.get_title(loc="left").startswith(f"{tier}: at most ")
-    assert labels(figure.axes[0]) == ["predicted", "measured", "capacity"]
 
 
 def test_the_memory_picture_reaches_the_holdings_and_names_the_peak() -> None:
