@@ -1,12 +1,12 @@
 """From a plan to a schedule. `lower` takes any kind of plan; those of one device are lowered here. In reading order:
 
-compute_order  which unit's forward or backward comes when
-turns          what each kind of turn adds: a forward, a backward, an update, with all that moves for it
-sketch         how a turn is drawn, and the template that remains of it
-templates      what a turn may reach for, and what has been drawn so far
-placing        turns put one after the other: which template each is, compiled
-unitwise       all turns of a step in order, and its schedule as columns
-tiling         the same step in smaller pieces
+listing    which turn comes when: forwards, backwards and updates of units, compiled
+turns      what each kind of turn adds: a forward, a backward, an update, with all that moves for it
+sketch     how a turn is drawn, and the template that remains of it
+templates  what a turn may reach for, and what has been drawn so far
+placing    turns put one after the other: which template each is, compiled
+unitwise   a plan's turns, their templates, and its schedule as columns
+tiling     the same step in smaller pieces
 """
 
 from __future__ import annotations

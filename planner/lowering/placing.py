@@ -1,7 +1,7 @@
 """Turns put one after the other, compiled: what each finds in its cells decides which template it is.
 
-A *place* is a kind of turn of one unit and micro-batch, with the cells that it may reach for. Of a step's places in
-order, `walk` finds the templates, up to the first one that has to be drawn; `written` puts their ops together.
+Of a step's turns in order, `walk` finds the templates, up to the first one that has to be drawn; `written` puts their
+ops together.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tierplan.sim.columns import Float64, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
 COMPUTE, READ, HOME = range(3)
-"""Marked ops of a turn, which others come after: see `Step.refs`."""
+"""As in `listing`: marked ops of a turn, which others come after."""
 NUM_MARKS = 3
-OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS = 6, 4, 3
+OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS = 6, 4, 3, 4
 NO_REF = 2**40
 """As `sketch.NO_REF`: no buffer at all, where a buffer is expected."""
 
@@ -57,13 +57,13 @@ class Growing:
 
 
 class Table(NamedTuple):
-    """All places and templates so far."""
+    """All patterns of cells and all templates so far."""
 
-    places: Rows
-    """By place: what its template depends on beside its cells (-1 where the first cell just comes to hold what the
-    second does), and its cells."""
+    patterns: Rows
+    """The cells that a kind of turn may reach for, each in `CELL_FIELDS` numbers: the first cell of its name, by how
+    much units and micro-batches count, and whose it is: the unit's own, the next one's, or the owner's."""
     keys: Rows
-    """By template: what it depends on, and the forms of its cells and of ops that it comes after."""
+    """By template: the facts of its turn, its flag, and the forms of its cells and of ops that it comes after."""
     puts: Rows
     """By template: cell, buffer and form, in threes."""
     totals: Rows
@@ -73,13 +73,21 @@ class Table(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The places of a step in order, and what has been found of them."""
+    """The turns of a step in order, and what has been found of them."""
 
-    places: Int64
+    turn: Int64
+    """The number of its facts. -1 where its first cell just comes to hold what the cell of
+    its flag does."""
+    flag: Int64
+    pattern: Int64
+    unit: Int64
+    batch: Int64
+    owner_of: Int64
+    """By unit: the one whose parameters it shares; one beyond all units that are reached for if there is none."""
     refs: Rows
-    """By place in order: the ops that it comes after, as 3 * (number in order) + mark, or -1. Where a turn has no op
-    that takes something home, the op that computes in the turn that it was computed in counts."""
+    """By turn: the ops that it comes after, as 3 * turn + mark, or -1."""
     computed_in: Int64
+    """By turn, as in `listing.Turns`."""
     template: Int64
     first_op: Int64
     first_buffer: Int64
@@ -118,24 +126,31 @@ def enter(keys: Rows, slots: Int64, first: int, end: int) -> None:
 
 
 @compiled
-def walk(start: int, step: Step, table: Table, key: Int64) -> int:
-    """Finds templates from number `start` in order on. The first number that has none, whose key is in `key`, of the
-    length that `key[-1]` says; the number of places if all have one."""
+def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
+    """Finds the templates of turns from `start` to `end`. The first turn that has none, whose key is in `key`, of the
+    length that `key[-1]` says; `end` if all have one."""
     ids, forms, held, first_op = step.ids, step.forms, step.held, step.first_op
-    for p in range(start, len(step.places)):
-        begin, end = table.places.begins[step.places[p]], table.places.begins[step.places[p] + 1]
-        cells = table.places.items[begin + 1 : end]
-        h = step.first_held[p]
-        if table.places.items[begin] < 0:
-            ids[cells[0]], forms[cells[0]] = ids[cells[1]], forms[cells[1]]
-            step.template[p] = -1
-            first_op[p + 1], step.first_buffer[p + 1], step.first_held[p + 1] = first_op[p], step.first_buffer[p], h
-            continue
-        key[0], num = table.places.items[begin], 1
-        for cell in cells:
+    cells = np.empty(len(key), np.int64)
+    for p in range(start, end):
+        h, num = step.first_held[p], 2
+        key[0], key[1] = step.turn[p], step.flag[p]
+        u, m = step.unit[p], step.batch[p]
+        at = table.patterns.begins[step.pattern[p]]
+        while at < table.patterns.begins[step.pattern[p] + 1]:
+            field = table.patterns.items[at : at + CELL_FIELDS]
+            of = u + field[3] if field[3] < 2 else step.owner_of[u]
+            cell = cells[num - 2] = field[0] + field[1] * of + field[2] * m
             held[h], key[num] = ids[cell], forms[cell]
             h += 1
             num += 1
+            at += CELL_FIELDS
+        if step.turn[p] < 0:
+            cell, of = cells[0], cells[1 + step.flag[p]]
+            ids[cell], forms[cell] = ids[of], forms[of]
+            step.template[p] = -1
+            first_op[p + 1], step.first_buffer[p + 1] = first_op[p], step.first_buffer[p]
+            step.first_held[p + 1] = step.first_held[p]
+            continue
         for k in range(step.refs.begins[p], step.refs.begins[p + 1]):
             held[h] = key[num] = -1
             if step.refs.items[k] >= 0:
@@ -161,11 +176,11 @@ def walk(start: int, step: Step, table: Table, key: Int64) -> int:
         first_op[p + 1] = first_op[p] + table.totals.items[at]
         step.first_buffer[p + 1] = step.first_buffer[p] + table.totals.items[at + 1]
         step.first_held[p + 1] = h
-    return len(step.places)
+    return end
 
 
 class Written(NamedTuple):
-    """The ops and buffers of a step, in the order of their places."""
+    """The ops and buffers of a step, in the order of their turns."""
 
     work: Int64
     wanted_at: Float64
@@ -189,7 +204,7 @@ def _refs_of(step: Step, rows: Rows, ops: Rows, field: int) -> Lists:
             num += rows.begins[t + 1] - rows.begins[t]
     begins, items = np.zeros(step.first_op[-1] + 1, np.int32), np.empty(num, np.int32)
     i = num = 0
-    for p in range(len(step.places)):
+    for p in range(len(step.template)):
         t = step.template[p]
         if t < 0:
             continue
@@ -214,7 +229,7 @@ def _refs_of(step: Step, rows: Rows, ops: Rows, field: int) -> Lists:
 def written(
     step: Step, at: Float64, leads: Float64, ops: Rows, reads: Rows, writes: Rows, after: Rows, buffers: Rows
 ) -> Written:
-    """`at`: when each place in order is wanted; `leads`: how much before that an op is, by its lead. The others are
+    """`at`: when each turn is wanted; `leads`: how much before that an op is, by its lead. The others are
     rows by template."""
     num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
     work, rank = np.empty(num_ops, np.int64), np.empty(num_ops, np.int64)
@@ -222,7 +237,7 @@ def written(
     tier, size_bytes = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
     initial, reuses = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
     i = b = 0
-    for p in range(len(step.places)):
+    for p in range(len(step.template)):
         t = step.template[p]
         if t < 0:
             continue

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan
 from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key
@@ -59,32 +59,48 @@ class Template:
     num_buffers: int
 
 
+class Terms(NamedTuple):
+    """What a template takes from the plan as a whole. Windows are not part of it: they are places in time."""
+
+    semantics: str
+    order: str
+    cast_grads: bool
+
+
+class Facts(NamedTuple):
+    """What a kind of turn knows of a unit and its choice."""
+
+    kind: int
+    choice: UnitPlan
+    """What it may look at; the rest is by default."""
+    spec: UnitSpec
+    """What happens to what the unit saves; the name may be that of another unit."""
+    num_parts: int
+    """Of the states."""
+
+
 class Sketch(Builder):
     """A template in the making: what the turn is of, the cells that it finds, and what it adds."""
 
     def __init__(
         self,
-        plan: UnitwisePlan,
+        terms: Terms,
         workload: Workload,
+        facts: Facts,
         u: int,
         m: int,
         flag: int,
-        spec: UnitSpec,
-        num_parts: int,
         cells: Mapping[str, int],
         forms: Sequence[int],
         held: Sequence[BufferLabel],
     ) -> None:
         super().__init__()
-        self.plan = plan
-        """Of this, a sketch may look only at what `templates.Terms` names."""
-        self.workload, self.u = workload, u
+        self.plan, self.workload, self.u = terms, workload, u
         self.m = m
         """Which micro-batch: for names alone."""
         self.flag = flag
         """Of an update: its part. Of others: see there."""
-        self.spec, self.num_parts = spec, num_parts
-        """What happens to what the unit saves (the name may be that of another unit); parts of the states."""
+        self.choice, self.spec, self.num_parts = facts.choice, facts.spec, facts.num_parts
         self.cells = cells
         """The number of each cell within the template."""
         for cell, i in cells.items():
@@ -102,10 +118,6 @@ class Sketch(Builder):
     @property
     def unit(self) -> Unit:
         return self.workload.units[self.u]
-
-    @property
-    def choice(self) -> UnitPlan:
-        return self.plan.units[self.u]
 
     def get(self, cell: str) -> str | None:
         """What a cell holds; None if nothing."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from tierplan.planner.lowering.placing import Growing, Rows, Table, enter
-from tierplan.planner.lowering.sketch import Sketch, Template
+import tierplan.planner.lowering.listing as listing
+from tierplan.planner.lowering.placing import CELL_FIELDS, Growing, Rows, Table, enter
+from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms
 from tierplan.planner.lowering.turns import (
     arrive,
     backward,
@@ -22,10 +22,10 @@ from tierplan.planner.lowering.turns import (
     update,
     update_here,
 )
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
 from tierplan.sim.contents import part_ranges
-from tierplan.sim.step import UnitSpec, unit_spec
+from tierplan.sim.step import unit_spec
 from tierplan.sim.workloads.workload import Workload
 
 USED = ("params", "owner's params")
@@ -56,6 +56,8 @@ class TurnKind:
     """A kind of turn: what draws it, and what that may reach for."""
 
     draws: tuple[Callable[[Sketch], None], ...]
+    looks_at: tuple[str, ...]
+    """Of the unit's choice, beside whether its update runs on the device: what else there is changes no template."""
     cells: tuple[str, ...]
     ops: tuple[str, ...] = ()
     """Ops that it may come after, given anew each time."""
@@ -66,83 +68,130 @@ TO_UPDATE = ("params", "states#", "due", "old states", "new states", "new params
 AFTER = ("read after 0", "read after 1", "read after 2", "update after 0", "update after 1")
 IN_FORWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("fwd", "turn")))
 IN_BACKWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("bwd", "turn")))
-
-DECLARE = TurnKind((declare,), ("params", "states*", "old grads"))
-FORWARD = TurnKind((forward,), (*IN_FORWARD, "x", "next x", "shared", "kept", "left*"), BEFORE[:2])
-FETCH = TurnKind((fetch,), IN_BACKWARD, BEFORE[:2])
-REMAKE = TurnKind((remake,), (*IN_BACKWARD, "x", "next x", "shared", "remade"), BEFORE)
+IN_FORWARD_TOO = (*IN_FORWARD, "x", "next x", "shared", "kept", "left*")
+REMADE = (*IN_BACKWARD, "x", "next x", "shared", "remade")
 GRADIENTS = ("tied", "owner's tied", "grads", "norm")
-BACKWARD = TurnKind((backward,), (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS), BEFORE)
-CLIP = TurnKind((clip,), ("clip",))
-UPDATE_HERE = TurnKind((update_here,), ("params", "states#", "due", "clip"))
-ARRIVE = TurnKind((arrive,), TO_UPDATE, AFTER)
-UPDATE = TurnKind((update,), TO_UPDATE, AFTER)
-GO_HOME = TurnKind((go_home,), TO_UPDATE, ("home after",))
-ALIAS = TurnKind((), ())
-UPDATE_AND_GO = TurnKind((arrive, update, go_home), TO_UPDATE, (*AFTER, "home after"))
+IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
+AT_HOME = ("params", "states", "state_shards")
 
-
+TURNS: Mapping[int, TurnKind] = {
+    listing.DECLARE: TurnKind((declare,), (*AT_HOME, "late_update"), ("params", "states*", "old grads")),
+    listing.FORWARD: TurnKind((forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
+    listing.FETCH: TurnKind((fetch,), (), IN_BACKWARD, BEFORE[:2]),
+    listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),
+    listing.BACKWARD: TurnKind((backward,), ("acts", "grads"), IN_BACKWARD_TOO, BEFORE),
+    listing.CLIP: TurnKind((clip,), (), ("norm", "clip")),
+    listing.UPDATE_HERE: TurnKind((update_here,), (), ("params", "states#", "due", "clip")),
+    listing.ALIAS: TurnKind((), (), ("due", "grads", "old grads")),
+    listing.ARRIVE: TurnKind((arrive,), ("state_shards",), TO_UPDATE, AFTER),
+    listing.UPDATE: TurnKind((update,), ("params", "state_shards"), TO_UPDATE, AFTER),
+    listing.GO_HOME: TurnKind((go_home,), AT_HOME, TO_UPDATE, ("home after",)),
+    listing.UPDATE_AND_GO: TurnKind((arrive, update, go_home), AT_HOME, TO_UPDATE, (*AFTER, "home after")),
+}
 MARKS = ("compute", "read", "home")
 """Ops of turns that others come after, in the order of their numbers in `placing`."""
+OWN, NEXT, OWNER = range(3)
+"""Whose cell: see `Table.patterns`."""
+ROW_FIELDS = listing.NUM_KINDS + 3
 
 
-class Terms(NamedTuple):
-    """What a template takes from the plan as a whole. Windows are not part of it: they are places in time."""
+class Chain:
+    """A workload with all templates that its plans of the same terms have had so far."""
 
-    semantics: str
-    order: str
-    cast_grads: bool
-
-
-class Facts(NamedTuple):
-    """What one choice means for one unit."""
-
-    number: int
-    """The same for units and choices that have the same templates."""
-    spec: UnitSpec
-    """What happens to what the unit saves; with the name of the first unit for which it does."""
-    num_moved: int
-    num_parts: int
-
-
-class Place(NamedTuple):
-    """A turn of one unit and micro-batch."""
-
-    turn: TurnKind
-    u: int
-    m: int
-    flag: int
-    names: Mapping[str, int]
-    """The numbers of its cells in its template, by name."""
-
-
-class Drawn:
-    """All places and templates for plans of the same terms."""
-
-    def __init__(self) -> None:
-        self.places: list[Place] = []
-        self.numbers: dict[tuple[object, ...], int] = {}
-        """Of places, by all that tells them apart."""
+    def __init__(self, workload: Workload, terms: Terms) -> None:
+        self.workload, self.terms, self.works = workload, terms, Works()
+        units = workload.units
+        number = {unit.name: u for u, unit in enumerate(units)}
+        self.owner_of = np.array([number[unit.shares] if unit.shares else len(units) + 1 for unit in units], np.int64)
+        self.is_block = np.array([unit.kind == "block" for unit in units], np.bool_)
+        self.is_owner = np.array([unit.num_parameters > 0 for unit in units], np.bool_)
+        alike = [(replace(unit, name=""), u == 0, u == len(units) - 1) for u, unit in enumerate(units)]
+        self._first = [alike.index(like) for like in alike]
+        known: list[dict[UnitPlan, int]] = [{} for _ in units]
+        self._known = [known[u] for u in self._first]
+        self._rows, self._first_pattern, self._numbers = Growing(), Growing(), dict[tuple[object, ...], int]()
+        self.facts: list[Facts] = []
+        self._cells: dict[str, int] = {}
+        self.num_cells = 0
+        self.names: list[Mapping[str, int]] = []
+        """By pattern: the numbers of its cells, and behind them of ops that come before, in its templates."""
         self.templates: list[Template] = []
-        self.longest = 0
-        """Cells and ops that a turn may reach for, at most."""
-        self._bases: dict[tuple[object, ...], int] = {}
-        self._cells, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
+        self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
         self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
         self._slots = np.full(1024, -1, np.int64)
 
-    def add_place(self, key: tuple[object, ...], place: Place, cells: Sequence[int], facts: Facts) -> int:
-        base = self._bases.setdefault((place.turn, facts.number, place.flag), len(self._bases))
-        self.places.append(place)
-        self.longest = max(self.longest, len(cells) + len(place.turn.ops))
-        number = self.numbers[key] = self._cells.add([base, *cells])
+    # ---- what is known of units and choices ----
+
+    def rows(self, choices: Sequence[UnitPlan]) -> Int64:
+        """By unit, transposed: the facts of each kind of turn; parts of its states; whether it is updated on the
+        device, and late."""
+        try:
+            found = [known[choice] for known, choice in zip(self._known, choices, strict=True)]
+        except KeyError:
+            found = [self._row(u, choice) for u, choice in enumerate(choices)]
+        every = self._rows.items[: ROW_FIELDS * self._rows.num].reshape(-1, ROW_FIELDS)
+        return np.ascontiguousarray(every[found].T)
+
+    def _row(self, u: int, choice: UnitPlan) -> int:
+        if choice not in self._known[u]:
+            num_parts = len(part_ranges(self.workload.units[u].num_parameters, choice.state_shards))
+            facts = [self._numbered(u, kind, choice) for kind in TURNS]
+            row = [*facts, num_parts, choice.states == "device", choice.late_update]
+            self._known[u][choice] = self._rows.add(row)
+        return self._known[u][choice]
+
+    def _numbered(self, u: int, kind: int, choice: UnitPlan) -> int:
+        """The number of what a kind of turn knows of a unit and its choice."""
+        where = {"states": "device" if choice.states == "device" else "host"}
+        known = UnitPlan(**where | {name: getattr(choice, name) for name in TURNS[kind].looks_at})  # type: ignore[arg-type]
+        number = self._numbers.setdefault((self._first[u], kind, known), len(self.facts))
+        if number == len(self.facts):
+            unit = self.workload.units[u]
+            spec = unit_spec(unit, known.acts)
+            facts = Facts(kind, known, spec, len(part_ranges(unit.num_parameters, known.state_shards)))
+            self.facts.append(facts)
+            self._first_pattern.add([self._pattern(kind, len(spec.moved), facts.num_parts)])
         return number
 
-    def add_alias(self, key: tuple[object, ...], cell: int, of: int) -> int:
-        """A place where one cell comes to hold what another does."""
-        self.places.append(Place(ALIAS, 0, 0, 0, {}))
-        number = self.numbers[key] = self._cells.add([-1, cell, of])
-        return number
+    def _pattern(self, kind: int, *counts: int) -> int:
+        """The number of the first pattern of these: there is one for each flag."""
+        key = ("pattern", kind, *counts)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.names)
+            for flag in range(max(2, *counts)):
+                turn = TURNS[kind]
+                if kind == listing.CLIP:
+                    owners = np.flatnonzero(self.is_owner)[:: -1 if flag else 1].tolist()
+                    fields = [(self.cell("norm") + u, 0, 0, OWN) for u in owners] + [(self.cell("clip"), 0, 0, OWN)]
+                    names = [*(f"norm{i}" for i in range(len(owners))), "clip"]
+                else:
+                    found = list(_names(turn, flag, *counts))
+                    names, fields = [name for name, _, _ in found], [self._fields(what, of) for _, what, of in found]
+                self.names.append({name: i for i, name in enumerate((*names, *turn.ops))})
+                self._patterns.add([x for field in fields for x in field])
+        return self._numbers[key]
+
+    def _fields(self, what: str, of: str) -> tuple[int, int, int, int]:
+        """As in `Table.patterns`."""
+        num_batches = self.workload.training.gradient_accumulation_steps
+        of_unit = 0 if of in ("", "m") else num_batches if len(of) == 2 else 1
+        of_batch = int("m" in of or (of == "up" and self.terms.order == "horizontal"))
+        whose = NEXT if "n" in of else OWNER if "o" in of else OWN
+        return self.cell(what, num_batches if "m" in of or "p" in of else 1), of_unit, of_batch, whose
+
+    def cell(self, what: str, num_batches: int = 1) -> int:
+        """The first of all cells of this name; there are as many for each unit, and for two more that are no units."""
+        if what not in self._cells:
+            self._cells[what] = self.num_cells
+            self.num_cells += (len(self.workload.units) + 2) * num_batches
+        return self._cells[what]
+
+    def patterns(self, facts: Int64, flag: Int64) -> tuple[Int64, int]:
+        """Of turns, and the number of their cells in all."""
+        found = self._first_pattern.items[facts] + flag
+        return found, int(np.diff(self._patterns.begins)[found].sum()) // CELL_FIELDS
+
+    # ---- templates ----
 
     def add_template(self, key: Int64, template: Template) -> None:
         self.templates.append(template)
@@ -157,82 +206,24 @@ class Drawn:
             self._slots, first = np.full(2 * len(self._slots), -1, np.int64), 0
         enter(self._keys.rows, self._slots, first, len(self.templates))
 
-    def forms(self, template: int) -> list[int]:
-        """Of the cells and ops that a template comes after."""
+    def key(self, template: int) -> list[int]:
+        """Of what it depends on: its turn's facts, its flag, and the forms of cells and of ops that come before."""
         begins, items = self._keys.rows
-        return items[begins[template] + 1 : begins[template + 1]].tolist()  # type: ignore[no-any-return]
+        return items[begins[template] : begins[template + 1]].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def longest_key(self) -> int:
+        return 2 + max(map(len, self.names))
 
     @property
     def table(self) -> Table:
-        """As it is until a place or template is added."""
-        return Table(self._cells.rows, self._keys.rows, self._puts.rows, self._totals.rows, self._slots)
+        """As it is until something is added."""
+        return Table(self._patterns.rows, self._keys.rows, self._puts.rows, self._totals.rows, self._slots)
 
     @property
     def parts(self) -> tuple[Rows, ...]:
         """Ops, reads, writes, after and buffers by template."""
         return tuple(rows.rows for rows in self._parts.values())
-
-
-class Chain:
-    """A workload with all templates that its plans have had so far."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload, self.works = workload, Works()
-        units = workload.units
-        number = {unit.name: u for u, unit in enumerate(units)}
-        self._owner = [number[unit.shares] if unit.shares else -1 for unit in units]
-        alike = [(replace(unit, name=""), u == 0, u == len(units) - 1) for u, unit in enumerate(units)]
-        first = [alike.index(like) for like in alike]
-        known: list[dict[UnitPlan, Facts]] = [{} for _ in units]
-        self._facts = [known[u] for u in first]
-        self._num_facts = 0
-        self._cells: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._names: dict[tuple[object, ...], tuple[Mapping[str, int], list[tuple[str, str]]]] = {}
-        self._drawn: dict[Terms, Drawn] = {}
-        names = ("grads", "old grads", "due", "norm", "clip")
-        self.cells = {name: [self._cell(name, u, 0, 0) for u in range(len(units))] for name in names}
-        """Numbers of these cells of each unit."""
-
-    def facts(self, u: int, choice: UnitPlan) -> Facts:
-        known = self._facts[u].get(choice)
-        if known is None:
-            unit = self.workload.units[u]
-            spec = unit_spec(unit, choice.acts)
-            num_parts = len(part_ranges(unit.num_parameters, choice.state_shards))
-            known = self._facts[u][choice] = Facts(self._num_facts, spec, len(spec.moved), num_parts)
-            self._num_facts += 1
-        return known
-
-    def drawn(self, plan: UnitwisePlan) -> Drawn:
-        """What has been drawn for plans with the same terms."""
-        return self._drawn.setdefault(Terms(plan.semantics, plan.order, plan.cast_grads), Drawn())
-
-    @property
-    def num_cells(self) -> int:
-        return len(self._cells)
-
-    def cells_of(
-        self, turn: TurnKind, u: int, m: int, flag: int, facts: Facts, *, is_vertical: bool
-    ) -> tuple[Mapping[str, int], list[int]]:
-        """What a turn of unit u may reach for: numbers in its template by name, and the cells."""
-        counts = (turn, flag, facts.num_moved, facts.num_parts)
-        if counts not in self._names:
-            found = list(_names(*counts))
-            numbers = {name: i for i, name in enumerate((*(name for name, _, _ in found), *turn.ops))}
-            self._names[counts] = numbers, [(what, of) for _, what, of in found]
-        names, wanted = self._names[counts]
-        at, known = self._at(u, m, 0 if is_vertical else m), self._cells
-        return names, [known.setdefault((what, at[of]), len(known)) for what, of in wanted]
-
-    def _cell(self, name: str, u: int, m: int, batch: int) -> int:
-        what, of = CELLS[name]
-        return self._cells.setdefault((what, self._at(u, m, batch)[of]), len(self._cells))
-
-    def _at(self, u: int, m: int, batch: int) -> dict[str, tuple[int, ...]]:
-        """Where a cell is, by what it is of."""
-        owner = self._owner[u]
-        one = {"": (), "u": (u,), "o": (owner,), "m": (m,)}
-        return {**one, "um": (u, m), "nm": (u + 1, m), "om": (owner, m), "up": (u, batch)}
 
 
 def _names(turn: TurnKind, flag: int, num_moved: int, num_parts: int) -> Iterator[tuple[str, str, str]]:

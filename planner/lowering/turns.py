@@ -273,9 +273,9 @@ def _complete(s: Sketch) -> None:
 
 
 def clip(s: Sketch) -> None:
-    """The coefficient of exact clipping, from the norms of all units; `flag` says how many."""
+    """The coefficient of exact clipping, from the norms of all units."""
     coefficient = s.put("clip", s.buffer(Clip(), HOST, NORM_BYTES, "work"))
-    norms = [s.get(f"norm{i}") for i in range(s.flag)]
+    norms = [s.get(cell) for cell in s.cells if cell != "clip"]
     s.op(op_key("clip"), HOST_ADAM, "clip", work={}, reads=norms, writes=[coefficient], rank=FETCHES)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.lowering.compute_order import compute_order
+from tierplan.planner.lowering.listing import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
@@ -104,14 +104,11 @@ def test_the_refined_order_keeps_streams_and_never_needs_more_memory() -> None:
 
 
 def test_compute_visits_each_unit_once_per_micro_batch_and_direction() -> None:
-    workload = toy_workload(3, gradient_accumulation_steps=2)
-    for order in ("horizontal", "vertical"):
-        plan = uniform_plan(workload, UnitPlan(), order=order)
-        assert sorted(compute_order(plan, workload)) == sorted(product(("bwd", "fwd"), range(5), range(2)))
-    plan = uniform_plan(workload, UnitPlan(), order="vertical")
-    vertical = compute_order(plan, workload)
-    assert vertical[:4] == [("fwd", 0, 0), ("fwd", 0, 1), ("fwd", 1, 0), ("fwd", 1, 1)]
-    assert vertical[8:12] == [("fwd", 4, 0), ("bwd", 4, 0), ("fwd", 4, 1), ("bwd", 4, 1)]
+    for is_vertical in (False, True):
+        turns = list(zip(*(column.tolist() for column in compute_order(is_vertical, 5, 2)), strict=True))
+        assert sorted(turns) == sorted(product((False, True), range(5), range(2)))
+    assert turns[:4] == [(False, 0, 0), (False, 0, 1), (False, 1, 0), (False, 1, 1)]
+    assert turns[8:12] == [(False, 4, 0), (True, 4, 0), (False, 4, 1), (True, 4, 1)]
 
 
 @pytest.mark.parametrize(("window", "read_before", "fetch_before"), [(0, 5, 6), (1, 4, 5), (2, 2, 4)])

@@ -12,6 +12,7 @@ import pytest
 from tests.random_plans import random_plan
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.lowering import Lowering, lower
+from tierplan.planner.lowering.sketch import Terms
 from tierplan.planner.lowering.templates import Chain
 from tierplan.planner.lowering.unitwise import UnitwiseStep
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
@@ -114,7 +115,7 @@ def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) ->
     plan = random_plan(workload, rng)
     few = plan.units[1:3]
     plan = replace(plan, units=(plan.units[0], *(rng.choice(few) for _ in range(6)), plan.units[-1]))
-    step = UnitwiseStep(Chain(workload), plan)
+    step = UnitwiseStep(Chain(workload, Terms(plan.semantics, plan.order, plan.cast_grads)), plan)
     placed = list(step.sketches())
     assert len({id(template) for template, _, _ in placed}) < len(placed)
     for template, draw, _ in placed:
