@@ -76,6 +76,13 @@ class UnitPlan:
     """Shards, at most, in which states on NVMe travel to the update and back, each an update of its own: what is in
     host memory on the way is a shard of the states rather than all of them, and within a unit reads, update and writes
     overlap."""
+    host_shards: int = 0
+    """Of these shards, so many (the first) live in host memory instead, and do not travel: what room is left there."""
+
+    @property
+    def host_frac(self) -> float:
+        """Share of its optimizer states that lives in host memory although the others do not."""
+        return self.host_shards / self.state_shards
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
@@ -315,6 +322,16 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
         raise PlanError(
             f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the "
             "number must be 1 or more, and only states on 'nvme' travel in shards"
+        )
+    if not 0 <= choice.host_shards < choice.state_shards:
+        raise PlanError(
+            f"unit {unit.name!r} keeps {choice.host_shards} of {choice.state_shards} shards of optimizer states in "
+            "host memory; the number must be at least 0 and below that of all shards. Use states 'host' for all of them"
+        )
+    if choice.host_shards and choice.grads == "nvme":
+        raise PlanError(
+            f"unit {unit.name!r} keeps {choice.host_shards} shards of optimizer states in host memory, but its "
+            "gradients wait on 'nvme'; keep gradients on 'device' or 'host', or all states on 'nvme'"
         )
     actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
     if unknown := sorted(actions - set(ACTIONS)):

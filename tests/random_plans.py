@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import Unit, Workload
-
-__all__ = ["random_plan"]
 
 
 def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
@@ -19,6 +18,16 @@ def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
         except PlanError:
             continue  # such as a delayed update with states on the device
         return plan
+
+
+def with_some_in_host(plan: UnitwisePlan, rng: random.Random, *, most_shards: int = 4) -> UnitwisePlan:
+    """The plan with states on NVMe in shards, some of which stay in host memory."""
+    units = list(plan.units)
+    for u, choice in enumerate(units):
+        if choice.states == "nvme" != choice.grads:
+            num = rng.randint(1, most_shards)
+            units[u] = replace(choice, state_shards=num, host_shards=rng.randrange(num))
+    return replace(plan, units=tuple(units))
 
 
 def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:

@@ -60,7 +60,8 @@ def declare(s: Sketch) -> None:
     if t.state_bytes:
         for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
-            s.put(f"states{k}", s.buffer(content, TIER_OF[s.choice.states], size_bytes, "states", initial=True))
+            tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
+            s.put(f"states{k}", s.buffer(content, tier, size_bytes, "states", initial=True))
     if s.plan.semantics == "delayed-1" or s.choice.late_update:
         s.put("old grads", s.buffer(Gradients(name, 0), HOST, n * t.grad_bytes, "grads", initial=True))
 
@@ -343,7 +344,7 @@ def go_home(s: Sketch) -> None:
     """Sends what an update has written to where it lives between steps."""
     choice, cell, after = s.choice, f"states{s.flag}", ["home after"]
     if (states := s.get("new states")) is not None:
-        if choice.states == "nvme":
+        if choice.states == "nvme" and s.flag >= choice.host_shards:
             states = s.move(_part(s), states, NVME, over=s.made(cell), rank=GOES_HOME, after=after, mark="home")
         s.put(cell, states)
     if s.flag == s.num_parts - 1:

@@ -138,7 +138,9 @@ class PlanSimulator:
             case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.workload.units):
                 for unit, choice in zip(self.workload.units, choices, strict=True):
                     held[choice.params] += unit.num_parameters * training.param_bytes
-                    held[choice.states] += unit.num_parameters * training.state_bytes
+                    size = unit.num_parameters * training.state_bytes
+                    held["host"] += (in_host := int(size * choice.host_frac))
+                    held[choice.states] += size - in_host
             case PagedPlan():
                 for unit in self.workload.units:
                     held["host"] += plan.devices * unit.num_parameters * (training.param_bytes + training.state_bytes)

@@ -78,6 +78,21 @@ def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, num_shards=num_shards: with_shards(plan, num_shards)  # type: ignore[misc]
 
 
+def _host_shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
+    """Some more of one unit's states in host memory, where those of a whole unit have no room; or fewer."""
+
+    def some(u: int, more: int) -> Move:
+        def move(plan: UnitwisePlan) -> UnitwisePlan | None:
+            choice = with_host_shards(plan.units[u], more)
+            return None if choice is None else _with_unit(plan, u, choice)
+
+        return move
+
+    for more in (4, 1, -1):
+        for u in spread(len(plan.units)):
+            yield some(u, more)
+
+
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One update late, or no longer."""
 
@@ -169,6 +184,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _kept,
     _windows,
     _shards,
+    _host_shards,
     _lateness,
     _swaps,
     _placements,
@@ -189,8 +205,8 @@ def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
     """The choice of one of the plan's units with this placement."""
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
     shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
-    return replace(
-        choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late, state_shards=shards
+    return in_shards(
+        replace(choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late), shards
     )
 
 
@@ -203,6 +219,7 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
         grads=other.grads,
         late_update=other.late_update,
         state_shards=other.state_shards,
+        host_shards=other.host_shards,
     )
 
 
@@ -257,5 +274,18 @@ def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwiseP
 
 def with_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
     """The plan with states on NVMe travelling in `num_shards` shards."""
-    units = [replace(choice, state_shards=num_shards if choice.states == "nvme" else 1) for choice in plan.units]
-    return replace(plan, units=tuple(units))
+    return replace(plan, units=tuple(in_shards(choice, num_shards) for choice in plan.units))
+
+
+def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:
+    """The choice with states on NVMe travelling in so many shards, of which no more stay in host memory than now."""
+    num = num_shards if choice.states == "nvme" else 1
+    in_host = 0 if choice.grads == "nvme" else min(int(choice.host_frac * num), num - 1)
+    return replace(choice, state_shards=num, host_shards=in_host)
+
+
+def with_host_shards(choice: UnitPlan, more: int) -> UnitPlan | None:
+    """The choice with so many more shards of its states in host memory; None where it has none to move there."""
+    num = choice.host_shards + more
+    able = choice.states == "nvme" != choice.grads and 0 <= num < choice.state_shards
+    return replace(choice, host_shards=num) if able else None

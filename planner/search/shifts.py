@@ -19,7 +19,7 @@ from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
-from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread
+from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread, with_host_shards
 
 ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: [units[k] for k in spread(len(units))],
@@ -109,7 +109,12 @@ class StreamPrices:
 
 def shifts(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> list[Shift]:
     """All shifts from choices that the plan has somewhere."""
-    return [*_placements(problem, plan, prices), *_actions(problem, plan, prices), *_lateness(problem, plan)]
+    return [
+        *_placements(problem, plan, prices),
+        *_actions(problem, plan, prices),
+        *_lateness(problem, plan),
+        *_host_shards(problem, plan, prices),
+    ]
 
 
 def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str, prices: StreamPrices) -> list[Shift]:
@@ -185,6 +190,23 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
         yield Shift(f"late {late}", change, {} if late else {"host": grads_gb}, 0.0)
 
 
+def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
+    """One shard more of states on NVMe, or four, that stays in host memory; or one fewer."""
+    num_shards = max(choice.state_shards for choice in plan.units)
+    if num_shards == 1:
+        return
+    unit = max(problem.units, key=lambda u: u.gparams)
+    saved_s = prices.of_placement(unit, "device", "nvme") - prices.of_placement(unit, "device", "host")
+    for more in (1, 4, -1):
+
+        def change(u: int, choice: UnitPlan, more: int = more) -> UnitPlan | None:
+            return with_host_shards(choice, more)
+
+        part = more / num_shards
+        frees = {"host": -part * unit.states_gb, "nvme": part * unit.states_gb}
+        yield Shift(f"host shards {more}", change, frees, -part * saved_s)
+
+
 def descend_by_shifts(
     problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, bound: Bound, goal_s: float = 0.0
 ) -> Iterator[Candidate[UnitwisePlan]]:
@@ -258,7 +280,10 @@ class _Descent:
         short = [kind for kind, gb in room_gb.items() if gb < -MISJUDGED * self.capacity_gb[kind]]
         if not short:
             tried = self.simulate_plan(made)
-            yield self._better(best, tried)
+            better = self._better(best, tried)
+            yield better
+            if tried.fits and better is best:
+                yield from self._filled(best, tried)
             if tried.fits or not tried.short_tier:
                 return
             short, room_gb = [tried.short_tier], {**room_gb, **tried.room_gb}
@@ -275,10 +300,31 @@ class _Descent:
                 if gb < 0
             ):
                 continue
-            relieved = self._better(best, self.simulate_plan(applied(made, relief, able[:num])))
+            tried = self.simulate_plan(applied(made, relief, able[:num]))
+            relieved = self._better(best, tried)
             yield relieved
+            for filled in self._filled(best, tried) if tried.fits and relieved is best else ():
+                relieved = filled
+                yield relieved
             num_tried += 1
             if relieved is not best or num_tried == NUM_RELIEFS:
+                return
+
+    def _filled(
+        self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]
+    ) -> Iterator[Candidate[UnitwisePlan]]:
+        """What a shift has freed in host memory, filled with shards of states from NVMe, if that may make it pay."""
+        room_gb, price = tried.room_gb.get("host", 0.0), self.s_per_gb.get("host", 0.0)
+        for part in (1.0, 0.5):
+            if _step_s(tried) - price * part * room_gb > _step_s(best):
+                return
+            filled = with_more_in_host(tried.plan, self.problem, part * room_gb)
+            if filled is None:
+                return
+            after = self.simulate_plan(filled)
+            better = self._better(best, after)
+            yield better
+            if better is not best:
                 return
 
     def _cost_s(self, shift: Shift) -> float:
@@ -318,7 +364,9 @@ class _Descent:
         """What a unit holds by kind of tier: parameters, states, old gradients, activations at the end of forward."""
         if (u, choice) not in self.held:
             unit = self.problem.units[u]
-            parts: list[tuple[str, float]] = [(choice.params, unit.params_gb), (choice.states, unit.states_gb)]
+            in_host_gb = choice.host_frac * unit.states_gb
+            parts: list[tuple[str, float]] = [(choice.params, unit.params_gb), ("host", in_host_gb)]
+            parts.append((choice.states, unit.states_gb - in_host_gb))
             if choice.late_update:
                 parts.append(("host", unit.grads_gb))
             for group in unit.groups:
@@ -330,6 +378,21 @@ class _Descent:
 
     def _better(self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]) -> Candidate[UnitwisePlan]:
         return tried if tried.fits and _step_s(tried) < _step_s(best) * BETTER else best
+
+
+def with_more_in_host(plan: UnitwisePlan, problem: Problem, room_gb: float) -> UnitwisePlan | None:
+    """The plan with as many shards of states from NVMe in host memory as there is room for; None for none."""
+    choices = list(plan.units)
+    for u in ORDERS[0]([u for u, choice in enumerate(choices) if choice.states == "nvme" != choice.grads]):
+        choice = choices[u]
+        shard_gb = problem.units[u].states_gb / choice.state_shards
+        num = min(choice.host_shards + int(room_gb / shard_gb), choice.state_shards) if shard_gb else 0
+        if num > choice.host_shards:
+            room_gb -= (num - choice.host_shards) * shard_gb
+            all_there = num == choice.state_shards
+            changed = replace(choice, states="host", state_shards=1, host_shards=0)
+            choices[u] = changed if all_there else replace(choice, host_shards=num)
+    return replace(plan, units=tuple(choices)) if tuple(choices) != plan.units else None
 
 
 def _step_s(candidate: Candidate[UnitwisePlan]) -> float:

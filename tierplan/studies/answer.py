@@ -212,7 +212,8 @@ def _placements(result: PlanResult) -> list[tuple[str, str]]:
         return []
     places: dict[str, int] = {}
     for unit in result.plan.units:
-        name = f"params {unit.params}, states {unit.states}" + (" (late)" if unit.late_update else "")
+        in_host = f", {format_frac(unit.host_frac)} of them host" if unit.host_shards else ""
+        name = f"params {unit.params}, states {unit.states}{in_host}" + (" (late)" if unit.late_update else "")
         places[name] = places.get(name, 0) + 1
     acts: dict[str, int] = {}
     assert result.schedule.step is not None, "a unit-wise schedule says what it trains"

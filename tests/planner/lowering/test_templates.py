@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.random_plans import random_plan
+from tests.random_plans import random_plan, with_some_in_host
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.lowering import Lowering, lower
 from tierplan.planner.lowering.sketch import Terms
@@ -104,7 +104,7 @@ def test_what_was_drawn_for_other_plans_changes_nothing() -> None:
     workload, machine = random_workload(rng, 2, None), toy_machine()
     kept = Lowering(workload, machine)
     for _ in range(40):
-        plan = random_plan(workload, rng)
+        plan = with_some_in_host(random_plan(workload, rng), rng)
         assert kept.columns(plan, refine=False).schedule() == lower(plan, workload, machine, refine=False)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.instances import MB, chain, random_chain, random_plan, small_machine
+from tests.random_plans import with_some_in_host
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
@@ -81,7 +82,10 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
     for unit, choice, columns in zip(p.units, plan.units, model.choices, strict=True):
         for k, column in columns.place.items():
             mode = Mode(choice.params, choice.states, choice.grads)
-            low[column] = high[column] = float(not unit.gparams or MODES[k] == mode)
+            in_host = {Mode(choice.params, "host", choice.grads): choice.host_frac, mode: 1 - choice.host_frac}
+            if choice.states != "nvme":
+                in_host = {mode: 1.0}
+            low[column] = high[column] = in_host.get(MODES[k], 0.0) if unit.gparams else 1.0
     return replace(model, program=replace(model.program, low=low, high=high))
 
 
@@ -117,6 +121,8 @@ def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: ran
         sub_batches = rng.choice((1, 1, 2, 4)) if order == "vertical" else 1
         p = problem(workload, roomy, semantics=semantics, order=order, sub_batches=sub_batches)
         plan = replace(random_plan(rng, p), sub_batches=sub_batches)
+        if seed % 2:
+            plan = with_some_in_host(plan, rng)
         machine = snug(plan, workload, roomy)
         if machine is None:
             continue

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import MODES, problem
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.moves import FAMILIES, with_placement, with_shards
+from tierplan.planner.search.shifts import with_more_in_host
 
 
 def test_every_move_from_a_plan_in_shards_is_a_plan() -> None:
@@ -46,3 +50,32 @@ def test_parts_make_a_plan_fit_that_does_not_fit_whole() -> None:
     whole = uniform_plan(workload, UnitPlan(params="device", grads="device", states="nvme"))
     assert not simulate_plan(whole).fits
     assert simulate_plan(with_shards(whole, 4)).fits
+
+
+def test_shards_in_host_memory_take_what_room_there_is() -> None:
+    """With room for half of a unit's states more, half of them stay, and the drive moves so many bytes fewer."""
+    workload = toy_workload(3)
+    machine = toy_machine()
+    plan = with_shards(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
+    states_gb = problem(workload, machine, semantics="in-backward").units[1].states_gb
+    one = replace(plan, units=(plan.units[0], replace(plan.units[1], host_shards=2), *plan.units[2:]))
+    more = lower(one, workload, machine)
+    moved = [op for op in more.ops if op.kind == "copy" and op.key.startswith(("read_states/L0", "write_states/L0"))]
+    assert len(moved) == 2 * 2
+    before, after = (
+        sum(op.work["bytes"] for op in lower(p, workload, machine).ops if "states" in op.key) for p in (plan, one)
+    )
+    assert before - after == pytest.approx(2 * states_gb * 1e9 / 2)
+
+
+def test_room_in_host_memory_is_filled_with_shards() -> None:
+    workload = toy_workload(3)
+    p = problem(workload, toy_machine(), semantics="in-backward")
+    plan = with_shards(uniform_plan(workload, UnitPlan(params="host", grads="host", states="nvme")), 4)
+    assert with_more_in_host(plan, p, 0.0) is None
+    half = with_more_in_host(plan, p, p.units[0].states_gb / 2 * 1.001)
+    assert half is not None
+    assert half.units[0].host_shards == 2
+    every = with_more_in_host(plan, p, 1e9)
+    assert every is not None
+    assert {unit.states for unit in every.units} == {"host"}
