@@ -9,12 +9,14 @@ from tierplan.hwmodels.keys import KEYS
 from tierplan.hwmodels.machine import SECONDS, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
 from tierplan.hwmodels.names import (
     DRAM_LIMIT,
+    HOPS,
     HOST,
     HOST_ADAM,
     NVME,
     NVME_LIMIT,
     NVME_READ,
     NVME_WRITE,
+    collective,
     compute,
     d2h,
     device,
@@ -23,6 +25,7 @@ from tierplan.hwmodels.names import (
     link_limit,
     p2p,
     parse_stream,
+    ring,
 )
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -119,9 +122,14 @@ def build_machine(description: Description) -> Machine:
         total = description.number(f"link.host_{direction}")
         if total and num_gpus * draft.fastest(stream(0), "bytes") > total:  # else they never reach it
             draft.share_bytes(f"host_link.{direction}", total, *map(stream, range(num_gpus)))
+    if both := description.number("link.host_both"):
+        draft.share_bytes("host_link.both", both, *(link(g) for g in range(num_gpus) for link in (h2d, d2h)))
+    if num_gpus > 1:
+        _collectives(draft, num_gpus)
     _switches(draft, num_gpus)
     _listed_limits(draft)
     shares = {NVME_READ: draft.number("nvme.read_share"), NVME_WRITE: draft.number("nvme.write_share")}
+    shares |= {name: COLLECTIVES_FIRST for name in draft.rates if parse_stream(name).task == "collective"}
     shares |= dict(description.shares)
     for name, share in shares.items():
         if share <= 0:
@@ -221,7 +229,7 @@ def _peer_links(draft: _Draft, num_gpus: int) -> None:
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
     for i, j in pairs:
         draft.stream(p2p(i, j), "link.latency", {"bytes": draft.rate("link.p2p")})
-    if not _peers_use_pcie(draft.description) or num_gpus == 1:
+    if not _uses_pcie(draft) or num_gpus == 1:
         return
     for g in range(num_gpus):
         into, out_of = ([p2p(*pair) for pair in pairs if pair[end] == g] for end in (1, 0))
@@ -229,9 +237,45 @@ def _peer_links(draft: _Draft, num_gpus: int) -> None:
         draft.share_bytes(f"{link_limit(g)}.out", draft.fastest(d2h(g)), d2h(g), *out_of)
 
 
-def _peers_use_pcie(description: Description) -> bool:
-    path = description.quantity("link.p2p_path")
+def _uses_pcie(draft: _Draft) -> bool:
+    path = draft.description.quantity("link.p2p_path")
     return path is not None and path.value == "pcie"
+
+
+COLLECTIVES_FIRST = 10.0
+"""Weight of collectives where they contend: they have their multiprocessors, and compute has the rest."""
+
+
+def _collectives(draft: _Draft, num_gpus: int) -> None:
+    """Rings of 2, 3, ... GPUs. They take a share of compute, and of each GPU's link where they use it, both ways."""
+    kinds = {ring(n): Rate.constant(_bus_rate(draft, n)) for n in range(2, num_gpus + 1)}
+    hops = Rate.constant(1 / draft.number("link.collective_latency"))
+    share = draft.number("gpu.collective_share")
+    for g in range(num_gpus):
+        draft.stream(collective(g), "gpu.latency", {**kinds, HOPS: hops})
+        if share:
+            _share_speed(draft, Limit(f"{device(g)}.kernels", 1.0, {compute(g): 1.0, collective(g): share}))
+        if _uses_pcie(draft):
+            for limit, link in ((f"{link_limit(g)}.in", h2d(g)), (f"{link_limit(g)}.out", d2h(g))):
+                if limit not in draft.limits:
+                    draft.share_bytes(limit, draft.fastest(link), link)
+            loads = {f"{link_limit(g)}.in": 1.0, f"{link_limit(g)}.out": 1.0, link_limit(g): 2.0}
+            if not draft.has("link.p2p"):  # through the host: what one GPU writes there, the next one reads
+                loads[DRAM_LIMIT] = 2.0 * draft.number("host.copy_traffic")
+            for limit in loads.keys() & draft.limits.keys():
+                draft.takes.setdefault(collective(g), {})[limit] = dict.fromkeys(kinds, loads[limit])
+
+
+def _bus_rate(draft: _Draft, num_gpus: int) -> float:
+    """Bytes per second that each GPU of a ring sends: measured; else its link to the next; else through the host."""
+    number = draft.description.number
+    if draft.has("link.collective"):
+        return draft.rate("link.collective").at(num_gpus)
+    if draft.has("link.p2p"):
+        return draft.fastest(p2p(0, 1))
+    totals = [(number(f"link.host_{way}"), ways * num_gpus) for way, ways in (("h2d", 1), ("d2h", 1), ("both", 2))]
+    own = [draft.fastest(h2d(0)), draft.fastest(d2h(0)), (number("link.both") or float("inf")) / 2]
+    return min(*own, *(total / takers for total, takers in totals if total))
 
 
 def _drives(draft: _Draft, num_drives: int) -> None:
@@ -270,7 +314,7 @@ def _switches(draft: _Draft, num_gpus: int) -> None:
             if member != NVME and device_index(member) is None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme")
             home[member] = switch.name
-    peers = range(num_gpus if _peers_use_pcie(draft.description) else 0)
+    peers = range(num_gpus if _uses_pcie(draft) else 0)
     across = [
         (i, j) for i in peers for j in peers if p2p(i, j) in draft.rates and home.get(device(i)) != home.get(device(j))
     ]
@@ -287,21 +331,34 @@ def _switches(draft: _Draft, num_gpus: int) -> None:
         if down:
             draft.share_bytes(f"switch.{switch.name}.down", switch.limit, *down)
             draft.share_bytes(f"switch.{switch.name}.up", switch.limit, *up)
+        rings = [
+            c for m in switch.members if (g := device_index(m)) is not None and (c := collective(g)) in draft.rates
+        ]
+        once = draft.has("link.p2p")  # a ring leaves the switch once; through the host every GPU does
+        for stream in rings if _uses_pcie(draft) and down else ():
+            weights = {kind: 1 / len(rings) if once else 1.0 for kind in draft.rates[stream] if kind != HOPS}
+            draft.takes.setdefault(stream, {}).update(
+                {f"switch.{switch.name}.{way}": weights for way in ("down", "up")}
+            )
 
 
 def _listed_limits(draft: _Draft) -> None:
-    """Limits in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
     for limit in draft.description.limits:
-        takers: list[Taker] = []
-        for stream, weight in limit.takes.items():
-            if stream not in draft.rates:
-                raise MachineError(
-                    f"limit {limit.name!r} of machine {draft.description.name!r} names stream {stream!r}; "
-                    f"it has {', '.join(draft.rates)}"
-                )
-            takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.rates[stream]]
-            takers.append((stream, SECONDS, weight))
-        draft.share(limit.name, limit.limit, *takers)
+        _share_speed(draft, limit)
+
+
+def _share_speed(draft: _Draft, limit: Limit) -> None:
+    """A limit in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
+    takers: list[Taker] = []
+    for stream, weight in limit.takes.items():
+        if stream not in draft.rates:
+            raise MachineError(
+                f"limit {limit.name!r} of machine {draft.description.name!r} names stream {stream!r}; "
+                f"it has {', '.join(draft.rates)}"
+            )
+        takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.rates[stream]]
+        takers.append((stream, SECONDS, weight))
+    draft.share(limit.name, limit.limit, *takers)
 
 
 def _record(description: Description) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Names of tiers and streams. They are made and parsed here, and nowhere else.
 
 Tiers are `gpu0`, `gpu1`, ... (devices), `host` and `nvme`. A stream is named after the tier whose hardware works, and
-what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `nvme.read`, `nvme.write`, `host.adam`.
+what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `gpu0.collective`, `nvme.read`, `nvme.write`,
+`host.adam`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,18 @@ def p2p(source: int, target: int) -> str:
     return f"{device(source)}.p2p.{device(target)}"
 
 
-def next_peer(index: int, num_devices: int) -> str:
-    """The link of a ring of devices: from one to the next, and from the last to the first."""
-    return p2p(index, (index + 1) % num_devices)
+def collective(index: int) -> str:
+    """A device's part in what several devices do together: gather, reduce, all-reduce."""
+    return f"{device(index)}.collective"
+
+
+HOPS = "hops"
+"""Work of a collective: steps of a ring, each of which waits for the one before."""
+
+
+def ring(num_devices: int) -> str:
+    """Work of a collective of so many devices: the bytes that each of them sends."""
+    return f"ring{num_devices}_bytes"
 
 
 def link_limit(index: int) -> str:
@@ -71,7 +81,7 @@ class StreamName:
     tier: str
     """Whose hardware works: `gpu0`, `nvme`, `host`."""
     task: str = ""
-    """`compute`, `h2d`, `d2h`, `p2p`, `read`, `write`, `adam`; empty where the name says no more than a tier."""
+    """`compute`, `h2d`, `d2h`, `p2p`, `collective`, `read`, `write`, `adam`; empty where it names a tier alone."""
     peer: str = ""
     """Of `p2p`, the device that is copied to."""
 
@@ -105,7 +115,7 @@ def parse_stream(name: str) -> StreamName:
     return StreamName(tier, task, peer)
 
 
-TASKS = ("compute", "h2d", "d2h", "p2p", "read", "write")
+TASKS = ("compute", "h2d", "d2h", "p2p", "collective", "read", "write")
 
 
 def display_order(name: str) -> tuple[int, str]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, PlanError
@@ -127,13 +126,10 @@ class Prediction(Shown):
         """That some of the machine's devices are not used, and what to do; empty where all are."""
         if self.devices == 0 or self.devices >= self.devices_of_machine:
             return ""
-        assert self.hardware is not None
-        how = "To use all, say how quickly they exchange data, for example --set 'link.p2p=12 GB/s'"
-        if any(parse_stream(stream.name).task == "p2p" for stream in self.hardware.streams):
-            how = (
-                "Ask for one with --devices 1, or for all with tierplan plan, or with the policies harmony-dp, "
-                "harmony-pp, zero-infinity or virtual-memory"
-            )
+        how = (
+            "Ask for one with --devices 1, or for all with tierplan plan, or with the policies harmony-dp, "
+            "harmony-pp, zero-infinity or virtual-memory"
+        )
         return (
             f"{self.policy} trains on {self.devices} of the machine's {self.devices_of_machine} GPUs, and this is "
             f"the answer for these. {how}"

@@ -17,7 +17,7 @@ from tests.test_imports import MODULES, relative
 HOME = ("hwmodels/names.py", "sim/contents.py")
 
 TIERS = r"gpu(\d+|\{\})(?![-\w])"
-STREAMS = r"(?<!link)\.(compute|h2d|d2h|p2p)(?!\w)|^nvme\.(read|write)$|^host\.adam$"
+STREAMS = r"(?<!link)\.(compute|h2d|d2h|p2p|collective)(?!\w)|^nvme\.(read|write)$|^host\.adam$"
 CONTENTS = r"^(params|states|grads|tied|x|dx|acts|shared|norm|work)/|/mb\{\}|/mb\d|^mb\{\}|@\{\}#"
 KEYS = (
     r"^(s\{\}|s\d+|fwd|bwd|recompute|accumulate|cast|update|leave|all_reduce|gather\w*|reduce\w*)/"

@@ -21,7 +21,7 @@ from itertools import islice, pairwise
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
-from tierplan.planner.policies.options import OptionError, Policy, need_peer_links, number, read_options
+from tierplan.planner.policies.options import OptionError, Policy, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -52,7 +52,6 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             "each device needs one: accumulate more, or use fewer devices"
         )
     devices = asked or (min(have, batches) if form == "data" else have)
-    need_peer_links(name, machine, devices)
     capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier(DEVICE).capacity_bytes
     wanted = int(number(name, options, "pack", low=0))
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import cast, get_args
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import p2p
 from tierplan.planner.plan import Plan, PlanError, UnitPlan
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -76,12 +75,3 @@ def need_nvme(policy: str, machine: Machine) -> None:
     """Raises `PlanError` where the machine has no drive."""
     if not has_nvme(machine):
         raise PlanError(f"policy {policy!r} keeps data on NVMe, but machine {machine.name!r} has no drive; add one")
-
-
-def need_peer_links(policy: str, machine: Machine, devices: int) -> None:
-    """Raises `PlanError` where several devices are to exchange data and the machine has no links between them."""
-    if devices > 1 and p2p(0, 1) not in {stream.name for stream in machine.streams}:
-        raise PlanError(
-            f"policy {policy!r} moves data between {devices} devices, but machine {machine.name!r} does not say how "
-            "quickly they exchange it; add link.p2p, for example --set 'link.p2p=20 GB/s', or use one device"
-        )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PagedPlan
-from tierplan.planner.policies.options import need_peer_links, number, read_options
+from tierplan.planner.policies.options import number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "virtual-memory"
@@ -24,5 +24,4 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     have = machine.num_devices
     devices = int(number(NAME, options, "devices", low=0, high=have)) or have
-    need_peer_links(NAME, machine, min(devices, workload.training.gradient_accumulation_steps))
     return PagedPlan(policy=NAME, devices=devices, options={**options, "devices": devices})

@@ -32,7 +32,6 @@ from tierplan.planner.policies.options import (
     choice,
     has_nvme,
     need_nvme,
-    need_peer_links,
     number,
     read_options,
 )
@@ -68,7 +67,6 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options["optimizer"] = options["optimizer"] or lowest
     options["devices"] = options["devices"] or machine.num_devices
     devices = int(number(NAME, options, "devices", low=1, high=machine.num_devices))
-    need_peer_links(NAME, machine, devices)
     params, optimizer, checkpoints = (
         cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer", "checkpoints")
     )

@@ -1,5 +1,6 @@
 """Plans for several devices:
 
+collectives     what devices do together, as work of a ring
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
 packs           runs of units that visit devices in turn (Harmony)
 packs_unitwise  the same on one device, unit by unit, as the runtime executes it

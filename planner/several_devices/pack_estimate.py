@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, p2p
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
+from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.workloads.workload import Workload, total_work
 
 INFINITE = float("inf")
@@ -102,7 +103,7 @@ class PackEstimate:
             size = num_parameters * self.training.grad_bytes
             gradients_s = self._copy_s(D2H, size, at_once)
             if at_once > 1:
-                gradients_s += self._copy_s(p2p(0, 1), 2 * (at_once - 1) / at_once * size, 1)
+                gradients_s += self.machine.cost(collective(0), collective_work("all_reduce", size, at_once)).alone_s
         several = at_once == 1 and any(s.name == p2p(0, 1) for s in self.machine.streams)
         down_and_up = (p2p(0, 1),) if several else (D2H, H2D)
         return _Pack(

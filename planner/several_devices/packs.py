@@ -16,8 +16,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, device_index, h2d, next_peer, p2p
+from tierplan.hwmodels.names import (
+    HOST,
+    HOST_ADAM,
+    collective,
+    compute,
+    d2h,
+    device,
+    device_index,
+    h2d,
+    p2p,
+    parse_stream,
+)
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
+from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -81,6 +93,7 @@ class PackLowering:
         self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
         self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
+        self.has_peer_links = True
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
 
     # ---- tasks and their order ----
@@ -104,6 +117,7 @@ class PackLowering:
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:
+        self.has_peer_links = any(parse_stream(stream.name).task == "p2p" for stream in machine.streams)
         self._declare_homes()
         before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
         for tasks in self._rounds():
@@ -233,8 +247,8 @@ class PackLowering:
         return self.builder.copy(copy_key("send", label), p2p(peer, task.device), source, gpu, after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
-        """Over host memory to a later task on the same device; another device takes it itself (`_arrives`)."""
-        if to_device == task.device:
+        """Over host memory to a later task on the same device; another device takes it itself where it can."""
+        if to_device == task.device or not self.has_peer_links:
             label = copy_key("offload", self._label(what, unit, m))
             buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
         self.handed[what, unit, m] = buffer
@@ -332,8 +346,8 @@ class PackLowering:
             for task in tasks:
                 own = grads[task.device]
                 total = self.builder.like(own, device(task.device))
-                work = {"bytes": 2 * (len(tasks) - 1) / len(tasks) * self.builder.buffers[own].size_bytes}
-                key, stream = op_key("all_reduce", self.name(task)), next_peer(task.device, self.packs.devices)
+                work = collective_work("all_reduce", self.builder.buffers[own].size_bytes, len(tasks))
+                key, stream = op_key("all_reduce", self.name(task)), collective(task.device)
                 self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=(total,))
                 reduced.append(total)
         self.arrived_grads[tasks[0].first] = [

@@ -9,8 +9,9 @@ page fault comes when the op before has ended.
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d, next_peer
+from tierplan.hwmodels.names import HOST, collective, compute, d2h, device, h2d
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
+from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -132,8 +133,8 @@ class _Paged:
             reads = [own[r]]
             if len(ranks) > 1:
                 reads = [self.builder.like(own[r], device(r))]
-                work = {"bytes": 2 * (len(ranks) - 1) / len(ranks) * self.builder.buffers[own[r]].size_bytes}
-                key, stream = device_name(op_key("all_reduce", unit.name), r), next_peer(r, self.n)
+                work = collective_work("all_reduce", self.builder.buffers[own[r]].size_bytes, len(ranks))
+                key, stream = device_name(op_key("all_reduce", unit.name), r), collective(r)
                 self.builder.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tierplan.hwmodels.names import DEVICE, device, next_peer, parse_stream
+from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
+from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.contents import (
     Gradients,
     Params,
@@ -157,7 +158,7 @@ class _Partition:
         assert isinstance(content, Params | Gradients)
         name, tier = buffer_name(key, device(r)), device(r)
         self.buffers[name] = Buffer(name=name, tier=tier, size_bytes=size_bytes, content=b.content, kind=b.kind)
-        work, stream = {"bytes": b.size_bytes * (self.n - 1) / self.n}, next_peer(r, self.n)
-        op = Op(key=key, stream=stream, kind=kind, unit=content.unit, work=work)
+        work = collective_work(kind, b.size_bytes, self.n)
+        op = Op(key=key, stream=collective(r), kind=kind, unit=content.unit, work=work)
         self.ops.append(replace(op, reads=tuple(reads), writes=(name,), after=tuple(after)))
         return name

@@ -14,6 +14,8 @@ from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import Description, Quantity, parse_description, write_description
 from tierplan.hwmodels.keys import KEYS
 from tierplan.hwmodels.units import format_amount, parse_amount
+from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.sim.sharing import max_min_speeds
 
 PLAIN = """
 name = "plain"
@@ -150,15 +152,41 @@ def test_a_switch_is_shared_by_direction() -> None:
     machine = machine_of(four + SWITCHES)
     loads = lambda limit: {s.name for s in machine.streams if limit in s.takes}  # noqa: E731
     down_across = {f"gpu{i}.p2p.gpu{j}" for i in (2, 3) for j in (0, 1)}
-    assert loads("switch.a.down") == {"gpu0.h2d", "gpu1.h2d", "nvme.write"} | down_across
-    assert loads("switch.a.up") == {"gpu0.d2h", "gpu1.d2h", "nvme.read"} | {
-        f"gpu{i}.p2p.gpu{j}" for i in (0, 1) for j in (2, 3)
-    }
-    assert loads("switch.b.down") == {"gpu2.h2d", "gpu3.h2d"} | {f"gpu{i}.p2p.gpu{j}" for i in (0, 1) for j in (2, 3)}
-    assert loads("gpu2.link.in") == {"gpu2.h2d", *(f"gpu{i}.p2p.gpu2" for i in (0, 1, 3))}
+    rings = {"gpu0.collective", "gpu1.collective"}
+    assert loads("switch.a.down") == {"gpu0.h2d", "gpu1.h2d", "nvme.write"} | down_across | rings
+    up_across = {f"gpu{i}.p2p.gpu{j}" for i in (0, 1) for j in (2, 3)}
+    assert loads("switch.a.up") == {"gpu0.d2h", "gpu1.d2h", "nvme.read"} | up_across | rings
+    assert loads("switch.b.down") == {f"gpu{i}.{way}" for i in (2, 3) for way in ("h2d", "collective")} | up_across
+    assert machine.stream("gpu2.collective").takes["switch.b.up"]["ring4_bytes"] == 0.5, "a ring leaves it once"
+    assert loads("gpu2.link.in") == {"gpu2.h2d", "gpu2.collective", *(f"gpu{i}.p2p.gpu2" for i in (0, 1, 3))}
     fabric = machine_of(four.replace("[link]", '[link]\np2p_path = "own"') + SWITCHES)
     assert "switch.a.down" not in fabric.stream("gpu2.p2p.gpu0").takes
     assert "gpu2.link.in" not in fabric.limits
+
+
+def test_a_collective_runs_at_the_rate_of_its_number_of_gpus() -> None:
+    """An all-reduce of B bytes over n GPUs: each sends 2 (n - 1) / n of them, in 2 (n - 1) steps."""
+    measured = PLAIN.replace("[gpu]", "[gpu]\ncount = 8").replace(
+        "[link]", '[link]\ncollective = [[2, "16 GB/s"], [8, "4 GB/s"]]\ncollective_latency = 1e-5'
+    )
+    machine = machine_of(measured)
+    for num, rate in ((2, 16e9), (4, 8e9), (8, 4e9)):
+        cost = machine.cost("gpu0.collective", collective_work("all_reduce", 1e9, num))
+        assert cost.work_s == pytest.approx(2 * (num - 1) * (1e9 / num / rate + 1e-5))
+
+
+def test_gpus_without_links_or_measurements_share_the_host() -> None:
+    eight = PLAIN.replace("[gpu]", "[gpu]\ncount = 8").replace("[link]", '[link]\nhost_d2h = "20 GB/s"')
+    assert machine_of(eight).stream("gpu0.collective").rates["ring8_bytes"].at(1) == 20e9 / 8
+    ring = machine_of(eight).stream("gpu0.collective").takes
+    assert ring["gpu0.link.in"]["ring8_bytes"] == ring["gpu0.link.out"]["ring2_bytes"] == 1
+
+
+def test_a_collective_takes_its_share_of_compute() -> None:
+    machine = machine_of(PLAIN.replace("[gpu]", "[gpu]\ncount = 2\ncollective_share = 0.25"))
+    costs = [machine.cost("gpu0.compute", {"s": 1.0}), machine.cost("gpu0.collective", {"ring2_bytes": 1e12})]
+    speeds = max_min_speeds([cost.demand for cost in costs], [cost.share for cost in costs], machine.limits)
+    assert speeds == pytest.approx([0.75, 1.0])
 
 
 def test_fewer_gpus_than_the_switches_name_is_no_error() -> None:

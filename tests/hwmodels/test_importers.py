@@ -11,7 +11,14 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import MachineError, load_machine
-from tierplan.hwmodels.importers import ImportedFileError, read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
+from tierplan.hwmodels.importers import (
+    ImportedFileError,
+    read_ds_io,
+    read_fio,
+    read_nccl_tests,
+    read_nvbandwidth,
+    read_nvidia_smi,
+)
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -150,6 +157,30 @@ def test_nvidia_smi_counts_gpus_and_marks_link_speeds_as_nameplate() -> None:
 def test_damaged_nvidia_smi_says_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(ImportedFileError, match=message):
         read_nvidia_smi(text, where="s")
+
+
+# ---- nccl-tests
+
+
+def test_nccl_tests_gives_the_rate_of_each_number_of_gpus_and_the_latency_of_a_step() -> None:
+    """On 8 GPUs an all-reduce has 14 steps; the sample's smallest message takes 28 us. Two GPUs have 2 steps."""
+    two = "# Rank 0\n# Rank 1\n 8 2 float sum -1 30.0 0.0 0.0 0 1 1 1 0\n 1000 250 float sum -1 9 14.5 14.5 0 1 1 1 0\n"
+    values = read_nccl_tests(sample("nccl_all_reduce.txt"), two, where="n")
+    assert values["link.collective"].value == ((2.0, 14.5e9), (8.0, pytest.approx(4.27e9)))
+    assert values["link.collective_latency"].value == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 measurements on 0 GPUs"),
+        ("# Rank 0\n# Rank 1\n a b c d e f g h i\n", "no measurement"),
+        ("# Rank 0\n# Rank 1\n 8 2 float sum -1 30.0 0.0 0.0 0\n", "no bandwidth above 0"),
+    ],
+)
+def test_damaged_output_of_nccl_tests_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ImportedFileError, match=message):
+        read_nccl_tests(text, where="n")
 
 
 # ---- DeepSpeed

@@ -15,7 +15,7 @@ from tierplan.hwmodels.names import StreamName, parse_stream
         (names.h2d(0), StreamName("gpu0", "h2d")),
         (names.d2h(12), StreamName("gpu12", "d2h")),
         (names.p2p(0, 3), StreamName("gpu0", "p2p", "gpu3")),
-        (names.next_peer(3, 4), StreamName("gpu3", "p2p", "gpu0")),
+        (names.collective(3), StreamName("gpu3", "collective")),
         ("nvme.read", StreamName("nvme", "read")),
         ("host.adam", StreamName("host", "adam")),
         ("a stream of its own", StreamName("a stream of its own")),
@@ -44,6 +44,6 @@ def test_machines_have_these_tiers_and_streams() -> None:
             assert (names.device_index(tier.name) is not None) == (tier.kind == "device")
         devices = range(machine.num_devices)
         known = {names.HOST_ADAM, names.NVME_READ, names.NVME_WRITE}
-        known |= {f(d) for f in (names.compute, names.h2d, names.d2h) for d in devices}
+        known |= {f(d) for f in (names.compute, names.h2d, names.d2h, names.collective) for d in devices}
         known |= {names.p2p(a, b) for a in devices for b in devices if a != b}
         assert {stream.name for stream in machine.streams} <= known

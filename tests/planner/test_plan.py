@@ -80,6 +80,8 @@ def devices(num: int) -> Machine:
     own = [s for s in one.streams if s.name.startswith("gpu0")]
     others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
     peers = [Stream(name=f"gpu{k}.p2p.gpu{(k + 1) % num}", rates={"bytes": Rate.constant(5e9)}) for k in range(num)]
+    kinds = (f"ring{num}_bytes", "hops")
+    peers += [Stream(name=f"gpu{k}.collective", rates=dict.fromkeys(kinds, Rate.constant(5e9))) for k in range(num)]
     tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
     return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others, *peers))
 

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set(imports)
     option(imports, "--fio FILE", "fio --output-format=json", existing_file, repeat=True)
     option(imports, "--nvbandwidth FILE", "nvbandwidth --format json", existing_file, repeat=True)
+    option(imports, "--nccl-tests FILE", "what all_reduce_perf printed, per number of GPUs", existing_file, repeat=True)
     option(imports, "--nvidia-smi FILE", "nvidia-smi --query-gpu=... --format=csv", existing_file, repeat=True)
     option(imports, "--ds-io FILE", "what DeepSpeed's ds_io or ds_nvme_tune printed", existing_file, repeat=True)
     option(imports, "--name NAME", "of the machine (default: the file's name)")
@@ -216,7 +217,7 @@ def _import(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nvbandwidth, read_nvidia_smi
+    from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nccl_tests, read_nvbandwidth, read_nvidia_smi
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
 
@@ -227,8 +228,12 @@ def _import(args: argparse.Namespace) -> int:
     ):  # fmt: skip
         for path in paths:
             values |= read(read_utf8(Path(path)), where=Path(path).name)
+    if rings := [Path(path) for path in args.nccl_tests]:
+        values |= read_nccl_tests(*map(read_utf8, rings), where=", ".join(path.name for path in rings))
     if not values:
-        raise MachineError("nothing to import; give at least one of --fio, --nvbandwidth, --nvidia-smi, --ds-io")
+        raise MachineError(
+            "nothing to import; give at least one of --fio, --nvbandwidth, --nccl-tests, --nvidia-smi, --ds-io"
+        )
     base = load_description(args.base) if args.base else Description(name="")
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
     description = override(description, args.overrides)

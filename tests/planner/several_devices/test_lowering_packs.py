@@ -15,12 +15,14 @@ BLOCK = 3 * MIB
 """Parameters of a block of the toy workload."""
 WORKLOAD = toy_workload(4, tied=False, gradient_accumulation_steps=4)
 """embed, L0, L1, L2, L3, head."""
+FIVE = Rate.constant(5e9)
 
 
 def two_gpus() -> Machine:
     one = toy_machine()
     streams = [replace(s, name=s.name.replace("gpu0", "gpu1")) for s in one.streams if s.name.startswith("gpu0")]
     peers = [Stream(name=f"gpu{i}.p2p.gpu{1 - i}", rates={"bytes": Rate.constant(5e9)}) for i in range(2)]
+    peers += [Stream(name=f"gpu{i}.collective", rates=dict.fromkeys(("ring2_bytes", "hops"), FIVE)) for i in range(2)]
     return replace(
         one, tiers=(*one.tiers, replace(one.tier("gpu0"), name="gpu1")), streams=(*one.streams, *streams, *peers)
     )
@@ -56,8 +58,8 @@ def test_gradients_of_data_parallel_packs_are_all_reduced_in_a_ring() -> None:
     ops = packed("data", ((0, 2), (2, 4)), ((0, 2), (2, 4), (4, 6)))
     for gpu in range(2):
         reduced = ops[f"all_reduce/L1-L2/gpu{gpu}"]
-        assert reduced.work == {"bytes": 2 * BLOCK * 2}
-        assert reduced.stream == f"gpu{gpu}.p2p.gpu{1 - gpu}"
+        assert reduced.work == {"ring2_bytes": 2 * BLOCK * 2, "hops": 2}
+        assert reduced.stream == f"gpu{gpu}.collective"
     assert ops["update/L1"].work == {"parameters": BLOCK}
 
 
@@ -65,7 +67,7 @@ def test_paged_weights_are_all_reduced_and_updated_on_every_device() -> None:
     plan = PagedPlan(policy="test", devices=2)
     ops = {op.key: op for op in lower(plan, WORKLOAD, two_gpus()).ops}
     for gpu in range(2):
-        assert ops[f"all_reduce/L1/gpu{gpu}"].work == {"bytes": BLOCK * 2}
+        assert ops[f"all_reduce/L1/gpu{gpu}"].work == {"ring2_bytes": BLOCK * 2, "hops": 2}
         assert ops[f"update/L1/gpu{gpu}"].work == {"elementwise_bytes": 30 * BLOCK}
     used = [key for key in ops if key.startswith("fetch_params/L1/")]
     assert len(used) == 4 * 2 + 2, "once forward and once backward per micro-batch, and once per device to be updated"

@@ -1,0 +1,18 @@
+"""What several devices do together, as work of a ring: each device sends to the next and hears from the one before.
+
+A gather, or a reduction whose result is scattered, takes n - 1 steps in which each of n devices sends an n-th of the
+whole; an all-reduce is both, one after the other.
+"""
+
+from __future__ import annotations
+
+from tierplan.hwmodels.names import HOPS, ring
+from tierplan.sim.workloads.workload import Amounts
+
+PASSES = {"gather": 1, "reduce": 1, "all_reduce": 2}
+
+
+def collective_work(kind: str, size_bytes: float, num_devices: int, *, calls: int = 1) -> Amounts:
+    """Work of each of so many devices in `calls` collectives of one kind, given the bytes of the whole in all calls."""
+    steps = PASSES[kind] * (num_devices - 1)
+    return {ring(num_devices): steps * size_bytes / num_devices, HOPS: float(steps * calls)}
