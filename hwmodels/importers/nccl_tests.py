@@ -18,7 +18,8 @@ SIZE, TIME_US, ALGBW, BUSBW = 0, 5, 6, 7
 
 def read_nccl_tests(*texts: str, where: str) -> dict[str, Quantity]:
     """Values of the description from what was printed, one text per number of GPUs. Raises `ImportedFileError`."""
-    rates, hops_s = {}, []
+    rates: dict[int, float] = {}
+    hops_s = []
     for text in texts:
         num, rate, hop_s = _read(text, where)
         rates[num] = max(rate, rates.get(num, 0.0))
