@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from tierplan.sim.workloads.optimizers import of_transformers
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 AUTO = "auto"
@@ -124,22 +125,22 @@ KNOWN = {
 
 ADAPTERS = {"finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config"}
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
 def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
     norm = raw.get("max_grad_norm", 1.0)  # the Trainer clips unless told not to
-    optim = str(raw.get("optim", ADAMW[0])).removeprefix("OptimizerNames.").lower()
-    if optim not in (*ADAMW, "sgd"):
-        raise WorkloadError(f"{path}: optim is {optim!r}; {', '.join(ADAMW)} and sgd are supported")
+    try:
+        optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
+    except ValueError as error:
+        raise WorkloadError(f"{path}: {error}") from None
     dtype = next((name for name in ("bf16", "fp16") if raw.get(name) is True), base.dtype)
     training = replace(
         base,
         per_device_train_batch_size=_count(raw, "per_device_train_batch_size", 8),
         gradient_accumulation_steps=_count(raw, "gradient_accumulation_steps", 1),
         max_grad_norm=float(norm) if isinstance(norm, (int, float)) and norm > 0 else None,
-        optimizer="sgd" if optim == "sgd" else "adamw",
+        optimizer=optimizer,
         dtype=dtype,  # type: ignore[arg-type]
     )
     recompute = bool(raw.get("gradient_checkpointing", False))
@@ -250,14 +251,21 @@ def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf
     return next((name for name in known if enabled[name] is True), auto[0] if auto else "fp32")
 
 
-def _optimizer(section: Mapping[str, object], base: Training) -> Literal["adamw", "sgd"]:
+DEEPSPEED_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam"), "adamw"),
+    **{name: name for name in ("sgd", "lion", "muon")},
+}
+
+
+def _optimizer(section: Mapping[str, object], base: Training) -> str:
     kind = section.get("type")
     if kind is None:
         return base.optimizer
-    optimizer = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}.get(str(kind).lower())
+    optimizer = DEEPSPEED_OPTIMIZERS.get(str(kind).lower())
     if optimizer is None:
-        raise WorkloadError(f"optimizer.type is {kind!r}; Adam, AdamW and SGD are supported")
-    return "adamw" if optimizer == "adamw" else "sgd"
+        raise WorkloadError(f"optimizer.type is {kind!r}; Adam, AdamW, SGD, Lion and Muon are supported")
+    momentum = _section(section, "params").get("momentum")
+    return f"sgd:momentum={momentum}" if optimizer == "sgd" and momentum else optimizer
 
 
 def _clipping(raw: Mapping[str, object], base: Training) -> float | None:

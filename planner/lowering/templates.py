@@ -24,7 +24,6 @@ from tierplan.planner.lowering.turns import (
 )
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
-from tierplan.sim.contents import part_ranges
 from tierplan.sim.step import unit_spec
 from tierplan.sim.workloads.workload import Workload
 
@@ -134,7 +133,7 @@ class Chain:
 
     def _row(self, u: int, choice: UnitPlan) -> int:
         if choice not in self._known[u]:
-            num_parts = len(part_ranges(self.workload.units[u].num_parameters, choice.state_shards))
+            num_parts = len(self.workload.training.state_parts(self.workload.units[u], choice.state_shards))
             facts = [self._numbered(u, kind, choice) for kind in TURNS]
             row = [*facts, num_parts, choice.states == "device", choice.late_update]
             self._known[u][choice] = self._rows.add(row)
@@ -148,7 +147,7 @@ class Chain:
         if number == len(self.facts):
             unit = self.workload.units[u]
             spec = unit_spec(unit, known.acts)
-            facts = Facts(kind, known, spec, len(part_ranges(unit.num_parameters, known.state_shards)))
+            facts = Facts(kind, known, spec, len(self.workload.training.state_parts(unit, known.state_shards)))
             self.facts.append(facts)
             self._first_pattern.add([self._pattern(kind, len(spec.moved), facts.num_parts)])
         return number

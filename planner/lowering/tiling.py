@@ -47,7 +47,7 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
         tile = replace(_cut(unit, parts), input_bytes=unit.input_bytes, output_bytes=unit.output_bytes)
         for k in range(parts):
             share = unit.num_parameters * (k + 1) // parts - unit.num_parameters * k // parts
-            units.append(replace(tile, name=tile_name(unit.name, k), num_parameters=share))
+            units.append(replace(tile, name=tile_name(unit.name, k), num_parameters=share, shapes=()))
     return replace(workload, units=tuple(units))
 
 

@@ -41,7 +41,6 @@ from tierplan.sim.contents import (
     forward_key,
     micro_batch_name,
     op_key,
-    part_ranges,
     recompute_key,
 )
 from tierplan.sim.workloads.workload import Amounts, total_work
@@ -57,9 +56,9 @@ def declare(s: Sketch) -> None:
     """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
     name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
     s.put("params", s.buffer(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params", initial=True))
-    if t.state_bytes:
-        for k, part in enumerate(part_ranges(n, s.choice.state_shards)):
-            content, size_bytes = States(name, k, s.num_parts), len(part) * t.state_bytes
+    if t.states_bytes(s.unit):
+        for k, part in enumerate(t.state_parts(s.unit, s.choice.state_shards)):
+            content, size_bytes = States(name, k, s.num_parts), t.states_bytes(s.unit, part)
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.buffer(content, tier, size_bytes, "states", initial=True))
     if s.plan.semantics == "delayed-1" or s.choice.late_update:
@@ -292,7 +291,7 @@ def update_here(s: Sketch) -> None:
         if (old := s.get(cell)) is not None:
             reads.append(old)
             writes.append(s.put(cell, s.over(old)))
-    work = {"elementwise_bytes": s.unit.num_parameters * s.workload.training.update_traffic_bytes}
+    work = s.workload.training.update_work(s.unit)
     key = States(s.unit.name).update_key
     s.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, rank=UPDATES)
 
@@ -335,8 +334,8 @@ def update(s: Sketch) -> None:
         reads.append(params)
         new = s.over(params)
     writes.append(s.put("new params", new))
-    part = part_ranges(n, s.choice.state_shards)[s.flag]
-    key, work, after = _part(s).update_key, {"parameters": len(part)}, ["update after 0", "update after 1"]
+    part = t.state_parts(s.unit, s.choice.state_shards)[s.flag]
+    key, work, after = _part(s).update_key, t.host_work(s.unit, part), ["update after 0", "update after 1"]
     s.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, rank=UPDATES, mark="compute")
 
 

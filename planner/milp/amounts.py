@@ -249,7 +249,7 @@ def problem(
         nvme_gb=tiers.get("nvme", 0.0),
         has_nvme=has_nvme,
         rates=_rates(workload, machine, has_nvme),
-        loads=_loads(machine),
+        loads=_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
         has_master=workload.training.has_master,
         clips=workload.training.max_grad_norm is not None,
@@ -285,7 +285,6 @@ def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str,
 def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, int]) -> UnitAmounts:
     t, n = workload.training, unit.num_parameters
     is_first = names[unit.name] == 0
-    moved = n * t.update_traffic_bytes
     owner = names[unit.shares] if unit.shares else (names[unit.name] if n else -1)
     work_gb = unit.forward_work_bytes / GB
     transient_input = 0 if is_first else unit.input_bytes
@@ -294,12 +293,12 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         is_block=unit.kind == "block",
         params_gb=n * t.param_bytes / GB,
         grads_gb=n * t.grad_bytes / GB,
-        states_gb=n * t.state_bytes / GB,
+        states_gb=t.states_bytes(unit) / GB,
         gparams=n / 1e9,
         fetched_from=owner,
         fwd_s=_seconds(machine, COMPUTE, unit.forward),
         bwd_s=_seconds(machine, COMPUTE, unit.backward),
-        update_s=_seconds(machine, COMPUTE, {"elementwise_bytes": moved}),
+        update_s=_seconds(machine, COMPUTE, t.update_work(unit)),
         accumulate_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
         norm_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
         if t.max_grad_norm is not None
@@ -364,7 +363,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
         "params": {u.num_parameters * t.param_bytes for u in workload.units},
         "grads": {u.num_parameters * t.grad_bytes for u in workload.units},
-        "states": {u.num_parameters * t.state_bytes // num for u in workload.units for num in STATE_SHARDS},
+        "states": {t.states_bytes(u) // num for u in workload.units for num in STATE_SHARDS},
     }
     streams = {s.name for s in machine.streams}
 
@@ -374,7 +373,10 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     up, down = by_class(H2D), by_class(D2H)
     read, write = by_class(NVME_READ), by_class(NVME_WRITE)
     adam_s = [
-        min(num * _seconds(machine, HOST_ADAM, {"parameters": u.num_parameters / num}) for num in STATE_SHARDS)
+        min(
+            num * _seconds(machine, HOST_ADAM, {kind: amount / num for kind, amount in t.host_work(u).items()})
+            for num in STATE_SHARDS
+        )
         if HOST_ADAM in streams
         else 0.0
         for u in workload.units
@@ -392,11 +394,14 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     return Amounts(up, down, read, write, adam, {k: tuple(v) for k, v in chain.items()})
 
 
-def _loads(machine: Machine) -> dict[str, dict[str, float]]:
+def _loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:
+    """Of each shared limit, what a GB or 1e9 parameters on each stream take; where units differ, the least."""
     found: dict[str, dict[str, float]] = {}
+    owners = [(u.num_parameters, workload.training.host_work(u)["parameters"]) for u in workload.units]
+    work = min((work / num for num, work in owners if num), default=1.0)
     for stream in machine.streams:
         for limit, weights in stream.takes.items():
             kind = "parameters" if stream.name == HOST_ADAM else "bytes"
-            if weight := weights.get(kind, 0.0):
+            if weight := weights.get(kind, 0.0) * (work if kind == "parameters" else 1.0):
                 found.setdefault(limit, {})[stream.name] = weight * GB / machine.limits[limit]
     return found

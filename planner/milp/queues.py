@@ -198,7 +198,8 @@ def update_queues(cols: Columns) -> Updates:
         return found
     single = len(p.blocks) == 1
     grad_gb = float(p.workload.training.grad_bytes)  # per 1e9 parameters
-    state_gb = float(p.workload.training.state_bytes)
+    owners = [u for u in p.workload.units if u.num_parameters]
+    state_gb = min((p.workload.training.states_bytes(u) / u.num_parameters for u in owners), default=0.0)
     parked = _parked(cols)
     for name in ("gW", "gR") if parked else ():
         for flows in cols.flows:

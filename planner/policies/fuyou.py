@@ -124,11 +124,12 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -
         again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
         backward += batches * sum(seconds(COMPUTE, work) for work in again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
-    states = {"bytes": float(n * t.state_bytes)}
+    states = {"bytes": float(workload.states_bytes)}
     drive = seconds(NVME_READ, {"bytes": params["bytes"] + states["bytes"]})
     drive += seconds(NVME_WRITE, {"bytes": params["bytes"] + states["bytes"]})
     in_forward = max(forward, seconds(D2H, down), seconds(NVME_READ, params), seconds(H2D, params))
-    return in_forward + max(backward, seconds(H2D, up), drive + seconds(HOST_ADAM, {"parameters": float(n)}))
+    adam = sum(t.host_work(unit)["parameters"] for unit in workload.units)
+    return in_forward + max(backward, seconds(H2D, up), drive + seconds(HOST_ADAM, {"parameters": float(adam)}))
 
 
 def _fewest_sub_batches(workload: Workload, machine: Machine, window: int) -> int:

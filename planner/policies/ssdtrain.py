@@ -123,7 +123,7 @@ def _room_bytes(workload: Workload, machine: Machine, modules: list[_Module], ke
     """What the device surely has beside what is kept, parameters, gradients, states and what two units work on."""
     t = workload.training
     waiting = workload.num_parameters if t.max_grad_norm else 2 * max(u.num_parameters for u in workload.units)
-    need = workload.num_parameters * (t.param_bytes + t.state_bytes) + waiting * t.grad_bytes
+    need = workload.num_parameters * t.param_bytes + workload.states_bytes + waiting * t.grad_bytes
     need += sum(m.size_bytes for m in modules if (m.unit, m.slot) in kept)
     need += sum(u.saved_bytes for u in workload.units if u.kind != "block")
     need += 2 * max(u.saved_bytes + u.input_bytes for u in workload.blocks)

@@ -138,12 +138,13 @@ class PlanSimulator:
             case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.workload.units):
                 for unit, choice in zip(self.workload.units, choices, strict=True):
                     held[choice.params] += unit.num_parameters * training.param_bytes
-                    size = unit.num_parameters * training.state_bytes
+                    size = training.states_bytes(unit)
                     held["host"] += (in_host := int(size * choice.host_frac))
                     held[choice.states] += size - in_host
             case PagedPlan():
                 for unit in self.workload.units:
-                    held["host"] += plan.devices * unit.num_parameters * (training.param_bytes + training.state_bytes)
+                    each = unit.num_parameters * training.param_bytes + training.states_bytes(unit)
+                    held["host"] += plan.devices * each
             case UnitwisePlan() | PackPlan():
                 return None
         capacity = {t.kind: t for t in reversed(self.machine.tiers)}

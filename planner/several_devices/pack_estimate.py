@@ -51,7 +51,7 @@ class PackEstimate:
         self.machine, self.training, self.units = machine, workload.training, workload.units
         self.capacity_bytes = machine.tier(DEVICE).capacity_bytes
         self.update_s = [
-            machine.cost(HOST_ADAM, {"parameters": u.num_parameters}).alone_s if u.num_parameters else 0.0
+            machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s if u.num_parameters else 0.0
             for u in self.units
         ]
         self.fits = cache(self._fits)

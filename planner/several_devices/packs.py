@@ -143,7 +143,7 @@ class PackLowering:
         for unit in self.units:
             if size := unit.num_parameters * self.training.param_bytes:
                 self.params_home[unit.name] = self.builder.home(Params(unit.name), HOST, size, "params")
-            if size := unit.num_parameters * self.training.state_bytes:
+            if size := self.training.states_bytes(unit):
                 self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states")
 
     # ---- names and units ----
@@ -377,7 +377,7 @@ class PackLowering:
                     reads.append(homes[unit.name])
                     homes[unit.name] = self.builder.over(homes[unit.name])
                     writes.append(homes[unit.name])
-            work = {"parameters": unit.num_parameters}
+            work = self.training.host_work(unit)
             key = States(unit.name).update_key
             self.builder.op(
                 key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name

@@ -55,7 +55,7 @@ class _Paged:
                 if size := unit.num_parameters * t.param_bytes:
                     home = self.builder.home(Params(unit.name, device=r), HOST, size, "params")
                     self.home["params", unit.name, r] = home
-                if size := unit.num_parameters * t.state_bytes:
+                if size := t.states_bytes(unit):
                     home = self.builder.home(States(unit.name, device=r), HOST, size, "states")
                     self.home["states", unit.name, r] = home
         for r, batches in enumerate(shared_micro_batches(self.workload, self.n)):
@@ -128,7 +128,7 @@ class _Paged:
             return
         ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.home]
         own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
-        moved = unit.num_parameters * self.workload.training.update_traffic_bytes
+        update_work = self.workload.training.update_work(unit)
         for r in ranks:
             reads = [own[r]]
             if len(ranks) > 1:
@@ -140,6 +140,6 @@ class _Paged:
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.builder.over(page) for page in old_pages] for kind, old_pages in pages.items()}
             key, writes = States(unit.name, device=r).update_key, (*new["params"], *new["states"])
-            self._op(key, r, "update", {"elementwise_bytes": moved}, (*reads, *old), writes, unit, 0)
+            self._op(key, r, "update", update_work, (*reads, *old), writes, unit, 0)
             for kind, new_pages in new.items():
                 self._page_out(kind, unit, r, new_pages, "update")

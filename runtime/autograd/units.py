@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tierplan.runtime.optim.adam import VECTOR_ELEMENTS
 from tierplan.runtime.tracing.record import ExpertsOnFakes
+from tierplan.sim.workloads.optimizers import in_flat_order
 
 
 class ModelError(ValueError):
@@ -168,8 +168,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def _unit(
     name: str, block: nn.Module | None, parameters: Sequence[tuple[str, nn.Parameter]], shares: str | None = None
 ) -> ModelUnit:
-    ordered = sorted(parameters, key=lambda item: item[1].numel() % VECTOR_ELEMENTS != 0)  # stable
-    return ModelUnit(name, block, tuple(ordered), shares)
+    return ModelUnit(name, block, tuple(in_flat_order(parameters, lambda item: item[1].shape)), shares)
 
 
 def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS
+
 CHUNK_ELEMENTS = 1 << 20
-VECTOR_ELEMENTS = 16
-"""The widest vector of fp32 (AVX-512): chunks are multiples of it."""
 REGIONS: Mapping[str, tuple[str, ...]] = {"adamw": ("first", "second"), "sgd": ()}
 
 
@@ -55,7 +54,7 @@ class Segment:
 class OptimizerSettings:
     """Hyper-parameters, under PyTorch's names."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: str = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

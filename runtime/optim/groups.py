@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.optim.adam import VECTOR_ELEMENTS, OptimizerSettings, ParameterGroup, Segment
+from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup, Segment
+from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS
 
 
 class GroupError(ValueError):

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
 from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, total_work
 
 
@@ -154,7 +156,7 @@ class _Tracer:
     def __post_init__(self) -> None:
         self.parameters_of_model = list(self.model.parameters())
         self.parameters = {p.untyped_storage()._cdata: n for n, p in self.model.named_parameters()}
-        self.sizes = {n: p.numel() for n, p in self.model.named_parameters()}
+        self.shapes = {n: tuple(p.shape) for n, p in self.model.named_parameters()}
         self.names = {id(m): n for n, m in self.model.named_modules()}
         self.scopes: list[str] = []
         self.prefix = ""
@@ -325,12 +327,15 @@ class _Tracer:
         self.shared |= {at: self.candidates[at][1] for at in recorder.outside if at in self.candidates}
         for parameter in recorder.parameters_used:
             self.owner.setdefault(parameter, name)
+        own = (p for p in self.shapes if p in recorder.parameters_used and self.owner[p] == name)
+        shapes = tuple(in_flat_order((self.shapes[p] for p in own), lambda shape: shape))
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
         granted = before + out_bytes + shared_grad_bytes + grad_bytes
         unit = Unit(
             name=name,
             kind=kind,  # type: ignore[arg-type]
-            num_parameters=sum(self.sizes[p] for p in recorder.parameters_used if self.owner[p] == name),
+            num_parameters=sum(map(prod, shapes)),
+            shapes=shapes,
             shares=self.owner[borrowed[0]] if borrowed else None,
             forward=total_work(o.work for o in recorder.operations),
             backward=total_work(recorder.backward_work),
@@ -367,10 +372,11 @@ class _Tracer:
 
     def _own_the_rest(self) -> None:
         """Parameters that no part used belong to the head, so that the count is the model's."""
-        rest = sum(size for name, size in self.sizes.items() if name not in self.owner)
+        rest = tuple(shape for name, shape in self.shapes.items() if name not in self.owner)
         if rest:
             head = self.units[-1]
-            self.units[-1] = replace(head, num_parameters=head.num_parameters + rest)
+            num_parameters = head.num_parameters + sum(map(prod, rest))
+            self.units[-1] = replace(head, num_parameters=num_parameters, shapes=(*head.shapes, *rest))
 
 
 _Look = Callable[[list[object]], object]

@@ -3,5 +3,6 @@
 workload  the record: units, their operations, parameters and saved tensors
 formats   how values lie in a tier: bits, blocks, scales
 models    from a config to a workload by closed forms, in milliseconds
+optimizers  what an optimizer keeps, and what its update costs
 families  the closed forms, one file per family of models
 """

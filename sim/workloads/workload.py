@@ -9,7 +9,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
@@ -17,7 +17,18 @@ import msgspec
 
 from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
+from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.formats import FORMATS
+from tierplan.sim.workloads.optimizers import (
+    FLOPS_PER_HOST_UPDATE,
+    Optimizer,
+    Owned,
+    Shape,
+    optimizer_of,
+    state_parts,
+    states_bytes,
+    update_flops,
+)
 
 Amounts = Mapping[str, float]
 """Of work, by its kind."""
@@ -48,7 +59,8 @@ class Training:
     """Of parameters, activations and gradients."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = "adamw"
+    """A name with options, as `tierplan.sim.workloads.optimizers` has them: `sgd:momentum=0.9`."""
     attention: Literal["flash", "plain"] = "flash"
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Clip gradients by their global norm; None for no clipping."""
@@ -64,15 +76,33 @@ class Training:
                 raise WorkloadError(f"{name} is {value:,}; no step has so many, give {MAX_SEQUENCES:,} or fewer")
         if self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        try:
+            object.__setattr__(self, "optimizer", self.optim.spec)
+        except ValueError as error:
+            raise WorkloadError(str(error)) from None
+        if not self.optim.keeps_master and self.dtype != "bf16":
+            raise WorkloadError(
+                f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but dtype is "
+                f"{self.dtype!r}; give dtype bf16, or another format of states"
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise WorkloadError(
                 f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or none for no clipping"
             )
 
     @property
+    def optim(self) -> Optimizer:
+        return optimizer_of(self.optimizer)
+
+    @property
     def has_master(self) -> bool:
         """Whether the states hold an fp32 copy of the parameters."""
-        return self.master_weights and self.dtype != "fp32"
+        return self.master_weights and self.dtype != "fp32" and self.optim.keeps_master
+
+    @property
+    def updated_dtype(self) -> str:
+        """Of what the optimizer updates."""
+        return "fp32" if self.has_master else self.dtype
 
     @property
     def param_bytes(self) -> int:
@@ -85,15 +115,35 @@ class Training:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes per parameter of the optimizer states: master copy (if any) and moments."""
-        moments = {"adamw": 8, "sgd": 0}[self.optimizer]
-        return moments + (4 if self.has_master else 0)
+    def flat_state_bytes(self) -> int:
+        """Of one parameter, where states lie region by region."""
+        return self.optim.flat_bytes + (4 if self.has_master else 0)
 
-    @property
-    def update_traffic_bytes(self) -> int:
-        """Bytes per parameter that an update reads and writes: states and parameters both ways, the gradient once."""
-        return 2 * self.state_bytes + self.grad_bytes + 2 * self.param_bytes
+    def states_bytes(self, unit: Unit, part: range | None = None) -> int:
+        """Of a unit's optimizer states, or of those of some of its parameters: master copy (if any) and moments."""
+        num, master, optim = len(part or range(unit.num_parameters)), 4 if self.has_master else 0, self.optim
+        if optim.is_flat:
+            return num * self.flat_state_bytes
+        return states_bytes(optim, unit.owned, part or range(unit.num_parameters), self.updated_dtype, master)
+
+    def state_parts(self, unit: Unit, num_parts: int) -> Sequence[range]:
+        """The parameters of each part in which a unit's states travel."""
+        flat = num_parts == 1 or self.optim.is_flat
+        return part_ranges(unit.num_parameters, num_parts) if flat else state_parts(self.optim, unit.owned, num_parts)
+
+    def update_work(self, unit: Unit) -> Amounts:
+        """Of a unit's update on a device: states and parameters both ways, the gradient once, and matrix products."""
+        moved = 2 * self.states_bytes(unit) + unit.num_parameters * (self.grad_bytes + 2 * self.param_bytes)
+        flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, range(unit.num_parameters))
+        return {"elementwise_bytes": moved, **({"matmul_bf16_flops": flops} if flops else {})}
+
+    def host_work(self, unit: Unit, part: range | None = None) -> Amounts:
+        """Of the same, or of a part of it, on the host's cores, in parameters of fp32 Adam."""
+        num, optim = len(part or range(unit.num_parameters)), self.optim
+        if optim.is_flat:
+            return {"parameters": num if optim.host_work == 1 else num * optim.host_work}
+        flops = update_flops(optim, unit.owned, part or range(unit.num_parameters))
+        return {"parameters": num * optim.host_work + flops / FLOPS_PER_HOST_UPDATE}
 
     @property
     def tokens_per_step(self) -> int:
@@ -141,6 +191,8 @@ class Unit:
     recompute: Mapping[str, float] | None = None
     """Work of making all saved tensors again, where it is known to be less than the whole forward: what comes after the
     last saved tensor need not run again."""
+    shapes: tuple[Shape, ...] = ()
+    """Of these parameters, in flat order; empty where nobody knows them."""
     saved: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     """Activations that the unit before hands over (token ids for `embed`: 0)."""
@@ -163,6 +215,11 @@ class Unit:
     @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
+
+    @property
+    def owned(self) -> Owned:
+        """Its parameters, as an optimizer looks at them."""
+        return Owned(self.shapes or ((self.num_parameters,),), self.kind == "block")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +246,10 @@ class Workload(Shown):
     @property
     def num_parameters(self) -> int:
         return sum(u.num_parameters for u in self.units)
+
+    @property
+    def states_bytes(self) -> int:
+        return sum(self.training.states_bytes(u) for u in self.units)
 
     def rows(self) -> list[dict[str, object]]:
         """The units."""

@@ -131,14 +131,15 @@ def table_lines(workload: Workload) -> list[str]:
     from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
 
     t, n, units = workload.training, workload.num_parameters, workload.units
-    is_large, is_measured = n * t.state_bytes > 8 * 2**30, "s" in units[0].forward
+    is_large, is_measured = workload.states_bytes > 8 * 2**30, "s" in units[0].forward
     unit_name, scale = ("GiB", 2**30) if is_large else ("MiB", 2**20)
     flop_name, flop_scale = ("TFLOP", 1e12) if is_large else ("GFLOP", 1e9)
     tokens = t.per_device_train_batch_size * t.sequence_length
 
     def row(name: str, among: Sequence[Unit], more: Sequence[str]) -> tuple[str, ...]:
         owned = sum(u.num_parameters for u in among)
-        sizes = (owned * t.state_bytes, sum(u.input_bytes for u in among), sum(u.saved_bytes for u in among))
+        states = sum(t.states_bytes(u) for u in among)
+        sizes = (states, sum(u.input_bytes for u in among), sum(u.saved_bytes for u in among))
         efforts = (sum(effort(getattr(u, way), flop_scale) for u in among) for way in ("forward", "backward"))
         return (
             name, format_count(owned), *(digits(round(size / scale, 3)) for size in sizes), *more, *map(digits, efforts)
@@ -158,7 +159,7 @@ def table_lines(workload: Workload) -> list[str]:
             f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
             f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}"
         ),
-        f"parameters {format_bytes(n * t.param_bytes)}, states {format_bytes(n * t.state_bytes)}",
+        f"parameters {format_bytes(n * t.param_bytes)}, states {format_bytes(workload.states_bytes)}",
         "",
         *columns(rows, right=range(1, 8)),
         "",

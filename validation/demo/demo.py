@@ -147,7 +147,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     others = replace(streamed, acts="keep")
     units = tuple(streamed if u.kind == "block" else others for u in workload.units)
     passing = capacity_for("tight", "host", UnitwisePlan(policy="all states on NVMe", units=units), workload, machine)
-    states = workload.num_parameters * workload.training.state_bytes
+    states = workload.states_bytes
     return in_memory, with_capacity(machine, {"host": _whole_mib(passing + STATES_FRAC * states)})
 
 

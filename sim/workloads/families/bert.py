@@ -38,11 +38,11 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
     places = Value((1, length), "int64", table.storage)
     kinds = tape.made("gather", [table, places], (1, length), "int64")
     words = embedding(tape, ids, config.vocabulary, config.hidden)
-    of_kind = embedding(tape, kinds.view(*ids.shape), config.number("type_vocab_size", 2), config.hidden)
+    of_kind = embedding(tape, kinds.view(*ids.shape), config.number("type_vocab_size", 2), config.hidden, rank=1)
     hidden = add(tape, words, of_kind)
     of_place = embedding(tape, places, positions, config.hidden)
     hidden = add(tape, hidden, of_place)
-    hidden = layer_norm(tape, hidden)
+    hidden = layer_norm(tape, hidden, rank=2)
     return dropout(tape, hidden, config.fraction("hidden_dropout_prob", DROPOUT))
 
 

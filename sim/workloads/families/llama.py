@@ -30,11 +30,11 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     cos, sin = tape.outside(*tables), tape.outside(*tables)
     residual = x
     tape.scope = "self_attn"
-    hidden = rms_norm(tape, x, tape.parameter(hidden_size))
+    hidden = rms_norm(tape, x, tape.parameter(hidden_size, rank=3))
 
     def project(n: int) -> Value:
         out = linear(tape, hidden, n * head_dim, bias=qkv_bias).view(batch, length, n, head_dim)
-        return rms_norm(tape, out, tape.parameter(head_dim)) if normed else out
+        return rms_norm(tape, out, tape.parameter(head_dim, rank=1)) if normed else out
 
     q, k = (reshaped(tape, project(n)) for n in (heads, groups))
     v = linear(tape, hidden, groups * head_dim, bias=qkv_bias)
@@ -44,8 +44,8 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     hidden = add(tape, linear(tape, attended, hidden_size, bias=out_bias), residual)
     del attended
     residual = hidden
-    tape.scope = "mlp"
-    hidden = rms_norm(tape, hidden, tape.parameter(hidden_size))
+    tape.scope, tape.rank = "mlp", 2
+    hidden = rms_norm(tape, hidden, tape.parameter(hidden_size, rank=3))
     hidden = gated(tape, hidden, config, inner, bias=mlp_bias)
     return add(tape, residual, hidden)
 

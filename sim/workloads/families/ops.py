@@ -37,10 +37,10 @@ def linear(tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool 
     return tape.connect(out, inputs, backward)
 
 
-def layer_norm(tape: Tape, x: Value) -> Value:
+def layer_norm(tape: Tape, x: Value, *, rank: int | None = None) -> Value:
     """With parameters of its own. Statistics are in their dtype on a CPU, in fp32 on a GPU."""
     dtype, num_x, width = x.dtype, x.numel, x.shape[-1]
-    weight, bias = tape.parameter(width), tape.parameter(width)
+    weight, bias = (tape.parameter(width, rank=rank) for _ in range(2))
     saved = list(tape.save(bias, x, weight))
     out = tape.empty(x.shape, dtype)
     statistics = dtype if tape.training.backend == "cpu" else "fp32"

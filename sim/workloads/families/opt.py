@@ -16,7 +16,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     width, inner = config.hidden, config.number("ffn_dim", 3072)
     residual = x
     tape.scope = "self_attn"
-    hidden = layer_norm(tape, x)
+    hidden = layer_norm(tape, x, rank=1)
     q = scale(tape, linear(tape, hidden, width))
     k, v = linear(tape, hidden, width), linear(tape, hidden, width)
     hidden = linear(tape, fused_attention(tape, q, k, v, heads=config.heads, head_dim=width // config.heads), width)
@@ -24,8 +24,8 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     hidden = dropout(tape, hidden, config.fraction("dropout", DROPOUT))
     hidden = add(tape, residual, hidden)
     residual = hidden
-    tape.scope = "ffn"
-    hidden = layer_norm(tape, hidden)
+    tape.scope, tape.rank = "ffn", 2
+    hidden = layer_norm(tape, hidden, rank=3)
     hidden = linear(tape, hidden, inner)
     hidden = activation(tape, hidden, config.text("activation_function", "relu"))
     hidden = linear(tape, hidden, width)

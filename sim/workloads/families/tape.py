@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors
+from tierplan.sim.workloads.optimizers import Shape, in_flat_order
 from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, SavedTensor, Training, total_work
 
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
@@ -113,6 +114,10 @@ class Tape:
     saves: dict[int, Save] = field(default_factory=dict)
     held: list[Storage] = field(default_factory=list)
     num_parameters: int = 0
+    rank: int = 0
+    """Of the parameters that are made now: modules list those of lower rank first."""
+    ranked: list[tuple[int, Shape]] = field(default_factory=list)
+    """The unit's own parameters, in the order of their use."""
     shared_parameters: int = 0
     input_saved: bool = False
     parameters_saved: bool = False
@@ -126,7 +131,7 @@ class Tape:
         self._numbers += 1
         return Storage(size_bytes, dtype, owner, None if owner else self.meter, self._numbers)
 
-    def parameter(self, *shape: int, shared: bool = False) -> Value:
+    def parameter(self, *shape: int, shared: bool = False, rank: int | None = None) -> Value:
         """A parameter of this unit, or (`shared`) one that another unit owns."""
         dtype = self.training.dtype
         size = prod(shape)
@@ -134,6 +139,7 @@ class Tape:
             self.shared_parameters += size
         else:
             self.num_parameters += size
+            self.ranked.append((self.rank if rank is None else rank, shape))
         leaf = Node((), None, size, dtype, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
 
@@ -245,6 +251,11 @@ class Tape:
                 self.backward_work.append({"elementwise_bytes": new.size_bytes + size_bytes})
 
     # ---- answers ----
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the unit's own parameters, in flat order."""
+        ranked = sorted(self.ranked, key=lambda item: item[0])
+        return tuple(in_flat_order((shape for _, shape in ranked), lambda shape: shape))
 
     def saved(self) -> tuple[SavedTensor, ...]:
         return saved_tensors(self.operations, list(self.saves.values()))

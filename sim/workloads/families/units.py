@@ -83,9 +83,9 @@ def position_ids(tape: Tape, length: int) -> Value:
     return tape.made("add", [tape.made("arange", [], (length,), "int64")], (1, length), "int64")
 
 
-def embedding(tape: Tape, ids: Value, rows: int, width: int) -> Value:
+def embedding(tape: Tape, ids: Value, rows: int, width: int, *, rank: int | None = None) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
-    table = tape.parameter(rows, width)
+    table = tape.parameter(rows, width, rank=rank)
     saved = tape.save(ids)
     out = tape.empty((*ids.shape, width), table.dtype)
     tape.record("embedding", [ids, table], [out], tape.moved(ids, out, out))
@@ -178,6 +178,7 @@ def measure_unit(
         name=name,
         kind=kind,  # type: ignore[arg-type]
         num_parameters=tape.num_parameters,
+        shapes=tape.shapes(),
         shares="embed" if tape.shared_parameters else None,
         forward=tape.forward_work(),
         backward=total_work(tape.backward_work),

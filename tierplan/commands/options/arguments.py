@@ -24,6 +24,8 @@ from typing import Any
 
 import shtab
 
+from tierplan.sim.workloads.optimizers import optimizer_of
+
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -88,6 +90,14 @@ def whole(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def optimizer(text: str) -> str:
+    """An optimizer with its options, in the one form for each."""
+    try:
+        return optimizer_of(text).spec
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def finite(*, least: float = -math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[str], float]:

@@ -10,10 +10,6 @@ NOT_YET: Mapping[str, str] = {
         "LoRA is not planned yet: all parameters are trained here; nearest: --optimizer sgd --no-master-weights, "
         "whose memory and time LoRA stays below"
     ),
-    "adam|adafactor|lion|muon|galore|8.?bit.?optim": (
-        "states of other optimizers are not planned yet; nearest: adamw (8 bytes of moments per parameter, fp32 "
-        "master copy beside it) and sgd (none): 8-bit moments (2 bytes) lie between"
-    ),
     "4.?bit|8.?bit|nf4|int[48]|fp8|quant": "quantised weights are not planned yet: nearest: --dtype bf16",
     r"^mi\d{3}|^rx|^w[67]9|radeon|amd|rocm": (
         "AMD's GPUs are not in the catalog, and no plan was executed on one; nearest: their data sheet on a machine "

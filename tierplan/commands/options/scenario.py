@@ -15,9 +15,10 @@ from argparse import _ActionsContainer
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierplan.commands.options.arguments import add_set, finite, option, whole
+from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan import PLANNER
+from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import WorkloadError
 from tierplan.studies.study import Point
 
@@ -65,7 +66,8 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
         what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
         "machine knows, if one is given", default="auto", choices=("auto", "bf16", "fp16", "fp32"),
     )  # fmt: skip
-    option(what, "--optimizer", "whose states are kept", default="adamw", choices=("adamw", "sgd"))
+    kept = f"whose states are kept: {', '.join(OPTIMIZERS)}, with options as in adamw:states=8bit, sgd:momentum=0.9"
+    option(what, "--optimizer NAME[:OPTIONS]", kept, optimizer, "adamw")
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = "fused, or written out in matrix products, which needs --exact"
     option(what, "--attention", fused, default="flash", choices=("flash", "plain"))

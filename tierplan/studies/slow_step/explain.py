@@ -201,7 +201,7 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
     setup, assumed = setup_of(configured, machine)
     workload = simulator.workload(setup)
     if measured.phases is None and not measured.busy_s:
-        setup = with_checkpoints(setup, configured.says, machine, workload.num_parameters)
+        setup = with_checkpoints(setup, configured.says, machine, workload)
     expected = simulator.predict(setup)
     expected_s = None if expected.step_s is None else expected.step_s + setup.extra_s
     notes = (*configured.notes, *filter(None, [expected.devices_note]))

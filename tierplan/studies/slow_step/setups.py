@@ -14,7 +14,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
 from tierplan.planner.policies.options import has_nvme
 from tierplan.planner.training_files import Configured
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, Workload
 
 COMPUTE, LINKS, DRIVES, CORES, PEERS = "GPU", "host links", "drives", "host cores", "links between GPUs"
 
@@ -118,7 +118,7 @@ def _queue_factor(says: Mapping[str, object], machine: Machine) -> float:
     return max(1.0, rate * (stream.latency_s + block / rate) / (depth * block))
 
 
-def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine, num_parameters: int) -> Setup:
+def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine, workload: Workload) -> Setup:
     """The setup with the time that the Trainer's checkpoints take: written while training waits."""
     every = says.get("save_steps")
     if not isinstance(every, int) or every < 1 or says.get("save_strategy", "steps") != "steps":
@@ -126,7 +126,7 @@ def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine,
     rates = [s.rates["bytes"].points for s in machine.streams if s.name == NVME_WRITE]
     if not rates:
         return setup
-    size = num_parameters * (setup.training.param_bytes + setup.training.state_bytes)
+    size = workload.num_parameters * setup.training.param_bytes + workload.states_bytes
     return replace(setup, extra_s=size / max(rate for _, rate in rates[0]) / every)
 
 
