@@ -76,5 +76,5 @@ def test_a_card_computes_alike_wherever_it_is_chosen(name: str) -> None:
     assert all(r == rates[0] for r in rates)
 
 
-FITTED = {"fuyou-4090": "rtx-4090", "ssdtrain-a100": "a100-pcie-40gb"}
+FITTED = {"fuyou-4090": "rtx-4090", "roundpipe-8x4090": "rtx-4090", "ssdtrain-a100": "a100-pcie-40gb"}
 """Machines that have a card fitted to one system's steps, or with a locked clock: their file says so."""
