@@ -56,13 +56,8 @@ class InfeasiblePlan(PlanError):
                 f"{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
                 f"{format_bytes(s.capacity_bytes)} and needs {format_bytes(s.needed_bytes)} or more"
             )
-            head = self.workload.units[-1]
-            loss_bytes = head.saved_bytes + max(head.forward_work_bytes, head.backward_work_bytes)
-            if s.tier == "device" and 2 * loss_bytes > s.needed_bytes:
-                lines[-1] += (
-                    f", of which {format_bytes(loss_bytes)} are logits and loss: fewer tokens in a micro-batch need "
-                    "less (--seq, --batch); a loss in chunks is not planned yet"
-                )
+            if s.tier == "device" and (note := logits_note(self.workload, s.needed_bytes)):
+                lines[-1] += f", of which {note}"
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")
         return "; ".join(lines)
@@ -73,6 +68,16 @@ class InfeasiblePlan(PlanError):
         more = " or more" if self.largest_batch == MANY else ""
         fits = f"up to {self.largest_batch}{more}" if self.largest_batch else "none, not even one"
         return f"{self.what}; sequences per micro-batch that fit: {fits}"
+
+
+def logits_note(workload: Workload, of_bytes: int) -> str:
+    """What to do about logits and loss, where they take more than half of so many bytes on the device; else nothing."""
+    head, chunks = workload.units[-1], workload.training.loss_chunks
+    loss_bytes = head.saved_bytes + max(head.forward_work_bytes, head.backward_work_bytes)
+    if head.kind != "head" or 2 * loss_bytes <= of_bytes:
+        return ""
+    note = f"{format_bytes(loss_bytes)} are logits and loss: fewer tokens in a micro-batch need less (--seq, --batch)"
+    return f"{note}, and so does a loss in chunks (--loss-chunks {8 * chunks})" if chunks < 64 else note
 
 
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:

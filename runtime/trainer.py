@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
+from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
@@ -330,6 +331,7 @@ class Trainer:
 
     def _set_up(self, first: Batch) -> None:
         self._set_back.enter_context(without_cache(self.model))
+        self._set_back.enter_context(loss_in_chunks(self.model, self._step.training.loss_chunks))
         self._device = Device(torch.device(self.device))
         self.units = split_model(self.model, first)
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.parameters])

@@ -82,7 +82,8 @@ def test_mixtral_says_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:
 def test_long_sequences_say_that_logits_are_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     reason = planned(capsys, *LARGE, "--seq", "32768", "--sequences", "1")["reason"]
     assert "are logits and loss: fewer tokens in a micro-batch need less" in reason
-    assert "a loss in chunks is not planned yet" in reason
+    assert "a loss in chunks (--loss-chunks 8)" in reason
+    assert planned(capsys, *LARGE, "--seq", "32768", "--sequences", "1", "--loss-chunks", "16")["step_s"]
     assert "short by" in planned(capsys, "--model", "gpt-175b", "--machine", "laptop", "--sequences", "1")["reason"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
@@ -76,6 +77,7 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
         if "scaled_dot_product_attention" not in str(error):
             raise
         model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
+    set_loss_chunks(model, training.loss_chunks)
     model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
     return model.train()  # type: ignore[no-any-return]
 

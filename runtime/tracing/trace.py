@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
@@ -110,7 +111,7 @@ def trace_module(
     with without_cache(module):
         twin = fake_twin(module, mode)
     try:
-        with mode, backend_rules(training):
+        with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
             fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
             units = tracer.run(lambda: loss_of(twin, fakes, loss))

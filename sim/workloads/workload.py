@@ -64,11 +64,13 @@ class Training:
     attention: Literal["flash", "plain"] = "flash"
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Clip gradients by their global norm; None for no clipping."""
+    loss_chunks: Count = 1
+    """Parts of a micro-batch's tokens whose logits are made one after the other; 1: those of all tokens at once."""
     backend: Literal["cpu", "cuda"] = "cuda"
     """Whose kernels run: PyTorch saves different tensors for backward on each."""
 
     def __post_init__(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length"):
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.hwmodels.names import DEVICE
+from tierplan.planner.infeasible import InfeasiblePlan, logits_note
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
@@ -66,6 +67,8 @@ def answer_lines(best: BestPlan) -> list[str]:
         *_on_devices(result),
         *(("peak" if k == 0 else "", text) for k, text in enumerate(peaks)),
     ]
+    if 2 * (peak := result.steady.peak_bytes[DEVICE]) > capacity[DEVICE] and (note := logits_note(best.workload, peak)):
+        rows.append(("of " + DEVICE, note))
     if p.lifetime_s is not None:
         rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s ({result.status})"

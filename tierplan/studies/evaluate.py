@@ -22,6 +22,8 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace
 from tierplan.studies.study import Point
 
+ALIKE = ("master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks")
+"""Training settings that a point has by the same names."""
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits")
 """Of a prediction's record: columns of the point, and what is no figure."""
 
@@ -50,7 +52,7 @@ def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumu
         sequence_length=point.seq,
         dtype=dtype if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
         backend=backend if point.backend == "auto" else point.backend,  # type: ignore[arg-type]
-        **{name: getattr(point, name) for name in ("master_weights", "optimizer", "attention", "max_grad_norm")},
+        **{name: getattr(point, name) for name in ALIKE},
     )
 
 

@@ -53,6 +53,7 @@ class Point:
     semantics: str = ""
     """Empty for the policy's own."""
     max_grad_norm: float | None = None
+    loss_chunks: int = 1
     attention: str = "flash"
     backend: str = "auto"
     exact: bool = False
@@ -79,7 +80,7 @@ class Point:
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
-    **dict.fromkeys(("batch", "accumulation", "sequences", "seq"), int),
+    **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierplan.sim.workloads.families.ops import kernel, linear, to_dtype
+from tierplan.sim.workloads.families.ops import derived, kernel, linear, to_dtype
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
-from tierplan.sim.workloads.workload import NotCovered, Training, Unit, WorkloadError, total_work
+from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, Unit, WorkloadError, total_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +102,87 @@ def embedding(tape: Tape, ids: Value, rows: int, width: int, *, rank: int | None
 
 def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
     """Cross entropy of the next token in fp32, over shifted labels."""
-    tape.scope = "loss"
     wide = to_dtype(tape, logits, "fp32")
+    padded = padded_labels(tape, labels)  # lives until the loss is known
+    return cross_entropy(tape, wide, next_labels(tape, padded))
+
+
+def padded_labels(tape: Tape, labels: Value) -> Value:
+    tape.scope = "loss"
     batch, length = labels.shape
-    padded = tape.made("constant_pad_nd", [labels], (batch, length + 1), "int64")  # lives until the loss is known
-    shifted = padded.view(*labels.shape)
-    if batch > 1:  # all but the first label of each sequence: contiguous where there is but one sequence
-        shifted = tape.empty(labels.shape, "int64")
-        tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
-    return cross_entropy(tape, wide, shifted)
+    return tape.made("constant_pad_nd", [labels], (batch, length + 1), "int64")
+
+
+def next_labels(tape: Tape, padded: Value) -> Value:
+    """All but the first label of each sequence: contiguous where there is but one sequence."""
+    batch, length = padded.shape[0], padded.shape[1] - 1
+    if batch == 1:
+        return padded.view(batch, length)
+    shifted = tape.empty((batch, length), "int64")
+    tape.record("clone", [padded], [shifted], tape.moved(shifted, shifted))
+    return shifted
+
+
+def chunked_loss(tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, shared: bool) -> Value:
+    """The same with the logits of a part of the tokens at a time, as `runtime.autograd.chunked_loss` computes it."""
+    width, dtype = hidden.shape[-1], hidden.dtype
+    weight = tape.parameter(vocabulary, width, shared=shared)
+    shifted = next_labels(tape, padded_labels(tape, labels))
+    tokens = shifted.numel
+    each = -(-tokens // tape.training.loss_chunks)
+    parts = [min(each, tokens - begin) for begin in range(0, tokens, each)]
+    product = f"matmul_{dtype}_flops"
+    chosen = tape.made("ne", [shifted], (tokens,), "bool")
+    count = tape.made("sum", [chosen], (), "int64")
+    del chosen
+    total = tape.made("zeros", [], (), "fp32")
+    for part in parts:
+        flops = 2 * part * width * vocabulary
+        logits = tape.empty((part, vocabulary), dtype)
+        tape.record("mm", [hidden, weight], [logits], {product: flops})
+        wide, next_ones = to_dtype(tape, logits, "fp32"), Value((part,), "int64", shifted.storage)
+        del logits
+        log_probabilities = tape.made("_log_softmax", [wide], wide.shape, "fp32")
+        loss, of_all = tape.empty((), "fp32"), tape.empty((), "fp32")
+        work = tape.moved(log_probabilities, next_ones, loss, of_all)
+        tape.record("nll_loss", [log_probabilities, next_ones], [loss, of_all], work)
+        del log_probabilities, of_all
+        tape.record("add_", [total, loss], [total], tape.moved(total, loss, total))
+        del wide, loss
+    held = tape.save(hidden, weight, shifted)
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        assert held
+        hidden_grad, weight_grad = tape.grad(tokens * width, dtype), None
+        tape.backward_work.append(tape.moved(hidden_grad))
+        item_bytes = DTYPE_BYTES[dtype]
+        for part in parts:
+            numel = part * vocabulary
+            logits = tape.grad(numel, dtype)
+            wide = tape.grad(numel, "fp32") if dtype != "fp32" else logits
+            del logits
+            probabilities = tape.grad(numel, "fp32")
+            del wide
+            counts = tape.grad(part, "bool")
+            minus, places = tape.grad(part, "fp32"), tape.grad(part, "int64")
+            del places
+            factors = tape.grad(part, "fp32")
+            del factors
+            narrow = tape.grad(numel, dtype) if dtype != "fp32" else probabilities
+            del probabilities
+            if weight_grad is None:
+                weight_grad = tape.grad(width * vocabulary, dtype)
+            del narrow
+            casts = 2 * (4 + item_bytes) if dtype != "fp32" else 0
+            moved = numel * (8 + 8 + 8 + casts) + part * (9 + 16 + 4 + 12 + 5 + 4) + grad.size_bytes
+            tape.backward_work += [{product: 3 * 2 * numel * width}, {"elementwise_bytes": moved}]
+        del counts, minus  # they live until they are made anew
+        return [hidden_grad, weight_grad]
+
+    summed = tape.connect(total, [hidden, weight], backward)
+    mean = tape.empty((), "fp32")
+    tape.record("div", [summed, count], [mean], tape.moved(summed, count, mean))
+    return derived(tape, mean, summed, tape.save(count))
 
 
 def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
@@ -137,6 +209,8 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
 def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tied: bool = True) -> Value:
     """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and their loss."""
     shared = config.flag("tie_word_embeddings", default=tied)
+    if tape.training.loss_chunks > 1:
+        return chunked_loss(tape, hidden, config.vocabulary, labels, shared=shared)
     return causal_loss(tape, linear(tape, hidden, config.vocabulary, bias=False, shared=shared), labels)
 
 

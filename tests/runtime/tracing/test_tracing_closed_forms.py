@@ -46,6 +46,19 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_closed_forms_of_a_loss_in_chunks_are_exact(
+    family: str, backend: str, dtype: str, batch: int, chunks: int
+) -> None:
+    raw = {**config_of(family), "num_key_value_heads": 4}
+    training = Training(
+        per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
+    )
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [2, 3, 6])
 @pytest.mark.parametrize("family", SUPPORTED)

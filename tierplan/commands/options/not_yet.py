@@ -28,7 +28,7 @@ NOT_YET: Mapping[str, str] = {
         "nearest: --devices N for the number of GPUs, --set gpu.part=NAME for what they are"
     ),
     "gpu|card": "nearest: --set gpu.part=NAME (names: tierplan machine list)",
-    "chunk|liger|cross.?entropy": "a loss in chunks is not planned yet; nearest: shorter sequences (--seq)",
+    "chunk|liger|cross.?entropy": "a loss in chunks: --loss-chunks N",
     r"\bd?ram\b|memory": "nearest: --set host.capacity='128 GiB'",
     "drive|nvme|ssd": "nearest: --set nvme.drives=2",
     "len|context|tokens": "nearest: --seq for the tokens of a sequence; of the whole job, `tierplan advise --tokens`",

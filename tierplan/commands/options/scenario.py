@@ -71,6 +71,8 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = "fused, or written out in matrix products, which needs --exact"
     option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
+    chunked = "make the logits of 1/N of a micro-batch's tokens at a time, and again in backward: for long sequences"
+    option(what, "--loss-chunks N", f"{chunked} (default 1)", one, 1)
     clip = "clip gradients by their global norm (default: no clipping)"
     option(what, "--max-grad-norm --max_grad_norm X", clip, finite(above=0))
     option(
@@ -85,7 +87,7 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
 def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
-    alike = ("seq", "dtype", "optimizer", "max_grad_norm", "attention", "backend", "exact")
+    alike = ("seq", "dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend", "exact")
     devices = {} if given.get("devices") is None else {"gpu.count": args.devices}
     return Point(
         model=args.model or "",

@@ -1,0 +1,126 @@
+"""Cross entropy over a part of the tokens at a time, so that the logits of all of them are never there at once.
+
+Forward adds up the losses of the parts. Backward makes each part's logits again, and their gradients. Loss and
+gradients are those of the whole but for rounding: the loss is summed part by part in fp32, and the gradient of the
+output matrix part by part in its own dtype, as over micro-batches.
+
+Shapes: `n` tokens of a micro-batch, `c` tokens of a part, `d` width, `v` vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tierplan.runtime.autograd.units import ModelError
+
+IGNORED = -100
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the tokens' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, x_nd: torch.Tensor, weight_vd: torch.Tensor, labels_n: torch.Tensor, num_chunks: int) -> Any:
+        total = torch.zeros((), device=x_nd.device)
+        for x_cd, labels_c in zip(x_nd.chunk(num_chunks), labels_n.chunk(num_chunks), strict=True):
+            wide_cv = torch.mm(x_cd, weight_vd.t()).float()
+            total += functional.cross_entropy(wide_cv, labels_c, ignore_index=IGNORED, reduction="sum")
+            del wide_cv
+        ctx.save_for_backward(x_nd, weight_vd, labels_n)
+        ctx.num_chunks = num_chunks
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x_nd, weight_vd, labels_n = ctx.saved_tensors
+        x_grad_nd = torch.empty(x_nd.shape, dtype=x_nd.dtype, device=x_nd.device)
+        weight_grad_vd = None
+        parts = (t.chunk(ctx.num_chunks) for t in (x_nd, x_grad_nd, labels_n))
+        for x_cd, x_grad_cd, labels_c in zip(*parts, strict=True):
+            grad_cv = torch.mm(x_cd, weight_vd.t()).float()
+            grad_cv = torch.softmax(grad_cv, -1)
+            counts_c1 = (labels_c != IGNORED).unsqueeze(1)
+            minus_c1 = torch.full(counts_c1.shape, -1.0, device=x_nd.device)
+            grad_cv.scatter_add_(1, labels_c.clamp(min=0).unsqueeze(1), minus_c1)
+            grad_cv.mul_(counts_c1 * grads[0])
+            grad_cv = grad_cv.to(x_nd.dtype)
+            torch.mm(grad_cv, weight_vd, out=x_grad_cd)
+            if weight_grad_vd is None:
+                weight_grad_vd = torch.mm(grad_cv.t(), x_cd)
+            else:
+                torch.addmm(weight_grad_vd, grad_cv.t(), x_cd, out=weight_grad_vd)
+            del grad_cv
+        return x_grad_nd, weight_grad_vd, None, None
+
+
+class _Head(nn.Linear):
+    """An output matrix that leaves its product to the loss, while training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.handed_over = weakref.ref(x)
+        return x if self.training else super().forward(x)
+
+
+@dataclass(eq=False)
+class _Loss:
+    """What a model of `transformers` calls for the loss of the next token."""
+
+    head: _Head
+    num_chunks: int
+    of_whole: Any
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, num_items_in_batch: Any = None, **given: Any
+    ) -> torch.Tensor:
+        if not self.head.training:
+            return self.of_whole(logits, labels, *args, num_items_in_batch=num_items_in_batch, **given)  # type: ignore[no-any-return]
+        if self.head.handed_over() is not logits:
+            raise ModelError("the model changes its logits behind its output matrix; its loss cannot be in chunks")
+        labels_n = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
+        count = (labels_n != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        total: torch.Tensor = _Sum.apply(logits.view(-1, logits.shape[-1]), self.head.weight, labels_n, self.num_chunks)
+        return total / count
+
+
+@contextmanager
+def loss_in_chunks(model: nn.Module, num_chunks: int) -> Iterator[None]:
+    """Inside, the model computes its loss over so many parts of its tokens, or (1) over all of them at once.
+
+    Raises `ModelError` for a model whose loss is not the cross entropy of the next token behind an output matrix.
+    """
+    old = vars(model).get("_loss_function")
+    set_loss_chunks(model, num_chunks)
+    try:
+        yield
+    finally:
+        set_loss_chunks(model, old.num_chunks if isinstance(old, _Loss) else 1)
+
+
+def set_loss_chunks(model: Any, num_chunks: int) -> None:
+    """The same from now on."""
+    old = vars(model).get("_loss_function")
+    if isinstance(old, _Loss):
+        old.head.__class__ = nn.Linear  # type: ignore[assignment]
+        model.loss_function = old.of_whole
+    if num_chunks == 1:
+        return
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    of_whole = getattr(model, "loss_function", None)
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if type(head) is not nn.Linear or head.bias is not None or of_whole is not ForCausalLMLoss or has_encoder:
+        raise ModelError(
+            f"the loss of {type(model).__name__} is not the cross entropy of the next token behind an output matrix "
+            "without a bias, as that of a causal model of `transformers`; leave out --loss-chunks"
+        )
+    head.__class__ = _Head
+    model.loss_function = _Loss(head, num_chunks, of_whole)

@@ -1,0 +1,84 @@
+"""The loss in chunks: that of the whole but for rounding, and on a schedule equal to plain training bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.configs import config_of
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
+from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.models import build_model
+from tierplan.runtime.trainer import train
+from tierplan.sim.workloads.workload import Training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gradients(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], chunks: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    with loss_in_chunks(model, chunks):
+        loss = model(**batch).loss
+        loss.backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return loss.detach(), found
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 1e-5), ("bf16", 2e-2)])
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_loss_and_gradients_are_those_of_the_whole_but_for_rounding(
+    family: str, dtype: str, rounding: float, chunks: int
+) -> None:
+    model = make_model(family, num_blocks=2, dtype=dtype)
+    (batch,) = make_batches(1, batch=3)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 5:] = -100
+    loss, grads = gradients(model, batch, chunks)
+    whole, of_whole = gradients(model, batch, 1)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    for mine, theirs in zip(grads, of_whole, strict=True):
+        assert (mine - theirs).norm() <= rounding * theirs.norm()
+    other, _ = gradients(model, {**batch, "labels": batch["labels"].roll(1)}, chunks)
+    assert other != loss
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("acts", ["recompute", "nvme"])
+def test_a_schedule_gives_the_numbers_of_plain_training_in_chunks(family: str, acts: str, tmp_path: Path) -> None:
+    batches = make_batches(3)
+    model, plain = (make_model(family, num_blocks=2, dropout=0.1) for _ in range(2))
+    with loss_in_chunks(model, 3):
+        workload = observed_workload(model, batches[0], replace(CPU, loss_chunks=3))
+    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    with loss_in_chunks(plain, 3):
+        losses = train_plainly(plain, batches, steps=3)
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert result.losses == tuple(losses)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert model.eval()(**batches[0]).logits.shape[-1] == model.config.vocab_size, "whole again behind the run"
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "phi"])
+def test_other_losses_are_refused(family: str) -> None:
+    with pytest.raises(ModelError, match=r"not the cross entropy .* leave out --loss-chunks"):
+        build_model({**config_of(family), "model_type": family}, Training(dtype="fp32", loss_chunks=2))
+
+
+def test_logits_that_are_changed_behind_their_matrix_are_refused() -> None:
+    config = {**config_of("gemma2"), "model_type": "gemma2"}
+    model = build_model(config, Training(dtype="fp32", loss_chunks=2))
+    with pytest.raises(ModelError, match="changes its logits"):
+        model(**make_batches(1)[0])
