@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
-from tierplan.planner.plan import UnitPlan
 from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key
@@ -71,8 +71,8 @@ class Facts(NamedTuple):
     """What a kind of turn knows of a unit and its choice."""
 
     kind: int
-    choice: UnitPlan
-    """What it may look at; the rest is by default."""
+    choice: SimpleNamespace
+    """What it may look at of a `UnitPlan`, and nothing else."""
     spec: UnitSpec
     """What happens to what the unit saves; the name may be that of another unit."""
     num_parts: int

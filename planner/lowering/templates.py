@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -71,7 +72,7 @@ IN_FORWARD_TOO = (*IN_FORWARD, "x", "next x", "shared", "kept", "left*")
 REMADE = (*IN_BACKWARD, "x", "next x", "shared", "remade")
 GRADIENTS = ("tied", "owner's tied", "grads", "norm")
 IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
-AT_HOME = ("params", "states", "state_shards")
+AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
     listing.DECLARE: TurnKind((declare,), (*AT_HOME, "late_update"), ("params", "states*", "old grads")),
@@ -141,13 +142,14 @@ class Chain:
 
     def _numbered(self, u: int, kind: int, choice: UnitPlan) -> int:
         """The number of what a kind of turn knows of a unit and its choice."""
-        where = {"states": "device" if choice.states == "device" else "host"}
-        known = UnitPlan(**where | {name: getattr(choice, name) for name in TURNS[kind].looks_at})  # type: ignore[arg-type]
-        number = self._numbers.setdefault((self._first[u], kind, known), len(self.facts))
+        known = {name: getattr(choice, name) for name in TURNS[kind].looks_at}
+        known.setdefault("states", "device" if choice.states == "device" else "host")
+        number = self._numbers.setdefault((self._first[u], kind, *known.values()), len(self.facts))
         if number == len(self.facts):
             unit = self.workload.units[u]
-            spec = unit_spec(unit, known.acts)
-            facts = Facts(kind, known, spec, len(self.workload.training.state_parts(unit, known.state_shards)))
+            spec = unit_spec(unit, known.get("acts", "keep"))
+            num_parts = len(self.workload.training.state_parts(unit, known.get("state_shards", 1)))
+            facts = Facts(kind, SimpleNamespace(**known), spec, num_parts)
             self.facts.append(facts)
             self._first_pattern.add([self._pattern(kind, len(spec.moved), facts.num_parts)])
         return number
