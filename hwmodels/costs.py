@@ -21,6 +21,8 @@ class Cost:
     """Per shared limit, the units per second that the op takes at full speed."""
     share: float = 1.0
     """Weight under contention: speeds (fractions of full speed) grow in proportion to it until a limit is reached."""
+    wake_s: float = 0.0
+    """Added to the fixed part where the stream stood still until an input was complete."""
 
     @property
     def alone_s(self) -> float:
@@ -29,7 +31,7 @@ class Cost:
 
     def fault(self, limits: Mapping[str, float]) -> str:
         """Why no op can cost this where these limits (units per second, by name) are shared; empty if it can."""
-        for what, seconds in (("latency_s", self.latency_s), ("work_s", self.work_s)):
+        for what, seconds in (("latency_s", self.latency_s), ("work_s", self.work_s), ("wake_s", self.wake_s)):
             if not (math.isfinite(seconds) and seconds >= 0):
                 return f"costs {what} = {seconds}; it must be finite and 0 or more"
         if not 0 < self.share < math.inf:

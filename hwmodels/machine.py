@@ -83,6 +83,10 @@ class Stream:
     """By work kind: `bytes`, `parameters`, `matmul_bf16_flops`, ..."""
     latency_s: float = 0.0
     """Paid once per op."""
+    beside_s: float = 0.0
+    """Paid once more per op where other streams work in the step too."""
+    wake_s: float = 0.0
+    """Paid once more by an op for whose input the stream stood still: its thread has to wake up."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Shared limits that its work loads: limit name -> work kind -> units of the limit per unit of work."""
     share: float = 1.0
@@ -129,8 +133,10 @@ class Machine(Shown):
     def stream(self, name: str) -> Stream:
         return _named("stream", name, self.streams)
 
-    def cost(self, stream_name: str, work: Mapping[str, float]) -> Cost:
+    def cost(self, stream_name: str, work: Mapping[str, float], *, is_alone: bool = False) -> Cost:
         """What one op of this work costs on the stream. Work of several kinds is done one after the other.
+
+        `is_alone` where no other stream works in the step.
 
         Raises `MachineError` when the stream has no rate for a kind of work.
         """
@@ -154,8 +160,10 @@ class Machine(Shown):
                 if weight := weights.get(kind, 0.0):
                     taken[limit] = taken.get(limit, 0.0) + weight * amount
         if not taken or seconds == 0.0:
-            return Cost(stream.latency_s, seconds, NO_DEMAND, stream.share)
-        return Cost(stream.latency_s, seconds, {k: v / seconds for k, v in taken.items()}, stream.share)
+            taken = {}
+        latency_s = stream.latency_s + (0.0 if is_alone else stream.beside_s)
+        demand = {k: v / seconds for k, v in taken.items()} if taken else NO_DEMAND
+        return Cost(latency_s, seconds, demand, stream.share, stream.wake_s)
 
     def rows(self) -> list[dict[str, object]]:
         """Tiers with their sizes, and streams with their rates for much work."""

@@ -14,8 +14,12 @@ from tierplan.sim.workloads.workload import Workload
 def digest(thing: Workload | Machine | Schedule) -> str:
     """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
     record = asdict(thing)
-    for name in ("meta", "description", "nameplate"):
+    for name in ("meta", "description", "nameplate", "basis"):
         record.pop(name, None)
+    for stream in record.get("streams", ()):
+        for name in ("beside_s", "wake_s"):  # of a calibrated machine; others have the fingerprint that they had before
+            if not stream[name]:
+                del stream[name]
     if isinstance(thing, Schedule):
         for op in record["ops"]:
             op["work"] = {kind: float(amount) for kind, amount in op["work"].items()}  # as a file gives it back

@@ -111,9 +111,11 @@ class _Run:
     def _start(self, i: int, now: int) -> None:
         self._start_ns[i] = now
         cost = self._costs[i]
+        wake_ns = round(cost.wake_s * 1e9) if cost.wake_s and self._ready_ns[i] > self._free_ns[i] else 0
+        self._alone_ns[i] += wake_ns
         if not cost.demand:
             self.env.timeout(self._alone_ns[i], i).callbacks.append(self._on_end)
-        elif latency_ns := round(cost.latency_s * 1e9):
+        elif latency_ns := round(cost.latency_s * 1e9) + wake_ns:
             self.env.timeout(latency_ns, i).callbacks.append(self._on_latency_over)
         else:
             self._flows.begin(i, cost)

@@ -12,11 +12,11 @@ from tierplan.sim.trace import Trace
 def price(schedule: Schedule, machine: Machine) -> dict[str, Cost]:
     """The cost of each op, by key. Ops of equal work on one stream are priced once."""
     known: dict[tuple[object, ...], Cost] = {}
-    costs = {}
+    costs, is_alone = {}, len(schedule.streams) == 1
     for op in schedule.ops:
         signature = (op.stream, *op.work.items())
         if signature not in known:
-            known[signature] = machine.cost(op.stream, op.work)
+            known[signature] = machine.cost(op.stream, op.work, is_alone=is_alone)
         costs[op.key] = known[signature]
     return costs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -167,4 +167,4 @@ def _slower(cost: Cost, factor: float) -> Cost:
     """
     if factor == 1.0:
         return cost
-    return Cost(cost.latency_s, cost.work_s * factor, cost.demand, cost.share)
+    return replace(cost, work_s=cost.work_s * factor)

@@ -34,6 +34,8 @@ class Prices(NamedTuple):
     alone_s: Float64
     """Seconds with nothing beside it."""
     latency_ns: Int64
+    wake_ns: Int64
+    """What latency is longer by where the stream stood still until an input was complete."""
     work_ns: Int64
     is_flow: Bool
     """Whether it takes of shared limits."""
@@ -104,6 +106,7 @@ def no_time(num_ops: int) -> Prices:
         op_price=np.zeros(num_ops, np.int32),
         alone_s=np.zeros(1),
         latency_ns=nothing,
+        wake_ns=nothing,
         work_ns=nothing,
         is_flow=np.zeros(1, np.bool_),
         share=np.ones(1),
@@ -221,7 +224,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     request_bytes, request_next = graph.request_bytes, graph.request_next
     free_begins, freed = graph.frees
     buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
-    op_price, _, latency_ns, work_ns, is_flow, share, demand, limits = prices
+    op_price, _, latency_ns, wake_ns, work_ns, is_flow, share, demand, limits = prices
     num_ops, num_tiers, num_streams = len(op_price), len(capacity_bytes), len(first_on_stream)
 
     free_ns, ready_ns = np.full(num_ops, -1, np.int64), np.zeros(num_ops, np.int64)
@@ -325,10 +328,11 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             num_started += 1
             start_ns[i] = now_ns
             p = op_price[i]
-            if is_flow[p] and latency_ns[p] == 0:
+            duration_ns = latency_ns[p] + (wake_ns[p] if ready_ns[i] > free_ns[i] else 0)
+            if is_flow[p] and duration_ns == 0:
                 begins = i
             else:
-                duration_ns = latency_ns[p] if is_flow[p] else latency_ns[p] + work_ns[p]
+                duration_ns += 0 if is_flow[p] else work_ns[p]
                 events = _pushed(events, num_events, now_ns + duration_ns, number, num_ops + i if is_flow[p] else i)
                 num_events, number = num_events + 1, number + 1
 

@@ -38,7 +38,8 @@ def run(columns: ScheduleColumns, graph: GraphColumns, prices: Prices) -> Execut
 
 def prices_on(columns: ScheduleColumns, machine: Machine) -> Prices:
     """What the ops cost on a machine. Raises `SimulationError` for what no op can cost, as the engine does."""
-    costs = [machine.cost(work.stream, work.amounts) for work in columns.works]
+    is_alone = len({work.stream for work in columns.works}) == 1
+    costs = [machine.cost(work.stream, work.amounts, is_alone=is_alone) for work in columns.works]
     return _prices(columns.op_work, costs, machine.limits, lambda i: columns.labels().ops[i].key)
 
 
@@ -59,9 +60,10 @@ def _prices(
     """`key_of(i)` names op i in errors."""
     work_ns = np.array([cost.work_s for cost in costs]) * 1e9
     latency_ns = np.array([cost.latency_s for cost in costs]) * 1e9
+    wake_ns = np.array([cost.wake_s for cost in costs]) * 1e9
     for p, cost in enumerate(costs):
         fault = cost.fault(limits)
-        if not fault and max(work_ns[p], latency_ns[p]) > TOO_LATE:
+        if not fault and max(work_ns[p], latency_ns[p], wake_ns[p]) > TOO_LATE:
             fault = f"takes {cost.alone_s:.3g} s, and nothing is simulated beyond {TOO_LATE / 1e9:.3g} s"
         if fault and (ops := np.flatnonzero(op_price == p)).size:
             raise SimulationError(f"op {key_of(int(ops[0]))!r} {fault}")
@@ -69,6 +71,7 @@ def _prices(
         op_price=op_price,
         alone_s=np.array([cost.alone_s for cost in costs]),
         latency_ns=np.rint(latency_ns).astype(np.int64),
+        wake_ns=np.rint(wake_ns).astype(np.int64),
         work_ns=np.rint(work_ns).astype(np.int64),
         is_flow=np.array([bool(cost.demand) for cost in costs], np.bool_),
         share=np.array([cost.share for cost in costs], np.float64),

@@ -93,6 +93,23 @@ def test_rates_depend_on_the_amount() -> None:
     assert simulate_on(middle, machine).duration_s == pytest.approx(5e-3)  # halfway on log-log paper: 2 GB/s
 
 
+def test_a_thread_wakes_up_where_its_stream_stood_still() -> None:
+    """`b` waits for `a` on the other stream, and wakes its thread; `c` and `d` find theirs free or working."""
+    rates = {"s": Rate.constant(1.0)}
+    streams = (
+        Stream(name="s", rates=rates, beside_s=0.125, wake_s=0.25),
+        Stream(name="t", rates=rates, latency_s=0.5, wake_s=0.25),
+    )
+    machine = Machine(name="m", tiers=(), streams=streams)
+    a, b = op("a", work={"s": 1.0}), op("b", work={"s": 1.0}, stream="t", after=("a",))
+    c, d = op("c", work={"s": 1.0}), op("d", work={"s": 1.0}, stream="t")
+    trace = simulate_on(validate(Schedule(name="x", tiers=(), buffers=(), ops=(a, c, b, d))), machine)
+    assert sorted(log(trace)) == [("a", 0.0, 1.125), ("b", 1.125, 2.875), ("c", 1.125, 2.25), ("d", 2.875, 4.375)]
+    assert all(span.alone_ns == span.duration_ns for span in trace.spans)
+    alone = simulate_on(Schedule(name="x", tiers=(), buffers=(), ops=(a, c)), machine)
+    assert log(alone) == [("a", 0.0, 1.0), ("c", 1.0, 2.0)], "nothing is beside them"
+
+
 @pytest.mark.parametrize("stage_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (2.0, 2.0, 2.0), (0.0, 1.0, 0.5)])
 def test_a_pipeline_fills_and_then_goes_at_the_pace_of_its_slowest_stage(stage_s: tuple[float, ...]) -> None:
     n = 7
