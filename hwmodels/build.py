@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from tierplan.hwmodels.description import Description, Limit, Quantity
 from tierplan.hwmodels.keys import KEYS
-from tierplan.hwmodels.machine import SECONDS, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.machine import (
+    CATALOG,
+    MEASURED,
+    SECONDS,
+    Machine,
+    MachineError,
+    Rate,
+    SharedLimit,
+    Stream,
+    TierSpec,
+)
 from tierplan.hwmodels.names import (
     DRAM_LIMIT,
     HOPS,
@@ -134,6 +144,9 @@ def build_machine(description: Description) -> Machine:
     for name, share in shares.items():
         if share <= 0:
             raise MachineError(f"the share of stream {name!r} is {share}; it must be above 0")
+    used = description.used()
+    nameplate = tuple(name for name, q in used.items() if q.basis == "nameplate" and _matters(description, name))
+    is_measured = any(q.basis == "measured" for q in used.values())
     return Machine(
         name=description.name,
         tiers=tiers,
@@ -148,10 +161,9 @@ def build_machine(description: Description) -> Machine:
             for name, by_kind in draft.rates.items()
         ),
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
-        nameplate=tuple(
-            name for name, q in description.used().items() if q.basis == "nameplate" and _matters(description, name)
-        ),
+        nameplate=nameplate,
         description=_record(description),
+        basis=MEASURED if is_measured and not nameplate else CATALOG,
     )
 
 

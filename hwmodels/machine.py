@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import log
+from math import exp, log
 from typing import Literal, TypeVar
 
 from tierplan.hwmodels.costs import NO_DEMAND, Cost
@@ -24,6 +24,28 @@ SECONDS = "s"
 
 class MachineError(ValueError):
     """A machine that contradicts itself, or a question that it cannot answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionBasis:
+    """What predictions for a machine rest on, and how far off they are."""
+
+    text: str
+    """`calibrated here`, `measured here`, `catalog`, with what else there is to say."""
+    half_width: float
+    """Nine in ten predicted times are off by a factor of at most `exp(half_width)`, either way."""
+    pace_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds of the reference work on this machine, alone and beside other streams; 0 where nobody timed it."""
+
+    def interval_s(self, predicted_s: float) -> tuple[float, float]:
+        """The 90 % interval of a predicted time."""
+        return predicted_s * exp(-self.half_width), predicted_s * exp(self.half_width)
+
+
+CATALOG = PredictionBasis("catalog: data sheets and published figures", 0.3)
+"""Nine in ten published step times and phases are predicted within 33 % (docs/validation.md)."""
+MEASURED = PredictionBasis("measured here, not calibrated", 0.6)
+"""By runs on 2 shared cores of plans that `tierplan simulate` predicted from `tierplan machine measure` (docs)."""
 
 
 Rounding = Literal["exact", "page", "power-of-two"]
@@ -116,6 +138,8 @@ class Machine(Shown):
     """Names of the numbers that come from a data sheet rather than from a measurement, for reports."""
     description: Mapping[str, object] = field(default_factory=dict)
     """The parts it was built from; empty for a machine made in code."""
+    basis: PredictionBasis = CATALOG
+    """Of predictions for it."""
 
     @property
     def limits(self) -> dict[str, float]:

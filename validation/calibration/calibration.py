@@ -1,132 +1,287 @@
-"""What predictions of a campaign are made from: the outcome of a calibration run.
+"""The outcome of a calibration run: what a machine does inside a training step, over what its description says.
 
 It knows nothing of the configurations that are to be predicted. How far predictions from it are off is tested on its
 own plans: each plan's step is predicted from the turns of the other plans alone (`Calibration.checks`).
+
+    CalibrationError(ValueError)   a file that is no calibration, or one that does not suit; says which and what to do
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import exp, log, sqrt
-from statistics import fmean, median
+from math import hypot, log, sqrt
+from statistics import fmean, pstdev
+from typing import Any
 
 from scipy.stats import t as student
 
-from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
+from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.records import load_record
+from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
 from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, simulate_with_dispatch
+from tierplan.sim.trace import write_atomically
+from tierplan.sim.workloads.workload import Training, Unit, Workload
+from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, simulate_slower
 from tierplan.validation.calibration.factors import compute_factors, schedule_with_factors, workload_with_factors
 from tierplan.validation.calibration.measurements import PlanMeasurement
 from tierplan.validation.calibration.plans import IN_MEMORY
-from tierplan.validation.calibration.rates import fit_rates
+from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
 
+FORMAT, VERSION = "tierplan-calibration", 1
 LEAST_SPREAD = 0.03
 """Relative, of a prediction: a handful of checks does not show that predictions are better than that."""
+LEAST_FRAC = 0.01
+"""Of a unit's forward: added to every modelled time that a measured one is divided by, since some are 0."""
+
+
+class CalibrationError(ValueError):
+    """A file that is no calibration, or one that does not suit what is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFit:
+    """Seconds of a unit's computations inside a step over what the machine's description says of them."""
+
+    forward: float
+    backward: float
+    recompute: float
+    saved: tuple[float, ...]
+    """By saved tensor."""
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFit:
+    """A stream inside a step over what the machine's description says of it."""
+
+    latency_s: float
+    beside_s: float
+    wake_s: float
+    rates: Mapping[str, float]
+    """Factors by kind of work."""
+    demand: float
+    """Factor on what it takes of the limits of computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a calibration run gave."""
+    """What a calibration run gave, and what it was of."""
 
-    workload: Workload
-    """The calibration model, with the seconds of its computations inside a step."""
-    machine: Machine
-    """With the rates of its streams inside a step. Computations have no latency: it is in their seconds."""
-    dispatch: Mapping[str, DispatchLatency]
-    """By stream, where several streams work."""
-    dispatch_alone: Mapping[str, DispatchLatency]
-    """By stream, where nothing runs beside computation, so that no thread waits for a core."""
+    model: str
+    """The model whose shallow version was trained."""
+    config: Mapping[str, object]
+    """Of that shallow version."""
+    training: Training
+    units: Mapping[str, UnitFit]
+    """By kind of unit."""
+    streams: Mapping[str, StreamFit]
     in_memory_step_s: float
     """Predicted seconds per step of the calibration model with everything in memory, at a slowdown of 1."""
-    checks: Mapping[str, float]
+    measured_step_s: Mapping[str, float]
+    """By plan, at the typical slowdown."""
+    checks: Mapping[str, float] = field(default_factory=dict)
     """By plan: its step as predicted from the other plans' turns, over the measured one."""
-    slowdowns: tuple[float, ...]
+    slowdowns: tuple[float, ...] = ()
     """Of all turns in memory: seconds per step over their median."""
+    pace_s: tuple[float, float] = (0.0, 0.0)
+    """Of the reference work (`tierplan.runtime.measure.pace`): where no other stream works, and beside others."""
+    machine: str = ""
+    machine_sha256: str = ""
+    """Of the machine as it was described, whatever its capacities."""
+    num_threads: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    when: str = ""
 
-    def step_s(self, schedule: Schedule, machine: Machine, slowdown: float = 1.0) -> float:
-        """Predicted seconds per step; `machine` is this calibration's, with other capacities."""
-        return self.steady(schedule, machine, slowdown).period_s
+    @property
+    def half_width(self) -> float:
+        """Of the 90 % interval of a prediction, as a logarithm: by the checks, and by how the pace scattered."""
+        pace = pstdev(map(log, self.slowdowns)) if len(self.slowdowns) > 1 else 0.0
+        return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * pace)
 
-    def steady(self, schedule: Schedule, machine: Machine, slowdown: float = 1.0) -> SteadyState:
-        """The whole steady state of which `step_s` is the period."""
-        dispatch = self.dispatch if len(schedule.streams) > 1 else self.dispatch_alone
-        simulate = partial(simulate_with_dispatch, dispatch=dispatch, slowdown=slowdown)
-        return steady_state(schedule, machine, simulate=simulate)
+    def on(self, machine: Machine, basis: PredictionBasis | None = None) -> Machine:
+        """The machine as it is inside a step. Computations have no latency: it is in their seconds."""
+        shared, streams = machine.stream(COMPUTE).takes, []
+        for s in without_compute_latency(machine).streams:
+            if fit := self.streams.get(s.name):
+                s = with_rate_factors(s, fit.rates)
+                s = s if s.name == COMPUTE else with_demand(s, shared, fit.demand)
+                s = replace(s, latency_s=fit.latency_s, beside_s=fit.beside_s, wake_s=fit.wake_s)
+            streams.append(s)
+        return replace(machine, streams=tuple(streams), basis=basis or machine.basis)
 
-    def record(self) -> dict[str, object]:
-        """The calibration as JSON values."""
-        return {
-            "units": {u.name: {"forward": u.forward, "backward": u.backward, "recompute": u.recompute,
-                               "saved_tensors": [t.recompute.get("s", 0.0) for t in u.saved]}
-                      for u in (self.workload.units[0], self.workload.units[1], self.workload.units[-1])},
-            "rates": {f"{s.name} {kind}": list(rate.points) for s in self.machine.streams
-                      for kind, rate in s.rates.items()},
-            "dispatch_latency_s": {stream: list(latency) for stream, latency in self.dispatch.items()},
-            "dispatch_latency_alone_s": {stream: list(latency) for stream, latency in self.dispatch_alone.items()},
-            "in_memory_step_s": self.in_memory_step_s,
-            "checks": dict(self.checks),
-            "slowdowns": list(self.slowdowns),
-        }  # fmt: skip
+    def timed(self, workload: Workload, machine: Machine) -> Workload:
+        """The workload with the seconds of its computations inside a step; `machine` is as it was described.
+
+        They are exact for units like those of the calibration model, and carried over in proportion to others.
+        """
+        known: dict[tuple[object, ...], Unit] = {}
+        units = []
+        for unit in workload.units:
+            likeness = (unit.kind, *unit.forward.items(), *unit.backward.items(), len(unit.saved), unit.saved_bytes)
+            if likeness not in known:
+                known[likeness] = _timed(unit, self.units[unit.kind], machine)
+            like = known[likeness]
+            times = {name: getattr(like, name) for name in ("forward", "backward", "recompute", "spread")}
+            saved = tuple(replace(t, recompute=k.recompute) for t, k in zip(unit.saved, like.saved, strict=True))
+            units.append(replace(unit, saved=saved, **times))
+        return replace(workload, units=tuple(units))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calibration, replacing the file atomically."""
+        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads what `save` wrote. Raises `CalibrationError`."""
+        made_by = "a calibration as `tierplan calibrate` writes it"
+        return load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CalibrationError)
+
+
+def machine_sha256(machine: Machine) -> str:
+    """The fingerprint of a machine's streams and limits, whatever its capacities and its name."""
+    return digest(replace(machine, name="", tiers=()))
+
+
+def steady_at(schedule: Schedule, machine: Machine, slowdown: float) -> SteadyState:
+    """The steady state where the cores are `slowdown` times as slow as when the machine was calibrated."""
+    return steady_state(schedule, machine, simulate=partial(simulate_slower, slowdown=slowdown))
 
 
 def calibrate(
-    workload: Workload, machine: Machine, measurements: Mapping[str, PlanMeasurement], slowdowns: tuple[float, ...] = ()
+    modelled: Workload,
+    profiled: Workload,
+    machine: Machine,
+    measurements: Mapping[str, PlanMeasurement],
+    slowdowns: tuple[float, ...] = (),
 ) -> Calibration:
     """Fits a calibration to the measurements of all plans, and checks it on each plan.
 
     Parameters
     ----------
-    workload
-        The calibration model as it was profiled.
+    modelled, profiled
+        The calibration model before and after its units were timed.
     machine
-        As it was measured, without latency of computations.
+        As it was described.
     measurements
         By name of the plan; `plans.IN_MEMORY` must be there.
     slowdowns
-        Of all turns in memory, for the record.
+        Of all turns in memory.
     """
-    calibration, _ = _fit(workload, machine, measurements)
+    calibration, _ = _fit(modelled, profiled, machine, measurements)
     checks = {}
     for name, checked in measurements.items():
         if name == IN_MEMORY:
             continue
         others = {other: m for other, m in measurements.items() if other != name}
-        without, factors = _fit(workload, machine, others)
+        without, factors = _fit(modelled, profiled, machine, others)
         schedule = schedule_with_factors(name, checked.schedule, factors)
-        capacities = _with_capacities_of(schedule, without.machine)
-        predicted_s = [
-            without.step_s(schedule, capacities, turn.before_s / without.in_memory_step_s) for turn in checked.turns
-        ]
-        checks[name] = median(predicted_s) / checked.step_s
-    return replace(calibration, checks=checks, slowdowns=slowdowns)
+        fitted = _with_capacities_of(schedule, without.on(machine))
+        # the pace before each turn, over the typical one: at the median of all turns
+        typical = sorted(turn.before_s for turn in checked.turns)[len(checked.turns) // 2] / without.in_memory_step_s
+        checks[name] = steady_at(schedule, fitted, typical).period_s / checked.step_s
+    measured_s = {name: m.step_s for name, m in measurements.items()}
+    return replace(calibration, checks=checks, slowdowns=slowdowns, measured_step_s=measured_s)
 
 
 def _fit(
-    workload: Workload, machine: Machine, measurements: Mapping[str, PlanMeasurement]
+    modelled: Workload, profiled: Workload, machine: Machine, measurements: Mapping[str, PlanMeasurement]
 ) -> tuple[Calibration, dict[str, float]]:
     """The calibration without checks, and the factors of computations."""
     factors = compute_factors(measurements)
     schedules = {name: schedule_with_factors(name, m.schedule, factors) for name, m in measurements.items()}
-    fitted = fit_rates(machine, [(schedules[name], m.op_s) for name, m in measurements.items()])
-    several = [m.dispatch for m in measurements.values() if len(m.schedule.streams) > 1]
-    alone = [m.dispatch for m in measurements.values() if len(m.schedule.streams) == 1]
+    described = without_compute_latency(machine)
+    fitted = fit_rates(described, [(schedules[name], m.op_s) for name, m in measurements.items()])
+    beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if len(m.schedule.streams) > 1])
+    alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if len(m.schedule.streams) == 1])
+    timed = workload_with_factors(profiled, factors)
     calibration = Calibration(
-        workload=workload_with_factors(workload, factors),
-        machine=fitted,
-        dispatch=mean_dispatch_latency(several),
-        dispatch_alone=mean_dispatch_latency(alone),
+        model=modelled.name,
+        config=modelled.config,
+        training=modelled.training,
+        units={
+            kind: _unit_fit(next((u, t) for u, t in zip(modelled.units, timed.units, strict=True) if u.kind == kind),
+                            described)
+            for kind in dict.fromkeys(u.kind for u in modelled.units)
+        },
+        streams={
+            s.name: _stream_fit(s, described, fitted, beside.get(s.name), alone.get(s.name)) for s in described.streams
+        },
         in_memory_step_s=1.0,
-        checks={},
-        slowdowns=(),
-    )
+        measured_step_s={},
+    )  # fmt: skip
     in_memory = schedules[IN_MEMORY]
-    step_s = calibration.step_s(in_memory, _with_capacities_of(in_memory, fitted))
+    step_s = steady_state(in_memory, _with_capacities_of(in_memory, calibration.on(machine))).period_s
     return replace(calibration, in_memory_step_s=step_s), factors
+
+
+def _stream_fit(
+    stream: Stream, described: Machine, fitted: Machine, beside: DispatchLatency | None, alone: DispatchLatency | None
+) -> StreamFit:
+    now, shared = fitted.stream(stream.name), described.stream(COMPUTE).takes
+    rates = {kind: now.rates[kind].points[0][1] / rate.points[0][1] for kind, rate in stream.rates.items()}
+    demands = [
+        now.takes[limit][kind] * rates.get(kind, 1.0) / weight
+        for limit in shared
+        for kind, weight in stream.takes.get(limit, {}).items()
+        if weight
+    ]
+    several = beside or DispatchLatency()
+    alone_s = several.after_op_s if alone is None else min(alone.after_op_s, several.after_op_s or alone.after_op_s)
+    return StreamFit(
+        latency_s=now.latency_s + alone_s,
+        beside_s=max(0.0, several.after_op_s - alone_s),
+        wake_s=max(0.0, several.after_input_s - several.after_op_s),
+        rates=rates,
+        demand=1.0 if stream.name == COMPUTE or not demands else demands[0],
+    )
+
+
+def _unit_fit(pair: tuple[Unit, Unit], described: Machine) -> UnitFit:
+    unit, timed = pair
+    modelled = _modelled_s(unit, described)
+    return UnitFit(
+        forward=timed.forward.get("s", 0.0) / modelled["forward"],
+        backward=timed.backward.get("s", 0.0) / modelled["backward"],
+        recompute=(timed.recompute or timed.forward).get("s", 0.0) / modelled["recompute"],
+        saved=tuple(t.recompute.get("s", 0.0) / s for t, s in zip(timed.saved, modelled["saved"], strict=True)),
+        spread=timed.spread,
+    )
+
+
+def _modelled_s(unit: Unit, machine: Machine) -> dict[str, Any]:
+    """Seconds of the unit's computations by the machine's description; none is 0."""
+    forward_s = machine.cost(COMPUTE, unit.forward).work_s or 1e-6
+
+    def seconds(work: Mapping[str, float]) -> float:
+        return machine.cost(COMPUTE, work).work_s + LEAST_FRAC * forward_s
+
+    return {
+        "forward": forward_s,
+        "backward": seconds(unit.backward),
+        "recompute": seconds(unit.recompute or unit.forward),
+        "saved": [seconds(t.recompute) for t in unit.saved],
+    }
+
+
+def _timed(unit: Unit, fit: UnitFit, machine: Machine) -> Unit:
+    modelled = _modelled_s(unit, machine)
+    factors = fit.saved if len(fit.saved) == len(unit.saved) else (fit.recompute,) * len(unit.saved)
+    saved = zip(unit.saved, factors, modelled["saved"], strict=True)
+    return replace(
+        unit,
+        forward={"s": fit.forward * modelled["forward"]},
+        backward={"s": fit.backward * modelled["backward"]},
+        recompute={"s": fit.recompute * modelled["recompute"]} if unit.saved else None,
+        saved=tuple(replace(t, recompute={"s": factor * s}) for t, factor, s in saved),
+        spread=fit.spread,
+    )
 
 
 def _with_capacities_of(schedule: Schedule, machine: Machine) -> Machine:
@@ -137,8 +292,3 @@ def interval_half_width(checks: Sequence[float]) -> float:
     """Half the width of the 90 % interval, as a logarithm, when predictions were off by the factors `checks`."""
     spread = sqrt(fmean(log(x) ** 2 for x in checks)) if checks else LEAST_SPREAD
     return float(student.ppf(0.95, max(2, len(checks)))) * max(spread, LEAST_SPREAD)
-
-
-def interval_around(predicted_s: float, half_width: float) -> tuple[float, float]:
-    """From `exp(-half_width)` to `exp(half_width)` times the prediction."""
-    return predicted_s * exp(-half_width), predicted_s * exp(half_width)

@@ -1,12 +1,13 @@
 """Dispatch latency: how long after its stream is free, and its inputs are complete, an op begins.
 
-It is the time of Python and of the operating system's scheduler between two ops. Simulations of a machine's description
-do not have it; calibrated predictions do.
+It is the time of Python and of the operating system's scheduler between two ops. A machine's description does not have
+it; a calibrated machine's streams do (`beside_s` and `wake_s`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -69,27 +70,11 @@ def slowdown_of(stream: str, slowdown: float) -> float:
     return 1.0 if parse_stream(stream).is_drive else slowdown
 
 
-def simulate_with_dispatch(
-    schedule: Schedule, machine: Machine, *, dispatch: Mapping[str, DispatchLatency], slowdown: float = 1.0
-) -> Trace:
-    """The predicted trace with dispatch latency before each op, and the cores `slowdown` times as slow.
-
-    Simulated twice: the first simulation says which ops wait for an input.
-    """
+def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: float) -> Trace:
+    """The predicted trace where the cores are `slowdown` times as slow as the machine says."""
+    known: dict[tuple[int, float], Cost] = {}  # ops of one price go on sharing a `Cost`
     costs = price(schedule, machine)
-    known: dict[tuple[int, str, bool], Cost] = {}  # ops of one price go on sharing a `Cost`
-
-    def with_dispatch(waiting: set[str]) -> dict[str, Cost]:
-        priced = {}
-        for op in schedule.ops:
-            cost, waits = costs[op.key], op.key in waiting
-            if (id(cost), op.stream, waits) not in known:
-                extra_s = dispatch.get(op.stream, DispatchLatency())[waits]
-                work_s = cost.work_s * slowdown_of(op.stream, slowdown)
-                known[id(cost), op.stream, waits] = Cost(cost.latency_s + extra_s, work_s, cost.demand, cost.share)
-            priced[op.key] = known[id(cost), op.stream, waits]
-        return priced
-
-    first = simulate(schedule, with_dispatch(set()), limits=machine.limits)
-    waiting = {span.key for span in first.spans if span.ready_ns > span.free_ns}
-    return simulate(schedule, with_dispatch(waiting), limits=machine.limits)
+    for op in schedule.ops:
+        cost, slower = costs[op.key], slowdown_of(op.stream, slowdown)
+        costs[op.key] = known.setdefault((id(cost), slower), replace(cost, work_s=cost.work_s * slower))
+    return simulate(schedule, costs, limits=machine.limits)

@@ -63,23 +63,3 @@ def workload_with_factors(workload: Workload, factors: Mapping[str, float]) -> W
 
 def _scaled(work: Mapping[str, float], factor: float) -> dict[str, float]:
     return {kind: amount * factor if kind == "s" else amount for kind, amount in work.items()}
-
-
-def with_times_of(measured: Workload, workload: Workload) -> Workload:
-    """The workload with the times of a measured one of other depth: of its embedding, first block and head.
-
-    Sizes stay the workload's own. A unit must save as many tensors as the measured unit of its kind.
-    """
-    by_kind = {u.kind: u for u in reversed(measured.units)}
-    units = []
-    for unit in workload.units:
-        like = by_kind[unit.kind]
-        if len(like.saved) != len(unit.saved):
-            raise ValueError(
-                f"unit {unit.name!r} of {workload.name!r} saves {len(unit.saved)} tensors, but {like.name!r} of "
-                f"{measured.name!r}, whose times it should take, saves {len(like.saved)}; give the same architecture"
-            )
-        saved = tuple(replace(t, recompute=k.recompute) for t, k in zip(unit.saved, like.saved, strict=True))
-        times = {name: getattr(like, name) for name in ("forward", "backward", "recompute", "spread")}
-        units.append(replace(unit, saved=saved, **times))
-    return replace(workload, units=tuple(units))

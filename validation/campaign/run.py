@@ -11,7 +11,6 @@ continued is calibrated anew. Interleaved runs are saved when all of them have e
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -27,6 +26,7 @@ from typing import Any
 from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
+from tierplan.hwmodels.machine import PredictionBasis
 from tierplan.runtime.data.synthetic import device_model, versions
 from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.tracing.trace import trace_config
@@ -34,8 +34,7 @@ from tierplan.runtime.trainer import RunResult
 from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation.calibration.calibration import Calibration, interval_around, interval_half_width
-from tierplan.validation.calibration.factors import with_times_of
+from tierplan.validation.calibration.calibration import Calibration, interval_half_width, steady_at
 from tierplan.validation.calibration.session import CalibrationSession
 from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
@@ -160,16 +159,16 @@ def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
         setup.scratch, budget_s=setup.measure_s, device=setup.device, dtypes=(group.dtype,)
     )
     write_atomically(setup.out_dir / group.name / "machine.toml", write_description(description))
+    config, training = group.model_config(group.calibration_blocks), _training(group, CALIBRATION_RUN, setup.device)
     session = CalibrationSession(
-        config=group.model_config(group.calibration_blocks),
-        training=_training(group, CALIBRATION_RUN, setup.device),
+        workload=trace_config(group.name, config, training),
         machine=build_machine(description),
         nvme_dir=setup.scratch,
         device=setup.device,
         life=life,
     )
     calibration = session.run()
-    write_atomically(setup.out_dir / group.name / CALIBRATION_FILE, json.dumps(calibration.record(), indent=1) + "\n")
+    calibration.save(setup.out_dir / group.name / CALIBRATION_FILE)
     setup.checks.extend(calibration.checks.values())
     checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
     setup.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
@@ -221,7 +220,9 @@ class _RunExecution:
         self._life = life.enter_context(ExitStack())
         with self._recording_failure():
             self._predicted = predict_run(
-                run, with_times_of(self._calibration.workload, workload), self._calibration.machine
+                run,
+                self._calibration.timed(workload, self._session.machine),
+                self._calibration.on(self._session.machine),
             )
             self._training = TurnwiseTraining.of(
                 self._predicted.schedule, config, training, setup.scratch / run.name, setup.device
@@ -247,7 +248,7 @@ class _RunExecution:
             in_memory_s = self._session.in_memory_step_s(calibration_steps)
             slowdown = in_memory_s / calibration.in_memory_step_s
             self.slowdowns.append(slowdown)
-            self._turn_predictions_s.append(calibration.step_s(predicted.schedule, predicted.machine, slowdown))
+            self._turn_predictions_s.append(steady_at(predicted.schedule, predicted.machine, slowdown).period_s)
             self._training.take_turn(num_steps, warmup_steps)
 
     def artifact(self, slowdown: float) -> Artifact:
@@ -256,11 +257,11 @@ class _RunExecution:
             return self._artifact
         campaign, predicted = self._campaign, self._predicted
         with self._recording_failure():
-            steady = self._calibration.steady(predicted.schedule, predicted.machine, slowdown)
+            steady = steady_at(predicted.schedule, predicted.machine, slowdown)
             artifact = replace(
                 self._artifact,
                 predicted_step_s=steady.period_s,
-                interval_s=interval_around(steady.period_s, interval_half_width(self._checks)),
+                interval_s=PredictionBasis("", interval_half_width(self._checks)).interval_s(steady.period_s),
                 turn_predictions_s=tuple(self._turn_predictions_s),
                 slowdowns=tuple(self.slowdowns),
                 skipped_steps=tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps)),

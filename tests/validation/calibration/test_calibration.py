@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
-from tierplan.hwmodels.scaling import with_ample_memory
+from tierplan.hwmodels.machine import Machine, PredictionBasis, Rate, SharedLimit
+from tierplan.hwmodels.scaling import with_ample_memory, with_rate_factors
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import unroll
@@ -18,13 +19,14 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.calibration import calibrate, interval_around, interval_half_width
-from tierplan.validation.calibration.dispatch import (
-    DispatchLatency,
-    measure_dispatch_latency,
-    simulate_with_dispatch,
+from tierplan.validation.calibration.calibration import (
+    Calibration,
+    CalibrationError,
+    calibrate,
+    interval_half_width,
+    steady_at,
 )
-from tierplan.validation.calibration.factors import with_times_of
+from tierplan.validation.calibration.dispatch import measure_dispatch_latency, simulate_slower
 from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, middle_half
 from tierplan.validation.calibration.plans import calibration_plans
 from tierplan.validation.calibration.rates import fit_rates
@@ -130,9 +132,9 @@ def test_dispatch_latency_is_read_off_a_trace_and_put_into_another() -> None:
     machine = toy_machine()
     workload = toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine)
-    put_in = {"gpu0.compute": DispatchLatency(2e-3, 5e-3)}
+    streams = [replace(s, beside_s=2e-3, wake_s=3e-3) if s.name == "gpu0.compute" else s for s in machine.streams]
     plain = cut_predicted(simulate_on(unroll(schedule, 4), machine))
-    slow = simulate_with_dispatch(unroll(schedule, 4), machine, dispatch=put_in)
+    slow = simulate_on(unroll(schedule, 4), replace(machine, streams=tuple(streams)))
     num_ops = sum(op.stream == "gpu0.compute" for op in schedule.ops)
     assert cut_predicted(slow).step_s >= plain.step_s + num_ops * 2e-3 * 0.99
     spans = [
@@ -147,8 +149,9 @@ def test_dispatch_latency_is_read_off_a_trace_and_put_into_another() -> None:
 def test_a_slower_machine_stretches_all_but_drives() -> None:
     machine, workload = toy_machine(), toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
-    once = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), machine, dispatch={}))
-    twice = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), machine, dispatch={}, slowdown=2.0))
+    once = cut_predicted(simulate_slower(unroll(schedule, 4), machine, slowdown=1.0))
+    twice = cut_predicted(simulate_slower(unroll(schedule, 4), machine, slowdown=2.0))
+    assert once.step_s == cut_predicted(simulate_on(unroll(schedule, 4), machine)).step_s
     assert twice.step_s == pytest.approx(2 * once.step_s)
 
 
@@ -160,7 +163,7 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
     in_memory_s = 0.0
     for name, plan in calibration_plans(workload, ample).items():
         schedule = lower(plan, workload, ample)
-        steps = cut_predicted(simulate_with_dispatch(unroll(schedule, 4), true, dispatch={}, slowdown=slowdown))
+        steps = cut_predicted(simulate_slower(unroll(schedule, 4), true, slowdown=slowdown))
         in_memory_s = in_memory_s or steps.step_s
         turn = MeasuredTurn((), steps.step_s, in_memory_s, in_memory_s)
         found[name] = PlanMeasurement(
@@ -172,21 +175,40 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
     return found
 
 
+def calibrated(believed: Machine, true: Machine, slowdown: float = 1.0) -> Calibration:
+    modelled = toy_workload(3, tied=False)
+    return calibrate(modelled, timed(modelled, believed), believed, measurements(true, believed, slowdown))
+
+
 def test_a_plan_is_predicted_from_the_others() -> None:
     """The machine's rates are not what was believed, and it is a third slower than when its parts were timed."""
     believed = with_ample_memory(machine_with_cores())
     true = changed(believed, {"gpu0.h2d": 0.6, "nvme.read": 0.7, "host.adam": 0.8})
-    workload = timed(toy_workload(3, tied=False), believed)
-    calibration = calibrate(workload, believed, measurements(true, believed, 1.33))
+    calibration = calibrated(believed, true, 1.33)
     assert set(calibration.checks) == {"full-recompute", "partial-recompute", "offload", "on-nvme", "optimizer-sweep"}
     assert all(check == pytest.approx(1.0, abs=0.06) for check in calibration.checks.values()), calibration.checks
-    deeper = timed(toy_workload(8, tied=False), believed)
+    deeper = toy_workload(8, tied=False)
     plan = uniform_plan(deeper, UnitPlan(params="host", grads="host", states="nvme", acts="recompute"))
-    schedule = lower(plan, with_times_of(calibration.workload, deeper), calibration.machine)
+    machine = calibration.on(believed)
+    schedule = lower(plan, calibration.timed(deeper, believed), machine)
     wanted = cut_predicted(
-        simulate_with_dispatch(unroll(lower(plan, deeper, believed), 5), true, dispatch={}, slowdown=1.1)
+        simulate_slower(unroll(lower(plan, timed(deeper, believed), believed), 5), true, slowdown=1.1)
     ).step_s
-    assert calibration.step_s(schedule, calibration.machine, 1.1 / 1.33) == pytest.approx(wanted, rel=0.05)
+    assert steady_at(schedule, machine, 1.1 / 1.33).period_s == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_calibration_is_the_same_after_a_file(tmp_path: Path) -> None:
+    believed = machine_with_cores()
+    calibration = calibrated(believed, changed(believed, {"gpu0.h2d": 0.6}))
+    calibration.save(tmp_path / "here.json")
+    again = Calibration.load(tmp_path / "here.json")
+    assert again.on(believed) == calibration.on(believed)
+    deeper = toy_workload(8)
+    assert again.timed(deeper, believed) == calibration.timed(deeper, believed)
+    assert again.half_width == calibration.half_width
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(CalibrationError, match=r"other\.json is not a calibration as `tierplan calibrate` writes it"):
+        Calibration.load(tmp_path / "other.json")
 
 
 def test_intervals_are_as_wide_as_checks_were_off() -> None:
@@ -194,21 +216,29 @@ def test_intervals_are_as_wide_as_checks_were_off() -> None:
     assert wide == pytest.approx(2.13 * 0.1, rel=0.06), "Student's factor for four"
     assert interval_half_width([1.1, 0.9] * 20) < wide
     assert interval_half_width([1.0] * 40) > 0.04, "no handful of checks shows that nothing varies"
-    low, high = interval_around(2.0, 0.1)
+    low, high = PredictionBasis("", 0.1).interval_s(2.0)
     assert (low, high) == pytest.approx((2.0 * exp(-0.1), 2.0 * exp(0.1)))
     assert log(high / low) == pytest.approx(0.2)
 
 
-def test_times_of_another_depth_are_taken_by_kind_of_unit() -> None:
-    machine = toy_machine()
-    measured, deeper = timed(toy_workload(2), machine), toy_workload(5)
-    found = with_times_of(measured, deeper)
-    assert all(u.forward == measured.units[1].forward for u in found.blocks)
-    assert found.blocks[4].saved[3].recompute == measured.units[1].saved[3].recompute
-    assert found.units[-1].backward == measured.units[-1].backward
-    assert found.units[-1].saved_bytes == deeper.units[-1].saved_bytes
-    with pytest.raises(ValueError, match="give the same architecture"):
-        with_times_of(timed(toy_workload(2, slots=3), machine), deeper)
+def test_times_of_other_units_are_carried_over_in_proportion() -> None:
+    """What a description says half of takes twice as long, whatever the unit's size and however many tensors it saves;
+    of units like the calibration model's, the seconds are the measured ones."""
+    believed = machine_with_cores()
+    modelled = toy_workload(3, tied=False)
+    twice = {s.name: 0.5 for s in believed.streams if s.name == "gpu0.compute"}
+    slow = replace(believed, streams=tuple(
+        with_rate_factors(s, dict.fromkeys(s.rates, 0.5)) if s.name in twice else s for s in believed.streams
+    ))  # fmt: skip
+    calibration = calibrate(modelled, timed(modelled, slow), believed, measurements(believed, believed, 1.0))
+    block, measured = calibration.timed(modelled, believed).blocks[1], timed(modelled, slow).blocks[1]
+    assert block.forward["s"] == pytest.approx(measured.forward["s"], rel=1e-6)
+    assert block.saved[2].recompute["s"] == pytest.approx(measured.saved[2].recompute["s"], rel=1e-6)
+    other = toy_workload(5, slots=5)
+    found, wanted = calibration.timed(other, believed), timed(other, slow)
+    assert found.blocks[4].backward["s"] == pytest.approx(wanted.blocks[4].backward["s"], rel=0.05)
+    assert found.blocks[4].saved[3].recompute["s"] == pytest.approx(wanted.blocks[4].saved[3].recompute["s"], rel=0.1)
+    assert found.units[-1].saved_bytes == other.units[-1].saved_bytes
 
 
 def test_the_middle_half_has_no_outliers() -> None:

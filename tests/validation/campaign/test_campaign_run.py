@@ -20,7 +20,7 @@ from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration import session
-from tierplan.validation.calibration.calibration import Calibration
+from tierplan.validation.calibration.calibration import steady_at
 from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
 from tierplan.validation.campaign.artifact import load_artifacts
@@ -75,13 +75,12 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
 ) -> None:
     said: list[str] = []
     simulated: list[float] = []
-    steady = Calibration.steady
 
-    def noted(calibration: Calibration, schedule: Schedule, machine: Machine, slowdown: float = 1.0) -> SteadyState:
+    def noted(schedule: Schedule, machine: Machine, slowdown: float) -> SteadyState:
         simulated.append(slowdown)
-        return steady(calibration, schedule, machine, slowdown)
+        return steady_at(schedule, machine, slowdown)
 
-    monkeypatch.setattr(Calibration, "steady", noted)
+    monkeypatch.setattr(campaign_run, "steady_at", noted)
     campaign = replace(CAMPAIGN, interleaved=interleaved)
     found = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
     assert [a.run for a in found] == [r.name for r in GROUP.runs]
@@ -133,9 +132,9 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
 
 
 def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = trace_config("x", GROUP.model_config(2), Training(sequence_length=32, backend="cpu"))
-    calibration = SimpleNamespace(workload=workload, machine=guessed_machine())
-    monkeypatch.setattr(campaign_run, "_calibrate", lambda *setup: (calibration, None))
+    calibration = SimpleNamespace(timed=lambda workload, machine: workload, on=lambda machine: machine)
+    session = SimpleNamespace(machine=guessed_machine())
+    monkeypatch.setattr(campaign_run, "_calibrate", lambda *setup: (calibration, session))
     found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="no-such")
     assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
 

@@ -1,0 +1,62 @@
+"""The machine's pace while it trains: a small reference piece of work, timed on the compute stream every few steps.
+
+The same piece is timed in a calibration run, so that a slower machine can be told from a wrong prediction.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from tierplan.runtime.execution.device import Device
+
+MOST_FRAC = 0.005
+"""Of the time of training."""
+TOKENS, WIDTH, ELEMENTS = 128, 768, 1 << 20
+GPU_TIMES = 8
+"""Larger on a GPU, where so little would be all launches."""
+
+
+@dataclass(eq=False)
+class Pace:
+    """Times the reference work: when it is asked to, or by itself, as often as `most_frac` of the time allows."""
+
+    device: Device
+    dtype: torch.dtype
+    most_frac: float = MOST_FRAC
+    is_asked: bool = False
+    """Whether the next step times it in any case."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """By step."""
+
+    def __post_init__(self) -> None:
+        times = GPU_TIMES if self.device.is_cuda else 1
+        where: dict[str, object] = {"device": self.device.torch_device, "dtype": self.dtype}
+        self._x_td = torch.full((TOKENS * times, WIDTH), 0.5, **where)  # type: ignore[call-overload]
+        self._weight_dd = torch.full((WIDTH, WIDTH), 1e-3, **where)  # type: ignore[call-overload]
+        self._long = torch.full((ELEMENTS * times,), 0.5, **where)  # type: ignore[call-overload]
+        self._spent_s, self._began_s = 0.0, 0.0
+        self._last_s = min(self._time_s() for _ in range(3))
+
+    def on_step(self, step: int) -> None:
+        """Called in each step, in the thread of the compute stream."""
+        now_s = time.perf_counter()
+        self._began_s = self._began_s or now_s
+        if self.is_asked or self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s):
+            self.is_asked = False
+            self.seconds[step] = self._last_s = self._time_s()
+            self._spent_s += self._last_s
+
+    def _time_s(self) -> float:
+        """Products of matrices, as a block has them, and a function of many elements, which memory limits."""
+        began_s = time.perf_counter()
+        with torch.no_grad():
+            x_td = self._x_td
+            for _ in range(4):
+                x_td = F.linear(x_td, self._weight_dd)
+            F.gelu(self._long, approximate="tanh").add_(self._long)
+            self.device.finish()
+        return time.perf_counter() - began_s
