@@ -34,7 +34,7 @@ class PredictionBasis:
     """`calibrated here`, `measured here`, `catalog`, with what else there is to say."""
     half_width: float
     """Nine in ten predicted times are off by a factor of at most `exp(half_width)`, either way."""
-    pace_s: tuple[float, float] = (0.0, 0.0)
+    reference_s: tuple[float, float] = (0.0, 0.0)
     """Seconds of the reference work on this machine, alone and beside other streams; 0 where nobody timed it."""
 
     def interval_s(self, predicted_s: float) -> tuple[float, float]:

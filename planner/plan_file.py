@@ -25,6 +25,8 @@ from tierplan.sim.workloads.workload import Workload
 VERSION = 2
 KEY = "tierplan-plan"
 """Where in `meta` the record stands."""
+MACHINE_KEY = "machine_record"
+"""Where in `meta` of any schedule the machine stands that it was made for."""
 
 
 class PlanFileError(PlanError):
@@ -53,12 +55,11 @@ class PlanFile:
     solver: Mapping[str, object]
     """`name`, `status`, `gap`, `lower_bound_s`, `seed`."""
     prediction: Mapping[str, object]
-    """`step_s`, and `interval_s`: low and high, or null where no spread of times is known."""
+    """`step_s`, `interval_s` (low and high, of 90 %) and `basis`, what they rest on."""
 
 
 def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: str | os.PathLike[str]) -> None:
     """Writes plan and schedule as one schedule file, replacing it in one step."""
-    interval = interval_s(result, workload)
     record = {
         "version": VERSION,
         "plan": {"kind": result.plan.kind, **asdict(result.plan)},
@@ -69,25 +70,24 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
             "name": result.solver,
             **{name: getattr(result, name) for name in ("status", "gap", "lower_bound_s", "seed")},
         },
-        "prediction": {"step_s": result.step_s, "interval_s": list(interval) if interval else None},
+        "prediction": {name: getattr(result.prediction, name) for name in ("step_s", "interval_s", "basis")},
     }
-    save_schedule(replace(result.schedule, meta={**result.schedule.meta, KEY: record}), path)
+    meta = {**result.schedule.meta, **machine_meta(machine), KEY: record}
+    save_schedule(replace(result.schedule, meta=meta), path)
 
 
-def interval_s(result: PlanResult, workload: Workload) -> tuple[float, float] | None:
-    """Two standard deviations either side of the step time, from the spread of measured compute times; else None.
+def machine_meta(machine: Machine) -> dict[str, object]:
+    """The machine for a schedule's `meta`: whoever compares a run with its prediction needs no other."""
+    return {MACHINE_KEY: asdict(replace(machine, description={}))}
 
-    Units vary independently of each other here; what they have in common (a hot device, say) is not in it.
-    """
-    seconds: dict[str, float] = {}
-    for op in result.schedule.ops:
-        if op.kind in ("forward", "recompute", "backward"):
-            seconds[op.unit] = seconds.get(op.unit, 0.0) + op.work.get("s", 0.0)
-    variance = sum((unit.spread * seconds.get(unit.name, 0.0)) ** 2 for unit in workload.units)
-    if variance == 0:
-        return None
-    half = 2 * float(variance**0.5)
-    return max(0.0, result.step_s - half), result.step_s + half
+
+def machine_of_plan(schedule: Schedule) -> Machine | None:
+    """The machine that a schedule was made for, where it says which."""
+    record = schedule.meta.get(MACHINE_KEY)
+    try:
+        return None if record is None else decode(Machine, record, "the plan's machine")
+    except RecordError as error:
+        raise PlanFileError(f"{error}; plan again") from None
 
 
 def load_plan(

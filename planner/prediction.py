@@ -141,6 +141,18 @@ class Prediction(Shown):
         return limited_by(self.limits) if self.fits else ""
 
     @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """The 90 % interval of the step time, by what predictions for the machine rest on."""
+        if self.step_s is None or self.hardware is None:
+            return None
+        return self.hardware.basis.interval_s(self.step_s)
+
+    @property
+    def basis(self) -> str | None:
+        """What the prediction rests on."""
+        return None if self.hardware is None else self.hardware.basis.text
+
+    @property
     def tokens_per_s(self) -> float | None:
         return None if self.step_s is None else self.tokens / self.step_s
 
@@ -157,7 +169,9 @@ class Prediction(Shown):
 
         moved = {} if self.columns is None or not self.fits else self.columns.bytes_moved()
         record: dict[str, object] = {
-            **figures("policy", "model", "machine", "fits", "step_s", "tokens_per_s", "tflops_8nd"),
+            **figures(
+                "policy", "model", "machine", "fits", "step_s", "interval_s", "basis", "tokens_per_s", "tflops_8nd"
+            ),
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),

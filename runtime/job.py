@@ -171,7 +171,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             fixed={"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps},
             weights=weights,
         )
-        with trainer, _stop_on_interrupt(trainer) as was_stopped:
+        with trainer, stop_on_interrupt(trainer.request_stop) as was_stopped:
             metrics.begin(trainer.num_steps_done)
             trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
             result = trainer.result()
@@ -248,15 +248,15 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the trainer to stop after the step under way; the second one ends it at once."""
+def stop_on_interrupt(request_stop: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks for a stop, as after the step under way; the second one ends it at once."""
     stopped = [False]
 
     def handle(number: int, frame: object) -> None:
         if stopped[0]:
             raise KeyboardInterrupt
         stopped[0] = True
-        trainer.request_stop()
+        request_stop()
 
     try:
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -34,7 +34,7 @@ from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
 from tierplan.runtime.execution.threads import limit_this_thread
-from tierplan.runtime.measure.pace import Pace
+from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Store, measure_weights
@@ -118,9 +118,9 @@ class Trainer:
     """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`."""
     num_threads: int | None = None
     """Threads for kernels on the CPU; PyTorch's setting if not given."""
-    pace_frac: float | None = None
-    """Times a reference piece of work (`tierplan.runtime.measure.pace`) for at most this part of the time; 0: only when
-    asked to; None: not at all. The trace's `meta["pace_s"]` has its seconds by step."""
+    reference_frac: float | None = None
+    """Times the reference work (`tierplan.runtime.measure.reference_work`) for at most this part of the time; 0: only
+    when asked to; None: not at all. The trace's `meta["reference_s"]` has its seconds by step."""
     time_replays: bool = False
     """Time each operation of recomputations (see `replay_seconds`)."""
     trace_steps: int | None = None
@@ -163,8 +163,8 @@ class Trainer:
         self._store: Store | None = None
         self._bodies: Bodies
         self._executor: Executor
-        self.pace: Pace | None = None
-        """From the first `run` on, if there is a `pace_frac`."""
+        self.reference_work: ReferenceWork | None = None
+        """From the first `run` on, if there is a `reference_frac`."""
         self.placement: Placement
         """What outlives a step, in the schedule's tiers; from the first `run` on."""
         self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
@@ -293,9 +293,9 @@ class Trainer:
         num_done = (self._resumed.num_steps if self._resumed else 0) + len(ends_ns)
         per_step = {name: moved / max(1, len(ends_ns)) for name, moved in self._bodies.moved_bytes.items()}
         counted: dict[str, object] = {"num_steps": num_done, "bytes_per_step": per_step, "num_threads": self._threads}
-        if self.pace is not None:
+        if self.reference_work is not None:
             end = num_done - len(ends_ns) + (self.trace_steps or len(ends_ns))
-            counted["pace_s"] = {str(k): seconds for k, seconds in self.pace.seconds.items() if k < end}
+            counted["reference_s"] = {str(k): seconds for k, seconds in self.reference_work.seconds.items() if k < end}
         trace = self._executor.trace(meta={**self.schedule.meta, **counted})
         return RunResult(
             losses=(*before, *(sum(self._losses[s]) for s in sorted(self._losses) if s < num_done)),
@@ -343,8 +343,8 @@ class Trainer:
         self._set_back.enter_context(loss_in_chunks(self.model, self._step.training.loss_chunks))
         self._device = Device(torch.device(self.device))
         self.units = split_model(self.model, first)
-        if self.pace_frac is not None:
-            self.pace = Pace(self._device, self._dtype, self.pace_frac)
+        if self.reference_frac is not None:
+            self.reference_work = ReferenceWork(self._device, self._dtype, self.reference_frac)
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.parameters])
         self._check_units()
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
@@ -459,8 +459,8 @@ class Trainer:
 
     def _on_loss(self, step: int, m: int, loss: float) -> None:
         self._losses.setdefault(step, []).append(loss)
-        if self.pace is not None and m == 0:
-            self.pace.on_step(step)
+        if self.reference_work is not None and m == 0:
+            self.reference_work.on_step(step)
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:

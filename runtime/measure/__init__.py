@@ -6,5 +6,5 @@ limits   which shared limits explain how much streams slow each other down
 report   the measurement as a machine's description
 machine  all of it: `tierplan machine measure`
 units    how long each unit of a model takes here
-pace     how fast the machine is while it trains
+reference_work  how fast the machine is while it trains
 """

@@ -96,9 +96,9 @@ SHORT, LONG = 15, 24
 """Cells up to this length stay on one line: of the last column, and of others."""
 
 
-def wrapped(text: str) -> list[str]:
-    """A paragraph as lines of 80 columns, those after the first indented."""
-    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
+def wrapped(text: str, width: int = 80) -> list[str]:
+    """A paragraph as lines of so many columns, those after the first indented."""
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -19,8 +19,20 @@ ASKED = {
     "advise": ["--workers", "1", *TWO],
 }
 """Commands that predict for a machine. `sweep` has its machines in a file, `page` the note in each of its answers,
-`explain-run` among its notes (see below), `validate` and `demo` one device."""
-OTHERS = {"sweep", "compare", "demo", "explain-run", "machine", "page", "reproduce", "run", "validate", "workload"}
+`explain-run` among its notes (see below), `validate`, `calibrate` and `demo` one device."""
+OTHERS = {
+    "calibrate",
+    "sweep",
+    "compare",
+    "demo",
+    "explain-run",
+    "machine",
+    "page",
+    "reproduce",
+    "run",
+    "validate",
+    "workload",
+}
 
 
 def test_every_command_is_looked_at() -> None:

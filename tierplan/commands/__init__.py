@@ -7,6 +7,7 @@ A command module has a docstring (its `--help`; the first line is the summary), 
 COMMANDS: tuple[str, ...] = (
     "demo",
     "machine",
+    "calibrate",
     "workload",
     "simulate",
     "compare-policies",

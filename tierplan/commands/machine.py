@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import progress_bar, say
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description, Quantity
@@ -166,8 +165,6 @@ MOST_SHARES = 1e4
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import HERE, here_path
     from tierplan.hwmodels.description import write_description
@@ -176,12 +173,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
     folders = None if args.no_nvme else args.nvme_dir or ["."]
-    with tqdm(total=1.0, bar_format="{l_bar}{bar}| {desc} [{elapsed}]", disable=not sys.stderr.isatty()) as bar:
-
-        def progress(what: str, part: float) -> None:
-            bar.set_description_str(what)
-            bar.update(part - bar.n)
-
+    with progress_bar() as progress:
         description = measure_description(
             folders,
             budget_s=budget_s,

@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output and prediction.schedule is not None and prediction.fits:
         from dataclasses import replace
 
+        from tierplan.planner.plan_file import machine_meta
         from tierplan.sim.digest import digest
         from tierplan.sim.schedule_file import save_schedule
 
-        meta = {**prediction.schedule.meta, "predicted_step_s": prediction.step_s}
-        meta["machine_sha256"] = digest(machine)
-        save_schedule(replace(prediction.schedule, meta=meta), args.output)
+        meta = {"predicted_step_s": prediction.step_s, "machine_sha256": digest(machine), **machine_meta(machine)}
+        save_schedule(replace(prediction.schedule, meta={**prediction.schedule.meta, **meta}), args.output)
     if args.timeline and prediction.fits:
         from tierplan.studies.answer import write_timeline
 
@@ -99,7 +99,7 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
     from tierplan.sim.output.text import columns, format_bytes, format_s
-    from tierplan.studies.answer import limit_rows, limited_text
+    from tierplan.studies.answer import interval_rows, limit_rows, limited_text
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
@@ -108,6 +108,7 @@ def text_of(prediction: Prediction) -> str:
     rows = [("devices", prediction.devices_note)] if prediction.devices_note else []
     rows += [
         ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
+        *interval_rows(prediction),
         ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
         ("limited by", limited_text(prediction.limits)),
         (

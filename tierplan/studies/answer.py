@@ -13,7 +13,7 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
-from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short
+from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short, wrapped
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 
@@ -59,6 +59,7 @@ def answer_lines(best: BestPlan) -> list[str]:
     rows = [
         *([("devices", p.devices_note)] if p.devices_note else []),
         ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
+        *interval_rows(p),
         ("", f"no schedule is quicker than {format_s(result.lower_bound_s)}: gap {format_frac(result.gap)}"),
         ("limited by", limited_text(p.limits)),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
@@ -73,6 +74,15 @@ def answer_lines(best: BestPlan) -> list[str]:
         rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s ({result.status})"
     return [*columns([*rows, ("searched", searched)]), "", *columns(limit_rows(p.limits)), "", *_policy_lines(result)]
+
+
+def interval_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """The interval of the step time, and what it rests on."""
+    if prediction.interval_s is None:
+        return []
+    low_s, high_s = prediction.interval_s
+    basis = wrapped(f"by: {prediction.basis}", 66)
+    return [("", f"in 9 of 10 cases between {format_s(low_s)} and {format_s(high_s)}"), *(("", line) for line in basis)]
 
 
 def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:

@@ -31,7 +31,11 @@ def load_or_trace(model: str, training: Training, *, exact: bool = False) -> Wor
 
     The latter where `exact` asks for it, and for what the closed forms do not cover where torch is installed.
     """
-    name, config = read_config(model, training)
+    return workload_or_traced(*read_config(model, training), training, exact=exact)
+
+
+def workload_or_traced(name: str, config: dict[str, object], training: Training, *, exact: bool = False) -> Workload:
+    """As `load_or_trace`, where the config is at hand."""
     if not exact:
         try:
             return workload_of(name, config, training)

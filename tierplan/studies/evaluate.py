@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tierplan.hwmodels import load_machine
@@ -18,13 +19,15 @@ from tierplan.planner.plan import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors
+from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.studies.defaults import default_backend, default_precision, load_or_trace
+from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
 from tierplan.studies.study import Point
+from tierplan.validation.calibration.known import CalibratedPlace, calibration_config, place_for
 
 ALIKE = ("master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks")
 """Training settings that a point has by the same names."""
-LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits")
+LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")
 """Of a prediction's record: columns of the point, and what is no figure."""
 
 
@@ -40,6 +43,24 @@ class BestPlan:
 def machine_of(point: Point) -> Machine:
     """The machine of a point, with its changes."""
     return load_machine(point.machine, [f"{key}={value}" for key, value in point.overrides.items()])
+
+
+def place_of(point: Point) -> CalibratedPlace:
+    """The machine of a point, calibrated where there is a calibration that suits."""
+    described = machine_of(point)
+    return place_for(
+        described,
+        training_of(point, described),
+        partial(workload_at, point, described),
+        which=point.calibration,
+        unchanged=load_machine(point.machine) if point.overrides else None,
+    )
+
+
+def calibration_workload(point: Point, machine: Machine) -> Workload:
+    """What the calibration model of a point's model computes: the same with few blocks."""
+    name, config = read_config(point.model, training := training_of(point, machine))
+    return workload_or_traced(name, calibration_config(config), training, exact=point.exact)
 
 
 def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumulation: int = 0) -> Training:
@@ -70,7 +91,8 @@ def best_plan(point: Point, *, only_one: bool = False) -> BestPlan:
     from tierplan.planner.planning import plan
     from tierplan.planner.search.batches import plan_sequences
 
-    machine = machine_of(point)
+    place = place_of(point)
+    machine = place.machine
     settings: dict[str, Any] = {
         "seed": point.seed,
         "drive_lifetime_years": point.drive_lifetime_years,
@@ -78,11 +100,11 @@ def best_plan(point: Point, *, only_one: bool = False) -> BestPlan:
         "time_limit_s": point.planner_s or None,
     }
     if not point.sequences:
-        workload = workload_at(point, machine)
+        workload = place.timed(workload_at(point, place.described))
         return BestPlan(workload=workload, machine=machine, result=plan(workload, machine, **settings))
 
     def divided(batch: int, accumulation: int) -> Workload:
-        return workload_at(point, machine, batch=batch, accumulation=accumulation)
+        return place.timed(workload_at(point, place.described, batch=batch, accumulation=accumulation))
 
     found = plan_sequences(divided, machine, sequences=point.sequences, only_one=only_one, **settings)
     return BestPlan(workload=found.workload, machine=machine, result=found.result)
@@ -100,14 +122,15 @@ def predict_point(point: Point) -> Prediction:
         except InfeasiblePlan as error:
             machine = machine_of(point)
             return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, why_not=error.what)
-    machine = machine_of(point)
+    place = place_of(point)
+    machine = place.machine
     options = {"semantics": point.semantics} if point.semantics else {}
     if not point.sequences:
-        return predict(point.policy, workload_at(point, machine), machine, options)
+        return predict(point.policy, place.timed(workload_at(point, place.described)), machine, options)
     one, *others = divisors(point.sequences)
     found: list[Prediction] = []
     for batch in (one, *reversed(others)):
-        workload = workload_at(point, machine, batch=batch, accumulation=point.sequences // batch)
+        workload = place.timed(workload_at(point, place.described, batch=batch, accumulation=point.sequences // batch))
         found.append(predict(point.policy, workload, machine, options))
         if len(found) == 2 and not any(p.fits for p in found):
             break  # neither one sequence at a time nor all at once

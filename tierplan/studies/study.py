@@ -62,6 +62,8 @@ class Point:
     """Time limit of the planner, if not its own."""
     drive_lifetime_years: float | None = None
     seed: int = 0
+    calibration: str = "auto"
+    """A file of `tierplan calibrate`; `auto` for the user's own that suits best, `none` for none."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Changes to the machine's description, by key."""
 

@@ -8,5 +8,6 @@ measurements  one plan's turns as figures: seconds by op, without outliers
 dispatch      dispatch latency: how long after its inputs and its stream are free an op begins
 rates         rates, latencies and contention of streams, fitted to measured ops
 factors       times of computations inside a step over times in the profile
-calibration   all of these as the basis of predictions, and how far predictions from it are off
+calibration   all of these as factors over the machine's description, and how far predictions from them are off
+known         calibrations in files, and which of them suits a question
 """

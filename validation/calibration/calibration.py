@@ -90,8 +90,8 @@ class Calibration:
     """By plan: its step as predicted from the other plans' turns, over the measured one."""
     slowdowns: tuple[float, ...] = ()
     """Of all turns in memory: seconds per step over their median."""
-    pace_s: tuple[float, float] = (0.0, 0.0)
-    """Of the reference work (`tierplan.runtime.measure.pace`): where no other stream works, and beside others."""
+    reference_s: tuple[float, float] = (0.0, 0.0)
+    """Of the reference work (`tierplan.runtime.measure.reference_work`): where no other stream works, and beside others."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
@@ -101,9 +101,9 @@ class Calibration:
 
     @property
     def half_width(self) -> float:
-        """Of the 90 % interval of a prediction, as a logarithm: by the checks, and by how the pace scattered."""
-        pace = pstdev(map(log, self.slowdowns)) if len(self.slowdowns) > 1 else 0.0
-        return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * pace)
+        """Of the 90 % interval of a prediction, as a logarithm: by the checks, and by how slowdowns scattered."""
+        scatter = pstdev(map(log, self.slowdowns)) if len(self.slowdowns) > 1 else 0.0
+        return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * scatter)
 
     def on(self, machine: Machine, basis: PredictionBasis | None = None) -> Machine:
         """The machine as it is inside a step. Computations have no latency: it is in their seconds."""
@@ -183,7 +183,7 @@ def calibrate(
         without, factors = _fit(modelled, profiled, machine, others)
         schedule = schedule_with_factors(name, checked.schedule, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
-        # the pace before each turn, over the typical one: at the median of all turns
+        # at the median slowdown of the turns before its own
         typical = sorted(turn.before_s for turn in checked.turns)[len(checked.turns) // 2] / without.in_memory_step_s
         checks[name] = steady_at(schedule, fitted, typical).period_s / checked.step_s
     measured_s = {name: m.step_s for name, m in measurements.items()}

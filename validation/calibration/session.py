@@ -87,14 +87,14 @@ class CalibrationSession:
             )
             self.life.enter_context(turnwise.trainer)
             self._trainings[name] = turnwise
-        measurements, in_memory_s, pace_s = self._train_in_turns(schedules, began_s)
+        measurements, in_memory_s, reference_s = self._train_in_turns(schedules, began_s)
         in_memory, typical_s = self._trainings[IN_MEMORY], median(in_memory_s)
         calibration = calibrate(
             self.workload, profiled, self.machine, measurements, tuple(s / typical_s for s in in_memory_s)
         )
         return replace(
             calibration,
-            pace_s=pace_s,
+            reference_s=reference_s,
             machine=self.machine.name,
             machine_sha256=machine_sha256(self.machine),
             num_threads=int(str(in_memory.trainer.result().trace.meta["num_threads"])),
@@ -149,13 +149,13 @@ class CalibrationSession:
             for k, s in enumerate(in_memory_s)
         ]
         measurements = {}
-        paces: dict[bool, list[float]] = {True: [], False: []}
+        times_s: dict[bool, list[float]] = {True: [], False: []}
         for name, schedule in schedules.items():
             training = self._trainings[name]
             trace, skipped = training.trainer.result().trace, training.skipped_steps
             measurements[name] = measurement_of(schedule, trace, skipped, turns[name], typical_s, name == IN_MEMORY)
-            assert training.trainer.pace is not None
-            paces[len(schedule.streams) == 1] += training.trainer.pace.seconds.values()
+            assert training.trainer.reference_work is not None
+            times_s[len(schedule.streams) == 1] += training.trainer.reference_work.seconds.values()
         for name in others:
             self._trainings.pop(name).trainer.close()
-        return measurements, in_memory_s, (median(paces[True]), median(paces[False]))
+        return measurements, in_memory_s, (median(times_s[True]), median(times_s[False]))

@@ -44,14 +44,16 @@ class TurnwiseTraining:
         """Of a model of this config, with random weights and batches; until its trainer is closed."""
         model = seeded_model(config, training)
         make_folder(nvme_dir)
-        trainer = Trainer(schedule, model, nvme_dir=nvme_dir, device=device, num_threads=num_threads, pace_frac=0.0)
+        trainer = Trainer(
+            schedule, model, nvme_dir=nvme_dir, device=device, num_threads=num_threads, reference_frac=0.0
+        )
         return cls(trainer, random_batches(config, training, MANY_BATCHES))
 
     def take_turn(self, num_steps: int, warmup_steps: int = 1) -> tuple[int, ...]:
         """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""
         first = self.trainer.num_steps_done
-        if self.trainer.pace is not None:
-            self.trainer.pace.is_asked = True  # in the first step of the turn, which is not counted
+        if self.trainer.reference_work is not None:
+            self.trainer.reference_work.is_asked = True  # in the first step of the turn, which is not counted
         self.trainer.run(self.batches, num_steps)
         self.skipped_steps.update(range(first, first + warmup_steps))
         return tuple(range(first + warmup_steps, first + num_steps))

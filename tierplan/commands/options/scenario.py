@@ -32,8 +32,10 @@ SEQUENCES = 16
 """Of one step, where nobody says."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True, searches: bool = True) -> None:
-    """Adds the arguments of a scenario. `needs_model` makes `--model` required.
+def add_arguments(
+    parser: argparse.ArgumentParser, *, needs_model: bool = True, searches: bool = True, calibrated: bool = True
+) -> None:
+    """Adds the arguments of a scenario. `needs_model` makes `--model` required; `calibrated` adds `--calibration`.
 
     Where the command `searches`, the division of a step into micro-batches is its to choose unless it is given.
     """
@@ -51,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_model: bool = True, 
     )  # fmt: skip
     where = parser.add_argument_group("where it runs")
     option(where, "--machine X", "a catalog name, a TOML file, or `here`", default="here")
+    if calibrated:
+        option(where, "--calibration FILE", "of tierplan calibrate (default: your own that suits best; none: none)")
     option(where, "--devices N", "GPUs of the machine to train on, as --set gpu.count=N (default: all)", whole(1))
     add_set(where)
 
@@ -101,6 +105,7 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         planner_s=given.get("time_limit"),
         drive_lifetime_years=given.get("drive_lifetime_years"),
         seed=given.get("seed", 0),
+        calibration="none" if given.get("calibration", "none") == "none" else args.calibration or "auto",
         overrides={**dict(settings(given.get("overrides", ()))), **devices},
         **{name: given[name] for name in alike},
     )
@@ -139,8 +144,8 @@ def read_training(args: argparse.Namespace) -> Training:
 
 def read_scenario(args: argparse.Namespace) -> tuple[Workload, Machine]:
     """What is trained, and where."""
-    from tierplan.studies.evaluate import machine_of, workload_at
+    from tierplan.studies.evaluate import place_of, workload_at
 
     point = read_point(args)
-    machine = machine_of(point)
-    return workload_at(point, machine), machine
+    place = place_of(point)
+    return place.timed(workload_at(point, place.described)), place.machine

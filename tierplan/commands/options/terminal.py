@@ -2,12 +2,13 @@
 
 say("tokens/s 1,200", *columns(rows))       lines of text
 with working("planning"): ...               a clock on the error stream, for what may take over two seconds
+with progress_bar() as progress: ...        a bar there, for what says how far it is: progress("measuring", 0.3)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -67,3 +68,18 @@ def working(what: str) -> Iterator[None]:
     ) as progress:
         progress.add_task(what, total=None)
         yield
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Shows on a terminal what is being done, and the part of it that is done."""
+    from tqdm import tqdm
+
+    is_hidden = not sys.stderr.isatty()
+    with tqdm(total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", leave=False, disable=is_hidden) as bar:
+
+        def progress(what: str, part: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(min(max(part, 0.0), 1.0) - bar.n)
+
+        yield progress

@@ -1,4 +1,4 @@
-"""The machine's pace while it trains: a small reference piece of work, timed on the compute stream every few steps.
+"""How slow the machine is while it trains: a reference piece of work, timed on the compute stream every few steps.
 
 The same piece is timed in a calibration run, so that a slower machine can be told from a wrong prediction.
 """
@@ -21,7 +21,7 @@ GPU_TIMES = 8
 
 
 @dataclass(eq=False)
-class Pace:
+class ReferenceWork:
     """Times the reference work: when it is asked to, or by itself, as often as `most_frac` of the time allows."""
 
     device: Device

@@ -1,0 +1,36 @@
+"""`tierplan calibrate` from the command line on a tiny model, and what other commands make of its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.configs import config_of
+from tierplan.cli import main
+from tierplan.validation.calibration import session
+
+
+def test_what_is_calibrated_is_taken_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("LEAST_TURNS", 2), ("PROFILE_STEPS", 2)):
+        monkeypatch.setattr(session, name, value)
+    (tmp_path / "tiny.json").write_text(json.dumps({**config_of("llama"), "num_hidden_layers": 5}))
+    asked = ["--model", "tiny.json", "--machine", "desktop-4090", "--batch", "2", "--seq", "16"]
+    asked += ["--dtype", "fp32", "--backend", "cpu"]
+    assert main(["calibrate", *asked, "--device", "cpu", "--threads", "1", "--budget-s", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["num_hidden_layers"] == 3, "a shallow version"
+    assert found["num_threads"] == 1
+    assert set(found["checks"]) == set(found["measured_step_s"]) - {"in-memory"}
+    assert len(found["slowdowns"]) == 1 + 2 * 5, "before the turns, and after each of five plans' two"
+    assert all(seconds > 0 for seconds in found["reference_s"])
+    assert not (tmp_path / "tierplan-calibration").exists(), "scratch files are removed"
+    assert main(["simulate", "--policy", "in-memory", *asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["basis"].startswith("calibrated here with tiny, 2 x 16 tokens")
+    assert answer["step_s"] > found["measured_step_s"]["in-memory"] / 10, "a CPU's seconds, not those of the GPU"

@@ -1,0 +1,162 @@
+"""Which calibration is taken for a question, what is said of it, and what it changes in every command's answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.configs import config_of
+from tierplan.cli import main
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import CATALOG, Machine
+from tierplan.sim.workloads.models import workload_of
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.calibration.calibration import (
+    Calibration,
+    CalibrationError,
+    StreamFit,
+    UnitFit,
+    machine_sha256,
+)
+from tierplan.validation.calibration.known import (
+    FAMILY_HALF_WIDTH,
+    NONE,
+    OTHER_HALF_WIDTH,
+    CalibratedPlace,
+    calibration_config,
+    own_path,
+    place_for,
+)
+
+MACHINE = "desktop-4090"
+TRAINING = Training(per_device_train_batch_size=2, sequence_length=32, dtype="fp32")
+TWICE = UnitFit(forward=2.0, backward=2.0, recompute=2.0, saved=(), spread=0.0)
+
+
+def calibration_of(family: str, machine: Machine, **changes: object) -> Calibration:
+    """Computations take twice as long as described, copies to the device have half the rate."""
+    half = StreamFit(latency_s=1e-4, beside_s=0.0, wake_s=0.0, rates={"bytes": 0.5}, demand=1.0)
+    found = Calibration(
+        model=family,
+        config=calibration_config(config_of(family), 2),
+        training=TRAINING,
+        units=dict.fromkeys(("embed", "block", "head"), TWICE),
+        streams={"gpu0.h2d": half},
+        in_memory_step_s=1.0,
+        measured_step_s={},
+        checks={"a": 1.05, "b": 0.95},
+        machine=machine.name,
+        machine_sha256=machine_sha256(machine),
+        when="2026-01-01 00:00 UTC",
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def workload(family: str = "gpt2", **training: int) -> Workload:
+    return workload_of(family, config_of(family), replace(TRAINING, **training))
+
+
+@pytest.fixture
+def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr("tierplan.validation.calibration.known.version", lambda name: "1.0")
+    return tmp_path
+
+
+VERSIONS = {"torch": "1.0", "transformers": "1.0"}
+
+
+def place(asked: Workload, machine: Machine, which: str = "auto") -> CalibratedPlace:
+    return place_for(machine, asked.training, lambda: asked, which=which)
+
+
+@pytest.mark.usefixtures("data_home")
+def test_the_nearest_of_the_users_own_is_taken() -> None:
+    """The same units first, then the same family, then any, each with a wider interval; the newest of several."""
+    machine = load_machine(MACHINE)
+    for family in ("llama", "gpt2"):
+        calibration = calibration_of(family, machine, versions=VERSIONS)
+        calibration.save(own_path(calibration))
+    own = calibration.half_width
+    exact, longer, other = (
+        place(asked, machine) for asked in (workload(), workload(sequence_length=64), workload("opt"))
+    )
+    assert exact.calibration == calibration
+    assert exact.machine.basis.half_width == own
+    assert "calibrated here with gpt2, 2 x 32 tokens, 2026" in exact.machine.basis.text
+    assert longer.calibration == calibration
+    assert longer.machine.basis.half_width**2 == pytest.approx(own**2 + FAMILY_HALF_WIDTH**2)
+    assert other.calibration is not None
+    assert other.machine.basis.half_width**2 == pytest.approx(own**2 + OTHER_HALF_WIDTH**2)
+    assert "carried over" in other.machine.basis.text
+    slow, plain = exact.timed(workload()).blocks[0], machine.cost("gpu0.compute", workload().blocks[0].forward)
+    assert slow.forward["s"] == pytest.approx(2 * plain.work_s)
+    assert exact.machine.stream("gpu0.h2d").latency_s == 1e-4
+    assert place(workload(), machine, NONE) == CalibratedPlace(described=machine, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"machine_sha256": "0"},
+            "it is of another machine, or of this one as it was measured before 2026-01-01 00:00",
+        ),
+        ({"training": replace(TRAINING, dtype="bf16")}, "its dtype is bf16, not fp32"),
+        ({"versions": {"torch": "0.9"}}, "it is of torch 0.9, and 1.0 is installed"),
+    ],
+)
+def test_what_does_not_suit_is_passed_over_or_refused_by_name(
+    data_home: Path, changes: dict[str, object], why: str
+) -> None:
+    machine = replace(load_machine(MACHINE), basis=replace(CATALOG, text="measured here"))
+    calibration = calibration_of("gpt2", machine, **{"versions": VERSIONS, **changes})
+    calibration.save(own_path(calibration))
+    found = place(workload(), machine)
+    assert found.calibration is None
+    passed_over = f"measured here; {re.escape(own_path(calibration).name)} passed over: {why}"
+    assert re.fullmatch(rf"{passed_over}( UTC)?", found.machine.basis.text)
+    calibration.save(data_home / "mine.json")
+    with pytest.raises(CalibrationError, match=rf"mine\.json does not suit: {why}.*run tierplan calibrate"):
+        place(workload(), machine, str(data_home / "mine.json"))
+
+
+def test_commands_take_it_and_say_so(data_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step takes about twice as long, its interval is the calibration's, and more memory does not void it."""
+    (data_home / "gpt2.json").write_text(json.dumps(config_of("gpt2")))
+    calibration = calibration_of("gpt2", load_machine(MACHINE), versions=VERSIONS)
+    calibration.save(data_home / "mine.json")
+    asked = ["simulate", "--policy", "in-memory", "--model", str(data_home / "gpt2.json"), "--machine", MACHINE]
+    asked += ["--batch", "2", "--seq", "32", "--dtype", "fp32", "--json"]
+    answers = []
+    for more in (
+        ["--calibration", "none"],
+        ["--calibration", str(data_home / "mine.json")],
+        ["--calibration", str(data_home / "mine.json"), "--set", "host.capacity=512 GiB"],
+    ):
+        assert main([*asked, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    plain, calibrated, roomy = answers
+    assert plain["basis"].startswith("catalog")
+    assert calibrated["basis"].startswith("calibrated here with gpt2")
+    low_s, high_s = calibrated["interval_s"]
+    assert low_s < calibrated["step_s"] < high_s
+    assert high_s / low_s < plain["interval_s"][1] / plain["interval_s"][0]
+    assert (roomy["step_s"], roomy["basis"]) == (calibrated["step_s"], calibrated["basis"])
+
+
+def test_a_shallow_model_has_fewer_blocks_and_what_lists_them() -> None:
+    config = {"model_type": "x", "num_hidden_layers": 6, "layer_types": list("abcdef"), "sizes": [1, 2]}
+    assert calibration_config(config) == {**config, "num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}
+    assert calibration_config({"n_layer": 2}) == {"n_layer": 2}
+
+
+def test_predictions_from_a_calibration_need_no_torch() -> None:
+    code = "import sys, tierplan.studies.evaluate; raise SystemExit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

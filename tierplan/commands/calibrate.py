@@ -1,0 +1,102 @@
+"""Finds out what this machine does inside a training step of your model, for predictions that hold.
+
+Times the units of the model in its dtype, batch and length, and trains a shallow version of it under six short plans in
+turns. `simulate`, `plan`, `advise` and others take the result by themselves for the same machine, dtype and versions.
+
+    tierplan calibrate --model gpt2 --batch 4 --seq 256               about 3 minutes
+    tierplan calibrate --model config.json --quick -o mine.json       then: tierplan plan --calibration mine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from tierplan.commands.options import scenario
+from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option, whole
+from tierplan.commands.options.terminal import say
+
+if TYPE_CHECKING:
+    from tierplan.validation.calibration.calibration import Calibration
+
+BUDGET_S, QUICK_S = 180.0, 45.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    scenario.add_arguments(parser, searches=False, calibrated=False)
+    how = parser.add_argument_group("how")
+    where = "folder on the drive that is the NVMe tier, once per drive (default: this folder)"
+    option(how, "--nvme --nvme-dir DIR", where, new_folder, default=".")
+    add_device(how)
+    option(how, "--threads T", "threads for kernels on the CPU, as for `tierplan run`", whole(1))
+    option(how, "--quick", f"in about {QUICK_S:.0f} s: wider intervals")
+    option(how, "--budget-s S", f"seconds, about (default {BUDGET_S:.0f})", finite(above=0))
+    option(how, "-o --output FILE", "write it there, for --calibration, and not into the user's own", new_file())
+    option(parser, "--json", "print the calibration as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    import os
+    import shutil
+    from contextlib import ExitStack
+    from dataclasses import asdict, replace
+    from pathlib import Path
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from tierplan.commands.options.terminal import progress_bar
+    from tierplan.runtime.execution.device import device_named
+    from tierplan.runtime.job import stop_on_interrupt
+    from tierplan.studies.evaluate import calibration_workload, machine_of
+    from tierplan.validation.calibration.known import own_path
+    from tierplan.validation.calibration.session import CalibrationSession
+
+    point = replace(scenario.read_point(args), accumulation=1, max_grad_norm=None)
+    machine = machine_of(point)
+    scratch = Path(args.nvme) / "tierplan-calibration"
+    with ExitStack() as life:
+        life.callback(shutil.rmtree, scratch, ignore_errors=True)
+        is_stopped = life.enter_context(stop_on_interrupt())
+        session = CalibrationSession(
+            workload=calibration_workload(point, machine),
+            machine=machine,
+            nvme_dir=scratch,
+            life=life,
+            device=device_named(args.device),
+            num_threads=args.threads,
+            budget_s=args.budget_s or (QUICK_S if args.quick else BUDGET_S),
+            is_stopped=is_stopped,
+            progress=life.enter_context(progress_bar()),
+        )
+        calibration = session.run()
+    target = args.output or own_path(calibration)
+    calibration.save(target)
+    if args.json:
+        print(json.dumps({**asdict(calibration), "half_width": calibration.half_width, "file": str(target)}, indent=1))
+        return 130 if is_stopped() else 0
+    stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []
+    use = f"use it with --calibration {target}" if args.output else "predictions that it suits are made from it"
+    say(*calibration_lines(calibration), *stopped, f"written to {target}; {use}")
+    return 130 if stopped else 0
+
+
+def calibration_lines(calibration: Calibration) -> list[str]:
+    """What was found, for people."""
+    from math import exp
+
+    from tierplan.sim.output.text import columns, format_error, format_s
+
+    low, high = exp(-calibration.half_width) - 1, exp(calibration.half_width) - 1
+    rows = [("plan", "measured step", "predicted from the others")]
+    for name, measured_s in calibration.measured_step_s.items():
+        check = calibration.checks.get(name)
+        rows.append((name, format_s(measured_s), "" if check is None else format_error(check - 1.0)))
+    slowest, quickest = max(calibration.slowdowns), min(calibration.slowdowns)
+    scatter = (
+        f"steps in memory took {quickest:.2f} to {slowest:.2f} times their median over {len(calibration.slowdowns)}"
+    )
+    return [
+        *columns(rows, right=(1, 2)),
+        f"{scatter} turns",
+        f"90 % interval of a prediction: {low:+.0%} to {high:+.0%}",
+    ]

@@ -1,0 +1,153 @@
+"""Calibrations in the user's data folder, and which of them suits a question. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import hypot
+from pathlib import Path
+
+from tierplan.hwmodels.machine import CATALOG, Machine, PredictionBasis
+from tierplan.sim.workloads.models import SIZES
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.calibration.calibration import Calibration, CalibrationError, machine_sha256
+
+AUTO, NONE = "auto", "none"
+"""In place of a file: the one that suits best, and none."""
+CALIBRATION_BLOCKS = 3
+FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.12, 0.2
+"""What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: nine in ten, by
+`tierplan validate --transfer`."""
+SAME = ("dtype", "backend", "optimizer", "attention")
+"""Of the training settings: what has to be that of the calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibratedPlace:
+    """Where something is trained: the machine as it was described, and as it is inside a step, where that is known."""
+
+    described: Machine
+    machine: Machine
+    calibration: Calibration | None = None
+
+    def timed(self, workload: Workload) -> Workload:
+        """The workload for `machine`."""
+        return workload if self.calibration is None else self.calibration.timed(workload, self.described)
+
+
+def calibrations_dir() -> Path:
+    """The user's own, one file each."""
+    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "tierplan" / "calibrations"
+
+
+def own_path(calibration: Calibration) -> Path:
+    """Its place in that folder: the next one of the same model, settings and machine replaces it."""
+    t = calibration.training
+    name = re.sub(r"[^\w.-]+", "-", calibration.model)
+    shape = f"{t.dtype}-{t.per_device_train_batch_size}x{t.sequence_length}-{calibration.num_threads}t"
+    return calibrations_dir() / f"{name}-{shape}-{calibration.machine_sha256[:8]}.json"
+
+
+def calibration_config(config: Mapping[str, object], num_blocks: int = CALIBRATION_BLOCKS) -> dict[str, object]:
+    """The `config.json` of the same model with at most so many blocks."""
+    depths = _depths(config)
+    fewer: dict[str, object] = {name: min(num_blocks, depth) for name, depth in depths.items()}
+    deep = max((num_blocks, *depths.values()))
+    by_block = {k: v[:num_blocks] for k, v in config.items() if isinstance(v, list) and len(v) == deep > num_blocks}
+    return {**config, **fewer, **by_block}
+
+
+def _depths(config: Mapping[str, object]) -> dict[str, int]:
+    (names,) = (names for names in SIZES if "n_layer" in names)
+    return {name: int(str(config[name])) for name in names if config.get(name)}
+
+
+def place_for(
+    described: Machine,
+    training: Training,
+    workload: Callable[[], Workload],
+    *,
+    which: str = AUTO,
+    unchanged: Machine | None = None,
+) -> CalibratedPlace:
+    """The machine for what is to be trained: calibrated by a file, or by the best of the user's own that suits.
+
+    Parameters
+    ----------
+    workload
+        Makes what is trained, untimed; called only where there is a calibration to look at.
+    which
+        A file, `AUTO` or `NONE`.
+    unchanged
+        The machine before `--set`, which is the one that was calibrated.
+
+    Raises `CalibrationError` for a file that does not suit.
+    """
+    base = unchanged or described
+    if which == NONE:
+        return CalibratedPlace(described=described, machine=described)
+    if which != AUTO:
+        calibration = Calibration.load(which)
+        if why := _why_not(calibration, base, training):
+            raise CalibrationError(f"{which} does not suit: {why}; run tierplan calibrate, or give --calibration none")
+        return _placed(calibration, described, base, workload())
+    passed_over, suiting = "", []
+    for path in sorted(calibrations_dir().glob("*.json"), key=lambda p: p.stat().st_mtime):
+        try:
+            calibration = Calibration.load(path)
+            why = _why_not(calibration, base, training)
+        except CalibrationError:
+            why = "it is broken or of another version of tierplan"
+        if why:
+            passed_over = f"; {path.name} passed over: {why}" if described.basis is not CATALOG else ""
+        else:
+            suiting.append(calibration)
+    if not suiting:
+        basis = replace(described.basis, text=described.basis.text + passed_over)
+        return CalibratedPlace(described=described, machine=replace(described, basis=basis))
+    asked = workload()
+    return _placed(max(enumerate(suiting), key=lambda c: (_nearness(c[1], asked), c[0]))[1], described, base, asked)
+
+
+def _why_not(calibration: Calibration, machine: Machine, training: Training) -> str:
+    """Why the calibration says nothing of this; empty where it does."""
+    if calibration.machine_sha256 != machine_sha256(machine):
+        return f"it is of another machine, or of this one as it was measured before {calibration.when}"
+    if machine.num_devices > 1:
+        return f"it is of one device, and there are {machine.num_devices}"
+    for name in SAME:
+        if (its := getattr(calibration.training, name)) != getattr(training, name):
+            return f"its {name} is {its}, not {getattr(training, name)}"
+    for name in ("torch", "transformers"):
+        try:
+            now = version(name)
+        except PackageNotFoundError:
+            continue
+        if calibration.versions.get(name) != now:
+            return f"it is of {name} {calibration.versions.get(name)}, and {now} is installed"
+    return ""
+
+
+def _nearness(calibration: Calibration, workload: Workload) -> int:
+    """2: it is of units like these; 1: of the same family; 0: of another."""
+    if calibration.config.get("model_type") != workload.config.get("model_type"):
+        return 0
+    t = workload.training
+    its, depth = calibration.training, max(_depths(calibration.config).values(), default=0)
+    shape, its_shape = ((x.per_device_train_batch_size, x.sequence_length) for x in (t, its))
+    return 1 + (shape == its_shape and calibration_config(workload.config, depth) == dict(calibration.config))
+
+
+def _placed(calibration: Calibration, described: Machine, base: Machine, workload: Workload) -> CalibratedPlace:
+    nearness = _nearness(calibration, workload)
+    wider = (OTHER_HALF_WIDTH, FAMILY_HALF_WIDTH, 0.0)[nearness]
+    t = calibration.training
+    of_what = f"{calibration.model}, {t.per_device_train_batch_size} x {t.sequence_length} tokens"
+    text = f"calibrated here with {of_what}, {calibration.when}" + ("" if nearness == 2 else ", carried over")
+    if machine_sha256(described) != machine_sha256(base):
+        text, wider = f"{text}; changed parts by --set", hypot(wider, CATALOG.half_width)
+    basis = PredictionBasis(text, hypot(calibration.half_width, wider), calibration.reference_s)
+    return CalibratedPlace(described=described, machine=calibration.on(described, basis), calibration=calibration)
