@@ -92,11 +92,8 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         check = calibration.checks.get(name)
         rows.append((name, format_s(measured_s), "" if check is None else format_error(check - 1.0)))
     slowest, quickest = max(calibration.slowdowns), min(calibration.slowdowns)
-    scatter = (
-        f"steps in memory took {quickest:.2f} to {slowest:.2f} times their median over {len(calibration.slowdowns)}"
-    )
     return [
         *columns(rows, right=(1, 2)),
-        f"{scatter} turns",
+        f"steps in memory took {quickest:.2f} to {slowest:.2f} times their median",
         f"90 % interval of a prediction: {low:+.0%} to {high:+.0%}",
     ]

@@ -91,7 +91,7 @@ class Calibration:
     slowdowns: tuple[float, ...] = ()
     """Of all turns in memory: seconds per step over their median."""
     reference_s: tuple[float, float] = (0.0, 0.0)
-    """Of the reference work (`tierplan.runtime.measure.reference_work`): where no other stream works, and beside others."""
+    """Of the reference work of `tierplan.runtime.measure`: where no other stream works, and beside others."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
