@@ -19,6 +19,8 @@
 # %%
 import tierplan as tp
 from tierplan.planner.prediction import predict
+from tierplan.sim.output.plots import plot_timeline
+from tierplan.sim.output.text import format_bytes, in_short
 
 machine = tp.load_machine("desktop-4090")
 training = tp.Training(per_device_train_batch_size=16, sequence_length=1024)
@@ -31,7 +33,8 @@ workload = tp.load_workload("gpt-13b", training)
 policies = ("in-memory", "full-recompute", "zero-offload", "ssdtrain", "sliding-window", "fuyou")
 found = {name: predict(name, workload, machine) for name in policies}
 for name, p in found.items():
-    print(f"{name:16}", f"{p.step_s:7.1f} s  {p.tokens_per_s:6.0f} tokens/s" if p.fits else p.why_not[:90])
+    why_not, *_ = in_short(p.why_not).split(". ")
+    print(f"{name:16}", f"{p.step_s:7.1f} s  {p.tokens_per_s:6.0f} tokens/s" if p.fits else why_not)
 
 # %% [markdown]
 # The planner looks for a better plan, and says how much better any plan could be:
@@ -41,15 +44,16 @@ planned = tp.plan(workload, machine, orders=("horizontal",))
 tokens = training.tokens_per_step
 print(f"planner: {planned.step_s:.1f} s, {tokens / planned.step_s:.0f} tokens/s")
 print(f"no plan can be quicker than {planned.lower_bound_s:.1f} s")
-print("what the bound rests on:", {name: f"{part:.0%}" for name, part in planned.bound_shares.items()})
+print("what the bound rests on:", ", ".join(f"{name} {part:.0%}" for name, part in planned.bound_shares.items()))
 
 # %% [markdown]
 # A fine-tuning set of 10 M tokens, three times over:
 
 # %%
 hours = 3 * 10e6 / (tokens / planned.step_s) / 3600
-peaks = {tier: f"{peak / 1e9:.1f} GB" for tier, peak in planned.steady.peak_bytes.items()}
-print(f"{hours:.0f} hours; peaks {peaks}")
+peaks = ", ".join(f"{tier} {format_bytes(peak)}" for tier, peak in planned.steady.peak_bytes.items())
+print(f"{hours:.0f} hours; most held: {peaks}")
+plot_timeline(planned.steady.trace, window_s=planned.steady.window_s)
 
 # %% [markdown]
 # **Answer.** Yes. Only plans that use the drive fit, and the planner's is not slower than any published one.

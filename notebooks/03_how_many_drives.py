@@ -39,8 +39,7 @@ for batch, marker in ((8, "o"), (32, "s")):
     ax.plot([r["nvme.drives"] for r in mine], [r["tokens_per_s"] for r in mine], marker=marker, label=f"batch {batch}")
 ax.set(xlabel="drives", ylabel="tokens per second", ylim=(0, None), title="gpt-13b on fuyou-4090, policy fuyou")
 ax.set_xticks([1, 2, 3, 6, 12])
-ax.legend()
-figure
+_ = ax.legend()
 
 # %% [markdown]
 # What another drive adds, in percent of the speed before it:
@@ -52,13 +51,10 @@ def gains(batch):
     return {n: (speed / before - 1) / (n - m) for (m, before), (n, speed) in pairwise(mine)}
 
 
-for batch in (8, 32):
-    print(
-        batch,
-        {n: f"{gain:+.0%}" for n, gain in gains(batch).items()},
-        "limited by",
-        [r["limited_by"] for r in rows if r["batch"] == batch],
-    )
+for r in rows:
+    gain = gains(r["batch"]).get(r["nvme.drives"])
+    each = "" if gain is None else f"{gain:+.0%}"
+    print(f"batch {r['batch']:2} drives {r['nvme.drives']:2} {each:>5}  limited by {r['limited_by']}")
 
 # %% [markdown]
 # **Answer.** Drives pay off until something else is the limit. The larger the batch, the more there is to compute for
@@ -72,7 +68,6 @@ def enough(batch):
     return min(n for n, speed in mine.items() if speed >= 0.95 * mine[12])
 
 
-print({batch: enough(batch) for batch in (8, 32)})
 speeds = [r["tokens_per_s"] for r in rows if r["batch"] == 32]
 assert speeds[1] > 1.5 * speeds[0], "the second drive nearly doubles the speed"
 assert all(later >= 0.98 * before for before, later in pairwise(speeds)), "a drive never harms"

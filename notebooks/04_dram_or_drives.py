@@ -15,8 +15,7 @@
 #
 # **Question: I have 600 dollars to make 13 B training on my desktop quicker. More DRAM, or more drives?**
 #
-# Each answer is the best plan for a machine, as `tierplan plan` finds it. Prices are those of the advice, of 2024: 160
-# dollars for a 2 TB drive, 3 dollars for a GiB of DRAM.
+# Each answer is the best plan for a machine, as `tierplan plan` finds it. Prices are those of `tierplan advise`.
 
 # %%
 import matplotlib.pyplot as plt
@@ -50,13 +49,12 @@ for bought in sold:
 figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
 ax.barh(["as it is", *speed], [as_is["tokens_per_s"], *speed.values()], color="#0072B2")
 ax.invert_yaxis()
-ax.set(xlabel="tokens per second", title="gpt-13b on the desktop, batch 16, best plan of each machine")
-figure
+_ = ax.set(xlabel="tokens per second", title="gpt-13b on the desktop, batch 16, best plan of each machine")
 
 # %% [markdown]
 # **Answer.** Either, and neither is money lost: the drive is the limit, so another one takes half of its work, and what
 # DRAM holds need not come from it. One more drive gives most for the money, at the prices of 2026; three more give most
-# for 600 dollars, until the GPU is the limit. A quicker GPU costs much and gives least: it waits for the same drive.
+# for 600 dollars. A quicker GPU costs much and gives least: it waits for the same drive.
 
 # %%
 afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 600}

@@ -13,9 +13,12 @@
 # %% [markdown]
 # # Which system for which machine?
 #
-# **Question: is there one offloading system that is best everywhere?** Six policies, three machines, three models.
+# **Question: is there one offloading system that is best everywhere?** Five of them, three machines, two models.
+# What has no bar does not fit.
 
 # %%
+import matplotlib.pyplot as plt
+
 from tierplan.studies.study import Study
 from tierplan.studies.sweep import sweep
 
@@ -37,15 +40,22 @@ for machine in study.scenario["machine"]:
         mine = [r for r in rows if (r["machine"], r["model"]) == (machine, model)]
         fitting = {r["policy"]: r["tokens_per_s"] for r in mine if r.get("fits")}
         best[machine, model] = max(fitting, key=fitting.get) if fitting else None
-        shown = ", ".join(f"{policy} {speed:.0f}" for policy, speed in sorted(fitting.items(), key=lambda kv: -kv[1]))
-        print(f"{machine:14} {model:9} {shown or 'nothing fits'}")
+
+figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+for ax, model in zip(axes, study.scenario["model"], strict=True):
+    for k, policy in enumerate(study.scenario["policy"]):
+        speeds = [r.get("tokens_per_s", 0) for r in rows if (r["model"], r["policy"]) == (model, policy)]
+        ax.bar([place + 0.16 * (k - 2) for place in range(3)], speeds, width=0.16, label=policy)
+    ax.set(title=f"{model}, batch 16", yscale="log", ylim=(100, 20000))
+    ax.set_xticks(range(3), study.scenario["machine"], fontsize="small")
+axes[0].set_ylabel("tokens per second")
+_ = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
 
 # %% [markdown]
 # **Answer.** No. Where DRAM is scarce, the drive is needed; where the states fit into DRAM, plans that stay there win;
 # and the less is moved the better: what fits on the GPU should stay on it.
 
 # %%
-print({f"{machine}, {model}": policy for (machine, model), policy in best.items()})
 assert len({policy for policy in best.values() if policy}) >= 2, "no system is best everywhere"
 assert best["desktop-4090", "gpt-13b"] == "fuyou", "64 GB of DRAM do not hold 13 B parameters' states"
 assert best["fuyou-4090", "gpt-6.7b"] != "in-memory", "24 GB do not hold 6.7 B parameters' states"

@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # Recompute or offload?
@@ -51,8 +52,7 @@ for action, marker in zip(ACTIONS, "osD^", strict=True):
     ax.plot(list(speeds[action]), list(speeds[action].values()), marker=marker, markersize=size, label=action)
 ax.set(xlabel="batch", ylabel="tokens per second", ylim=(0, None), title="gpt-6.7b: what happens to activations")
 ax.set_xticks([4, 8, 12, 16])
-ax.legend()
-figure
+_ = ax.legend()
 
 # %% [markdown]
 # **Answer.** It depends on what has time to spare. At batch 8 the optimizer keeps DRAM busy, and activations that go

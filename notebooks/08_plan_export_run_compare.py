@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # Plan, export, run, compare
@@ -20,13 +21,17 @@
 import copy
 
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tierplan as tp
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_workload
+from tierplan.sim.output.plots import plot_timelines
+from tierplan.validation.report.pictures import typical_steps
 
+transformers.logging.set_verbosity_error()
 config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=64, vocab_size=256, use_cache=False,
                     bos_token_id=0, eos_token_id=0)  # fmt: skip
 config.save_pretrained("model")
@@ -65,10 +70,8 @@ print(f"plain training takes {plain / MIB:.0f} MiB on the device; it gets {devic
 planned = tp.plan(workload, machine(device_mib), time_limit_s=1, orders=("horizontal",))
 tp.save_schedule(planned.schedule, "plan.json")
 schedule = tp.load_schedule("plan.json")
-print(
-    f"{len(schedule.ops)} ops; predicted peaks",
-    {tier: f"{size / MIB:.1f} MiB" for tier, size in planned.steady.peak_bytes.items()},
-)
+peaks = ", ".join(f"{tier} {size / MIB:.1f} MiB" for tier, size in planned.steady.peak_bytes.items())
+print(f"{len(schedule.ops)} ops; predicted to hold at most {peaks}")
 
 # %%
 STEPS = 6
@@ -85,18 +88,20 @@ comparison = tp.compare(
     predicted_step_s=planned.step_s,
     moved_bytes={stream: moved / STEPS for stream, moved in result.moved_bytes.items()},
 )
-tp.write_report("report.html", comparison, planned.steady.trace, result.trace, losses=result.losses)
-print("losses", [round(loss, 4) for loss in result.losses])
+tp.write_report("report.html", comparison, planned.steady.trace, result.trace, losses=result.losses, schedule=schedule)
+plot_timelines(typical_steps(planned.steady.trace, result.trace, comparison.warmup_steps))
 
 # %% [markdown]
 # The same training, plainly in memory:
 
 # %%
 plain_losses = train_plainly(twin, batches, steps=STEPS)
+for name, losses in (("planned", result.losses), ("plain", plain_losses)):
+    print(f"{name:8}", *(f"{loss:.4f}" for loss in losses))
 
 # %% [markdown]
 # **Answer.** It moved the predicted bytes exactly, stayed within the budgets, and gave the numbers of plain training,
-# bit for bit. `report.html` shows both timelines.
+# bit for bit. `report.html` has both timelines, to zoom into.
 
 # %%
 from pathlib import Path

@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # Reading a timeline
@@ -16,6 +17,7 @@
 # simulated step: who waited for what, the critical path, and the sensitivities.
 
 # %%
+import matplotlib.pyplot as plt
 import networkx as nx
 
 import tierplan as tp
@@ -46,7 +48,7 @@ plot_step_time(p.steady.trace, window_s=window)
 repeated = tp.unroll(p.schedule, p.steady.num_steps)
 path = critical_path(repeated, p.steady.trace)
 on_path = time_on_path(path)
-print({name: f"{seconds:.1f} s" for name, seconds in on_path.items()})
+print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in on_path.items()))
 
 # %% [markdown]
 # The path is one way through a graph: `tp.cause_graph` has every op with all that it waited for, as a networkx graph.
@@ -64,8 +66,10 @@ print(f"{len(nx.descendants(tight, middle))} of {len(causes)} ops would have sta
 
 # %%
 gains = sensitivities(p.schedule, machine)
-for g in gains:
-    print(f"{g.kind:6} {g.name:14} twice as good saves {g.gain_frac:.1%} of the step, busy {g.busy_frac:.0%}")
+shown = {f"{g.name} (with its limits)" if g.kind == "part" else g.name: 100 * g.gain_frac for g in reversed(gains)}
+figure, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
+ax.barh(list(shown), list(shown.values()), color="#0072B2")
+_ = ax.set(xlabel="% of the step saved, if twice as good")
 
 # %% [markdown]
 # **Answer.** The GPU waits for parameters and states from the drive. All three looks agree: the drive is on the

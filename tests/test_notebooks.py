@@ -38,6 +38,9 @@ def test_it_asks_and_answers(path: Path) -> None:
     assert last_kind == "code"
     statements = ast.parse(last).body
     assert isinstance(statements[-1], ast.Assert), "ends by asserting its answer"
+    assert any("plot" in text or "ax." in text for kind, text in found if kind == "code"), "has a picture"
+    head, *_ = path.read_text(encoding="utf-8").partition("# %%")
+    assert head.count("# ---\n") == 2, "or jupytext makes a cell of the header"
     assert "**Answer.**" in path.read_text(encoding="utf-8")
 
 
