@@ -33,6 +33,7 @@ MAX_TURNS = 200_000
 """Forwards and backwards of units in one step, at most: a schedule of them takes a few hundred MB."""
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
+Divided = Literal["all", "gradients", "states", "nothing", "tensors"]
 UNIT_WORDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("params", "grads", "states"), PLACES),
     "input": get_args(InputAction),
@@ -42,6 +43,11 @@ PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
     "order": get_args(Order),
     "write_back": get_args(WriteBack),
     "update_order": get_args(UpdateOrder),
+}
+SHARING_WORDS: Mapping[str, tuple[str, ...]] = {
+    "divided": get_args(Divided),
+    "reduces": ("last", "each"),
+    "by": ("reduce", "all_reduce"),
 }
 PLAN_NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
@@ -89,6 +95,22 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What several devices divide among them, and when they exchange it."""
+
+    divided: Divided = "all"
+    """All: parameters, gradients and states are cut into shards (ZeRO-3). Gradients: these and the states (ZeRO-2).
+    States: they alone (ZeRO-1). Nothing: every device has the model (data parallelism). Tensors: every operator, and
+    all devices work on the same micro-batches (Megatron)."""
+    reduces: Literal["last", "each"] = "last"
+    """After which micro-batch gradients that stay on the device are summed over devices."""
+    by: Literal["reduce", "all_reduce"] = "reduce"
+    """How, where each device keeps a shard: DeepSpeed's ZeRO-2 all-reduces, and drops what is not its own."""
+    waits: bool = False
+    """Compute waits for each collective; else one turn runs beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitwisePlan(Shown):
     """One decision for each unit, on one device or on several that each train on micro-batches of their own."""
 
@@ -126,7 +148,9 @@ class UnitwisePlan(Shown):
     operator_tiles: int = 1
     """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
     devices: int = 1
-    """Devices, each with micro-batches of its own; parameters, gradients and states are cut into as many shards."""
+    """On which the plan trains."""
+    sharing: Sharing = Sharing()
+    """What they divide; of no account on one device."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
@@ -134,14 +158,20 @@ class UnitwisePlan(Shown):
 
     @property
     def num_batches(self) -> int:
-        """How many times the workload's micro-batches one step trains on: once per device."""
-        return self.devices
+        """How many times the workload's micro-batches one step trains on: once per device, unless operators are cut."""
+        return 1 if self.sharing.divided == "tensors" else self.devices
 
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
         _check_words(f"plan {self.policy!r}", self, PLAN_WORDS)
+        _check_words(f"plan {self.policy!r}", self.sharing, SHARING_WORDS)
         for name, least in PLAN_NUMBERS.items():
             _check_number(self.policy, name, getattr(self, name), least)
+        if self.devices > 1 and self.sharing.divided == "nothing" and {u.states for u in self.units} != {"device"}:
+            raise PlanError(
+                f"plan {self.policy!r} divides nothing among {self.devices} devices, each with its own states, but "
+                "some are off the device; divide the states, or keep them on the device"
+            )
         if len(self.units) != len(workload.units):
             raise PlanError(
                 f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "

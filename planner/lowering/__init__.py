@@ -45,7 +45,7 @@ class Lowering:
             case UnitwisePlan():
                 columns = self._unitwise.columns(plan)
                 if plan.devices > 1:
-                    columns = columns_of(partition(columns.schedule(), plan.devices))
+                    columns = columns_of(partition(columns.schedule(), plan.devices, plan.sharing))
             case PackPlan():
                 make = pack_schedule if plan.devices > 1 else unitwise_pack_schedule
                 columns = columns_of(make(plan, self.workload, self.machine))

@@ -7,6 +7,7 @@ PlanError(ValueError)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast, get_args
 
 from tierplan.hwmodels.machine import Machine
@@ -57,6 +58,14 @@ def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple
 def by_kind(workload: Workload, block: UnitPlan, other: UnitPlan) -> tuple[UnitPlan, ...]:
     """One choice for all blocks, one for embedding and head."""
     return tuple(block if unit.kind == "block" else other for unit in workload.units)
+
+
+def with_checkpointing(
+    policy: str, options: Mapping[str, object], workload: Workload, unit: UnitPlan
+) -> tuple[UnitPlan, ...]:
+    """The choice for all units, blocks recomputed from their inputs unless option `checkpointing` is off."""
+    recompute = choice(policy, options, "checkpointing", ("on", "off")) == "on"
+    return by_kind(workload, replace(unit, acts="recompute") if recompute else unit, unit)
 
 
 def bounded_semantics(policy: str, options: Mapping[str, object], workload: Workload, own: Semantics) -> Semantics:

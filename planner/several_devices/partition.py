@@ -1,9 +1,11 @@
-"""One device's schedule on several: each trains on micro-batches of its own and holds a shard of the model (ZeRO-3).
+"""One device's schedule on several, which divide what `Sharing` says.
 
-Parameters, gradients and optimizer states are cut into as many shards as there are devices. A device keeps or fetches
-its shard of a unit's parameters over its own link and gathers the others' from its peers before it computes; after
-backward, gradients are reduced and scattered, and each device sends its shard away. Host cores and drives work for
-all devices: what they read and write is the whole. Activations belong to each device alone.
+As ZeRO-3 does, parameters, gradients and optimizer states are cut into as many shards as there are devices. A device
+keeps or fetches its shard of a unit's parameters over its own link and gathers the others' from its peers before it
+computes; after backward, gradients are reduced and scattered, and each device sends its shard away. Where parameters
+are whole on every device, what each one updated is gathered after the update. Where operators are cut (tensor
+parallelism), activations are summed after each half of a block instead. Host cores and drives work for all devices:
+what they read and write is the whole. Activations belong to each device alone.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
+from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.contents import (
     Gradients,
+    Input,
+    InputGradient,
     Params,
+    Shared,
     buffer_name,
     copy_key,
     device_name,
@@ -31,20 +37,22 @@ SHARDED = ("params", "grads", "states")
 COMPUTE_KINDS = ("forward", "recompute", "backward")
 
 
-def partition(schedule: Schedule, devices: int) -> Schedule:
+def partition(schedule: Schedule, devices: int, sharing: Sharing) -> Schedule:
     """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist."""
-    return _Partition(schedule, devices).schedule()
+    return _Partition(schedule, devices, sharing).schedule()
 
 
 class _Partition:
-    def __init__(self, schedule: Schedule, devices: int) -> None:
-        self.source, self.n = schedule, devices
+    def __init__(self, schedule: Schedule, devices: int, sharing: Sharing) -> None:
+        self.source, self.n, self.sharing = schedule, devices, sharing
+        self.cuts_tensors = sharing.divided == "tensors"
         self.old = schedule.buffers_by_name()
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.gathered: dict[tuple[str, str, str, int, int], str] = {}
         self.scattered: dict[tuple[str, int], str] = {}
         self.computes: list[list[str]] = [[] for _ in range(devices)]  # keys per device, in order
+        self.awaited: list[list[str]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
         self.keys: dict[str, list[str]] = {}
 
     def schedule(self) -> Schedule:
@@ -65,7 +73,26 @@ class _Partition:
 
     def _is_sharded(self, b: Buffer) -> bool:
         """Whether a device's or the host's buffer is 1/n of it; a gradient is whole on the device that made it."""
-        return b.kind in SHARDED and not (b.tier == DEVICE and b.kind == "grads")
+        if self.cuts_tensors:
+            return b.kind in (*SHARDED, "work") or (b.kind == "acts" and not self._is_border(b))
+        if b.tier != DEVICE or b.kind not in SHARDED:
+            return b.kind in SHARDED
+        match b.kind:
+            case "params":
+                return self.sharing.divided == "all"
+            case "states":
+                return self.sharing.divided != "nothing"
+            case _:
+                return self._is_summed_at_once(b) and self.sharing.divided in ("all", "gradients")
+
+    def _is_border(self, b: Buffer) -> bool:
+        """Whether it passes from unit to unit, or belongs to all of them."""
+        return isinstance(parse_content(b.content), Input | InputGradient | Shared)
+
+    def _is_summed_at_once(self, b: Buffer) -> bool:
+        """Whether these gradients stay on the device, and are summed over devices after each micro-batch."""
+        on_device = self.sharing.reduces == "each" and b.kind == "grads" and b.tier == DEVICE and not self.cuts_tensors
+        return on_device and isinstance(parse_content(b.content), Gradients)
 
     def _ranks(self, name: str) -> Iterable[int]:
         b = self.old[name]
@@ -97,24 +124,41 @@ class _Partition:
         if not on_device and not any(b.kind == "acts" for b in touched):
             self._emit(op, op.key, op.stream, op.work, self._all(op.reads), self._all(op.writes), None)
             return
+        computes = op.kind in COMPUTE_KINDS
+        sums = [name for name in op.writes if computes and self._is_summed_at_once(self.old[name])]
+        updated = [name for name in op.writes if not computes and self._is_gathered_again(name)]
         for r in range(self.n):
-            reads = [self._input(op, name, r) for name in op.reads]
-            writes = [self._name(name, r) for name in op.writes]
+            reads = [
+                self._input(op, name, r) for name in op.reads if not (sums and self._is_summed_at_once(self.old[name]))
+            ]
+            writes = [
+                self._own_part(op, name, r) if name in (*sums, *updated) else self._name(name, r) for name in op.writes
+            ]
             work = op.work
-            if op.kind == "update" or (op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in SHARDED):
+            is_shard = op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in SHARDED
+            if (
+                is_shard
+                or (computes and self.cuts_tensors)
+                or (op.kind == "update" and self.sharing.divided != "nothing")
+            ):
                 work = {kind: amount / self.n for kind, amount in op.work.items()}
             stream = parse_stream(op.stream).on(r) if on_device else op.stream
             key = self._emit(op, device_name(op.key, r), stream, work, reads, writes, r)
-            if op.kind in COMPUTE_KINDS:
+            if computes:
                 self.computes[r].append(key)
+        for name in (*sums, *updated):
+            for r in range(self.n):
+                self._complete(op, name, r, is_sum=name in sums)
+        if self.cuts_tensors and computes:
+            self._sum_activations(op, touched)
 
     def _input(self, op: Op, name: str, r: int) -> str:
         b = self.old[name]
-        if b.tier != DEVICE:
+        if b.tier != DEVICE or self.cuts_tensors:
             return self._name(name, r)
-        if b.kind == "params" and op.kind in COMPUTE_KINDS:
+        if b.kind == "params" and op.kind in COMPUTE_KINDS and self.sharing.divided == "all":
             return self._gather(op, name, r)
-        if b.kind == "grads" and op.kind not in COMPUTE_KINDS:
+        if b.kind == "grads" and op.kind not in COMPUTE_KINDS and not self._is_summed_at_once(b):
             return self._scatter(name, r)
         return self._name(name, r)
 
@@ -125,10 +169,15 @@ class _Partition:
         for old in op.after:
             new = self.keys[old]
             after += [new[r]] if r is not None and len(new) == self.n else new
+        if r is not None and op.kind in COMPUTE_KINDS:
+            after += self.awaited[r]
+            self.awaited[r] = []
         read, ended = tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(after))
         self.ops.append(replace(op, key=key, stream=stream, work=work, reads=read, writes=tuple(writes), after=ended))
         self.keys.setdefault(op.key, []).append(key)
         return key
+
+    # ---- collectives ----
 
     def _gather(self, op: Op, name: str, r: int) -> str:
         """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
@@ -137,28 +186,78 @@ class _Partition:
         if known not in self.gathered:
             b = self.old[name]
             key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))
-            self.gathered[known] = self._collective(
-                key, "gather", b, r, [self._name(name, k) for k in range(self.n)], b.size_bytes, self.computes[r][-2:-1]
-            )
+            after = self.computes[r][-1:] if self.sharing.waits else self.computes[r][-2:-1]
+            whole = self.gathered[known] = buffer_name(key, device(r))
+            self._buffer(whole, b, r, b.size_bytes)
+            self._collective(key, "gather", b, r, [self._name(name, k) for k in range(self.n)], whole, after)
         return self.gathered[known]
 
     def _scatter(self, name: str, r: int) -> str:
-        """Device r's shard of the sum of all devices' gradients."""
+        """Device r's shard of the sum of all devices' gradients, or the whole where nothing is divided."""
         if (name, r) not in self.scattered:
-            b = self.old[name]
+            b, whole = self.old[name], self.sharing.divided == "nothing"
+            kind = "all_reduce" if whole else self.sharing.by
             key = device_name(copy_key("reduce", b.content), r)
-            whole = [self._name(name, k) for k in range(self.n)]
-            self.scattered[name, r] = self._collective(key, "reduce", b, r, whole, -(-b.size_bytes // self.n), [])
+            out = self.scattered[name, r] = buffer_name(key, device(r))
+            self._buffer(out, b, r, b.size_bytes if whole else -(-b.size_bytes // self.n))
+            self._collective(key, kind, b, r, [self._name(name, k) for k in range(self.n)], out, [])
         return self.scattered[name, r]
 
-    def _collective(
-        self, key: str, kind: str, b: Buffer, r: int, reads: list[str], size_bytes: int, after: list[str]
-    ) -> str:
+    def _is_gathered_again(self, name: str) -> bool:
+        """Whether these are parameters that every device has whole, and of which each has just made a shard."""
+        b = self.old[name]
+        on_device = b.kind == "params" and b.tier == DEVICE
+        return on_device and self.sharing.divided in ("gradients", "states")
+
+    def _own_part(self, op: Op, name: str, r: int) -> str:
+        """What a device has made by itself, before the others' shares are added: a gradient, or updated parameters."""
+        b, own = self.buffers[self._name(name, r)], buffer_name(op_key("own", op.key), device(r))
+        is_sum = op.kind in COMPUTE_KINDS
+        size_bytes = self.old[name].size_bytes if is_sum else b.size_bytes
+        self.buffers[own] = replace(
+            b, name=own, size_bytes=size_bytes, reuses=None if is_sum else b.reuses, becomes=None
+        )
+        if not is_sum:
+            self.buffers[b.name] = replace(b, reuses=own)
+        return own
+
+    def _complete(self, op: Op, name: str, r: int, *, is_sum: bool) -> None:
+        """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
+        b = self.old[name]
+        own = [buffer_name(op_key("own", op.key), device(k)) for k in range(self.n)]
+        if is_sum:
+            kind = "all_reduce" if self.sharing.divided == "nothing" else self.sharing.by
+            reads = [*own, *([self._name(b.reuses, r)] if b.reuses else [])]
+            self._collective(op_key("reduce", op.key, device(r)), kind, b, r, reads, self._name(name, r), [])
+        else:
+            key = op_key("gather", op.key, device(r))
+            self._collective(key, "gather", b, r, [own[r]], self._name(name, r), self.keys[op.key])
+
+    def _sum_activations(self, op: Op, touched: list[Buffer]) -> None:
+        """Megatron's all-reduces: after each half of a block, and where the vocabulary is cut."""
+        borders = [
+            b for b in touched if b.kind == "acts" and isinstance(parse_content(b.content), Input | InputGradient)
+        ]
+        once = (("embed", "forward"), ("head", "backward"))
+        calls = 2 if op.unit not in ("embed", "head") else int((op.unit, op.kind) in once)
+        if not borders or not calls:
+            return
+        b = max(borders, key=lambda b: b.size_bytes)
+        for r in range(self.n):
+            work = collective_work("all_reduce", calls * b.size_bytes, self.n, calls=calls)
+            key = op_key("all_reduce", op.key, device(r))
+            ended = tuple(self.keys[op.key])
+            self.ops.append(Op(key=key, stream=collective(r), kind="all_reduce", unit=op.unit, work=work, after=ended))
+            self.awaited[r].append(key)
+
+    def _buffer(self, name: str, b: Buffer, r: int, size_bytes: int) -> None:
+        self.buffers[name] = Buffer(name=name, tier=device(r), size_bytes=size_bytes, content=b.content, kind=b.kind)
+
+    def _collective(self, key: str, kind: str, b: Buffer, r: int, reads: list[str], out: str, after: list[str]) -> None:
         content = parse_content(b.content)
         assert isinstance(content, Params | Gradients)
-        name, tier = buffer_name(key, device(r)), device(r)
-        self.buffers[name] = Buffer(name=name, tier=tier, size_bytes=size_bytes, content=b.content, kind=b.kind)
         work = collective_work(kind, b.size_bytes, self.n)
         op = Op(key=key, stream=collective(r), kind=kind, unit=content.unit, work=work)
-        self.ops.append(replace(op, reads=tuple(reads), writes=(name,), after=tuple(after)))
-        return name
+        self.ops.append(replace(op, reads=tuple(reads), writes=(out,), after=tuple(after)))
+        if self.sharing.waits:
+            self.awaited[r].append(key)

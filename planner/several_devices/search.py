@@ -16,8 +16,10 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_search import improve_packs
 
-NEED_SEVERAL_DEVICES = ("harmony-dp", "harmony-pp")
-"""Policies that have no plan of their own on one device."""
+NEED_SEVERAL_DEVICES = (
+    "harmony-dp", "harmony-pp", "zero-1", "zero-2", "zero-3", "ddp", "fsdp", "fsdp-offload", "megatron-tp",
+)  # fmt: skip
+"""Policies that have nothing of their own on one device."""
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.commands import COMMANDS
+from tierplan.planner.policies import POLICIES
 
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 500, "n_positions": 64}
 TWO = ["--machine", "desktop-4090", "--set", "gpu.count=2", "--seq", "64", "--batch", "2"]
@@ -43,6 +44,8 @@ def test_every_command_is_looked_at() -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("tierplan.studies.advise.purchases", lambda description, prices: [])
     monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
+    alone = {name: POLICIES[name] for name in ("in-memory", "zero-offload")}
+    monkeypatch.setattr("tierplan.planner.planning.POLICIES", alone)
     monkeypatch.setattr("tierplan.planner.planning.on_all_devices", lambda *args: None)  # else all are used
     monkeypatch.setattr("tierplan.planner.planning.search_packs", lambda *args, **more: None)
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 50_000)

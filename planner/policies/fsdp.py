@@ -1,0 +1,57 @@
+"""PyTorch's data parallelism: `ddp` with the whole model on every device, `fsdp` (FSDP2) with all of it in shards.
+
+`fsdp` gathers a unit's parameters before its forward and again before its backward, one unit ahead, and reduces its
+gradients after each backward. Under `no_sync` (`reduces=last`) gradients gather on the device, whole, and are summed
+after the last micro-batch; so does `ddp`, as everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of
+parameters, gradients and states in host memory, where the optimizer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Place, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.policies.options import (
+    Policy,
+    bounded_semantics,
+    choice,
+    number,
+    read_options,
+    with_checkpointing,
+)
+from tierplan.sim.workloads.workload import Workload
+
+OPTIONS: Mapping[str, object] = {
+    "checkpointing": "on",
+    "reduces": "each",
+    "prefetch": 1,
+    "devices": None,  # default: all that the machine has
+    "semantics": None,
+}
+
+
+def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
+    options = read_options(name, given, {**OPTIONS, "reduces": "last"} if name == "ddp" else OPTIONS)
+    options["devices"] = options["devices"] or machine.num_devices
+    reduces = choice(name, options, "reduces", ("each", "last"))
+    semantics = bounded_semantics(name, options, workload, "exact-clip")
+    unit = UnitPlan(params=place, grads=place, states=place)
+    return UnitwisePlan(
+        policy=name,
+        units=with_checkpointing(name, options, workload, unit),
+        semantics=semantics,
+        hold_updates=semantics == "exact-clip",
+        prefetch_params_units=int(number(name, options, "prefetch", low=0)),
+        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        sharing=Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces),  # type: ignore[arg-type]
+        options=options,
+    )
+
+
+VARIANTS: Mapping[str, Policy] = {
+    "ddp": partial(_policy, "ddp", "device"),
+    "fsdp": partial(_policy, "fsdp", "device"),
+    "fsdp-offload": partial(_policy, "fsdp-offload", "host"),
+}

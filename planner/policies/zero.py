@@ -1,0 +1,71 @@
+"""ZeRO (arXiv 1910.02054) as DeepSpeed runs it: states, then gradients, then parameters divided among devices.
+
+`zero-1` divides the optimizer states, `zero-2` gradients too, `zero-3` parameters too. Gradients are summed after each
+micro-batch but for `zero-1`, which waits for the last. DeepSpeed's `zero-2` all-reduces them and drops what is not its
+own (`use_multi_rank_bucket_allreduce`), and its compute waits for that unless `overlap=on` (`overlap_comm`, which is
+off by default but in `zero-3`). `optimizer=host` keeps gradients and states in host memory (ZeRO-Offload), where host
+cores update all shards; `params=host` does so with the parameters of `zero-3`. With NVMe, take `zero-infinity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, cast
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import Place, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.policies.options import (
+    OptionError,
+    Policy,
+    bounded_semantics,
+    choice,
+    number,
+    read_options,
+    with_checkpointing,
+)
+from tierplan.sim.workloads.workload import Workload
+
+OPTIONS: Mapping[str, object] = {
+    "optimizer": "device",
+    "params": "device",
+    "checkpointing": "on",
+    "overlap": None,
+    "prefetch": 1,
+    "devices": None,  # default: all that the machine has
+    "semantics": None,
+}
+DIVIDED: Mapping[int, Literal["states", "gradients", "all"]] = {1: "states", 2: "gradients", 3: "all"}
+
+
+def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
+    name = f"zero-{stage}"
+    options = read_options(name, given, OPTIONS)
+    options["overlap"] = options["overlap"] or ("on" if stage == 3 else "off")
+    options["devices"] = options["devices"] or machine.num_devices
+    params, optimizer = (cast(Place, choice(name, options, key, ("device", "host"))) for key in ("params", "optimizer"))
+    if params == "host" and (stage < 3 or optimizer == "device"):
+        raise OptionError(
+            f"option 'params' of policy {name!r} is 'host'; parameters leave the device with zero-3 alone, and after "
+            "the optimizer: use zero-3 with optimizer=host"
+        )
+    semantics = bounded_semantics(name, options, workload, "exact-clip")
+    return UnitwisePlan(
+        policy=name,
+        units=with_checkpointing(name, options, workload, UnitPlan(params=params, grads=optimizer, states=optimizer)),
+        semantics=semantics,
+        hold_updates=semantics == "exact-clip",
+        update_order="backward",
+        prefetch_params_units=int(number(name, options, "prefetch", low=0)),
+        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        sharing=Sharing(
+            divided=DIVIDED[stage],
+            reduces="last" if stage == 1 else "each",
+            by="all_reduce" if stage == 2 else "reduce",
+            waits=choice(name, options, "overlap", ("on", "off")) == "off",
+        ),
+        options=options,
+    )
+
+
+VARIANTS: Mapping[str, Policy] = {f"zero-{stage}": partial(_policy, stage) for stage in DIVIDED}

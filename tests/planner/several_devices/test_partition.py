@@ -1,0 +1,99 @@
+"""What devices exchange and hold under each way of dividing a model, against sums made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.test_plan import devices
+from tests.toys import toy_workload
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PlanError
+from tierplan.planner.policies import decide
+from tierplan.planner.prediction import predict
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.schedule import Op, Schedule
+
+NUM, BATCHES = 4, 3
+WORKLOAD = toy_workload(4, tied=False, gradient_accumulation_steps=BATCHES)
+PARAMS = sum(unit.num_parameters for unit in WORKLOAD.units)
+SIZE = 2 * PARAMS
+"""Bytes of all parameters, and of all gradients."""
+BORDER = WORKLOAD.blocks[1].input_bytes
+
+
+def schedule_of(policy: str, **options: object) -> Schedule:
+    return lower(decide(policy, WORKLOAD, devices(NUM), options), WORKLOAD, devices(NUM))
+
+
+def of_one(schedule: Schedule) -> list[Op]:
+    """The collectives of one device."""
+    return [op for op in schedule.ops if op.stream == "gpu1.collective"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "passes"),
+    [
+        ("ddp", {}, 2),  # one all-reduce of all gradients
+        ("zero-1", {}, 1 + 1),  # gradients reduced once, new parameters gathered
+        ("zero-2", {}, 2 * BATCHES + 1),  # all-reduced after each micro-batch
+        ("zero-2", {"optimizer": "host"}, 2 * BATCHES + 1),
+        ("zero-3", {}, 3 * BATCHES),  # gathered forward and backward, reduced
+        ("zero-3", {"optimizer": "host", "params": "host"}, 3 * BATCHES),
+        ("fsdp", {}, 3 * BATCHES),
+        ("fsdp", {"reduces": "last"}, 2 * BATCHES + 1),
+        ("fsdp-offload", {}, 3 * BATCHES),
+    ],
+)
+def test_each_device_sends_what_the_papers_count(policy: str, options: dict[str, object], passes: int) -> None:
+    """`passes` over all parameters, of each of which a device sends the others' share. Embeddings have no backward
+    that reads them: their second gather is left out."""
+    ops = of_one(schedule_of(policy, **options))
+    second_gathers = BATCHES if policy in ("zero-3", "fsdp", "fsdp-offload") else 0
+    embed = 2 * WORKLOAD.units[0].num_parameters * second_gathers
+    assert sum(op.work[f"ring{NUM}_bytes"] for op in ops) == pytest.approx((passes * SIZE - embed) * (NUM - 1) / NUM)
+
+
+def test_tensor_parallel_devices_do_their_share_and_sum_activations_twice_per_half() -> None:
+    """Forward, recomputation and backward of a block sum two times each; embedding and head once each."""
+    schedule = schedule_of("megatron-tp")
+    sums = BATCHES * (3 * 2 * len(WORKLOAD.blocks) + 2)
+    ops = of_one(schedule)
+    assert sum(op.work[f"ring{NUM}_bytes"] for op in ops) == pytest.approx(2 * sums * BORDER * (NUM - 1) / NUM)
+    assert sum(op.work["hops"] for op in ops) == 2 * sums * (NUM - 1)
+    one = next(op for op in schedule.ops if op.key == "fwd/L1/mb0/gpu2")
+    assert one.work["matmul_bf16_flops"] == WORKLOAD.blocks[1].forward["matmul_bf16_flops"] / NUM
+    found = predict("megatron-tp", WORKLOAD, devices(NUM))
+    assert found.tokens == WORKLOAD.training.tokens_per_step, "all work on the same micro-batches"
+
+
+def held(policy: str, kind: str, **options: object) -> int:
+    """Bytes of a kind that one device holds before the step."""
+    schedule = schedule_of(policy, **options)
+    return sum(b.size_bytes for b in schedule.buffers if b.kind == kind and b.tier == "gpu1" and b.initial)
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "states"),
+    [("ddp", 1, 1), ("zero-1", 1, NUM), ("zero-2", 1, NUM), ("zero-3", NUM, NUM), ("fsdp", NUM, NUM),
+     ("megatron-tp", NUM, NUM)],
+)  # fmt: skip
+def test_each_device_holds_its_share(policy: str, params: int, states: int) -> None:
+    assert held(policy, "params") == pytest.approx(SIZE / params, abs=NUM * 10)
+    assert held(policy, "states") == pytest.approx(12 * PARAMS / states, abs=NUM * 10)
+
+
+def test_compute_waits_for_deepspeeds_reductions_unless_they_overlap() -> None:
+    waits, beside = (simulate_on(schedule_of("zero-2", overlap=word), devices(NUM)) for word in ("off", "on"))
+    assert waits.duration_s > 1.05 * beside.duration_s
+
+
+@pytest.mark.parametrize("policy", ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-offload", "megatron-tp"])
+def test_several_steps_follow_each_other(policy: str) -> None:
+    found = predict(policy, WORKLOAD, devices(NUM))
+    assert found.fits, found.why_not
+    assert found.devices == NUM
+
+
+def test_parameters_leave_the_device_after_the_optimizer_and_where_they_are_divided() -> None:
+    with pytest.raises(PlanError, match="use zero-3 with optimizer=host"):
+        decide("zero-2", WORKLOAD, devices(NUM), {"params": "host"})
