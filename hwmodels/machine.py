@@ -36,6 +36,8 @@ class PredictionBasis:
     """Nine in ten predicted times are off by a factor of at most `exp(half_width)`, either way."""
     reference_s: tuple[float, float] = (0.0, 0.0)
     """Seconds of the reference work on this machine, alone and beside other streams; 0 where nobody timed it."""
+    num_threads: int = 0
+    """Of kernels on the CPU, in the calibration; 0 without one."""
 
     def interval_s(self, predicted_s: float) -> tuple[float, float]:
         """The 90 % interval of a predicted time."""

@@ -20,6 +20,7 @@ from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.execution.device import device_named
 from tierplan.runtime.execution.executable import check_tokens, executable_step
+from tierplan.runtime.measure.reference_work import MOST_FRAC
 from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import matching, without_decay
@@ -81,6 +82,8 @@ class Done:
     """Of the whole run, earlier parts included."""
     tokens_per_step: int
     predicted_step_s: float | None
+    interval_s: tuple[float, float] | None
+    """Of the predicted step: 9 in 10."""
     was_stopped: bool
     out_dir: Path
 
@@ -94,6 +97,8 @@ class Done:
             if self.predicted_step_s:
                 error = self.predicted_step_s / step_s - 1
                 lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({error:+.1%})"
+                if self.interval_s:
+                    lines[-1] += f", 9 in 10 between {self.interval_s[0]:.3f} s and {self.interval_s[1]:.3f} s"
             for what, sizes in (("peak", result.peak_bytes), ("moved", result.moved_bytes)):
                 lines.append(f"{what} " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()))
         lines += result.notes
@@ -110,6 +115,7 @@ class Done:
             "step_s": step_s,
             "tokens_per_s": self.tokens_per_step / step_s if step_s else None,
             "predicted_step_s": self.predicted_step_s,
+            "interval_s": self.interval_s,
             "peak_bytes": dict(result.peak_bytes),
             "bytes": dict(result.moved_bytes),
             "notes": list(result.notes),
@@ -150,7 +156,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
         frozen=matching(model, job.freeze),
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
-    predicted = predicted_step_s(schedule)
+    predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)
     with _Metrics(job, training, rate, predicted, show_progress) as metrics:
         trainer = Trainer(
             schedule,
@@ -163,6 +169,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             device=device_named(job.device),
             num_threads=job.num_threads,
             trace_steps=TRACED_STEPS,
+            reference_frac=MOST_FRAC,
             on_step=metrics.on_step,
             out_dir=job.out_dir,
             checkpoint_every=job.checkpoint_every,
@@ -186,6 +193,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
                 num_steps=trainer.num_steps_done,
                 tokens_per_step=training.tokens_per_step,
                 predicted_step_s=predicted,
+                interval_s=(interval[0], interval[1]) if isinstance(interval, list | tuple) else None,
                 was_stopped=was_stopped() and trainer.num_steps_done < job.num_steps,
                 out_dir=job.out_dir,
             )
@@ -193,11 +201,15 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
 
 def predicted_step_s(schedule: Schedule) -> float | None:
     """The step time that the file's writer expected: `tierplan plan` and `tierplan simulate` note it."""
-    step_s: Any = schedule.meta.get("predicted_step_s")
-    planned: Any = schedule.meta.get("tierplan-plan")
-    if step_s is None and isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
-        step_s = planned["prediction"].get("step_s")
+    step_s = schedule.meta.get("predicted_step_s", _predicted("step_s", schedule))
     return float(step_s) if isinstance(step_s, int | float) else None
+
+
+def _predicted(name: str, schedule: Schedule) -> Any:
+    planned: Any = schedule.meta.get("tierplan-plan")
+    if isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
+        return planned["prediction"].get(name)
+    return schedule.meta.get(name)
 
 
 def _training(schedule: Schedule, path: Path) -> Training:

@@ -76,6 +76,8 @@ def test_run_writes_everything_and_the_loss_falls(files: Path, capsys: pytest.Ca
     assert all(line["tokens_per_s"] > 0 for line in lines)
     trace = Trace.load(files / "out" / "trace.json")
     assert trace.by_key()["s0/fwd/L1/mb0"].duration_ns > 0
+    assert "reference_s" in trace.meta, "how slow the machine was, where the run was long enough to tell"
+    assert trace.meta["num_threads"] >= 1  # type: ignore[operator]
     assert "30 steps done" in capsys.readouterr().out
     from transformers import GPT2LMHeadModel
 

@@ -1,7 +1,7 @@
 """Compare a run with its prediction, op by op: where the time went, and why it differs.
 
 PLAN is what `tierplan plan -o` or `tierplan simulate -o` wrote; RUN is the folder of `tierplan run --out`. The plan is
-simulated again on the machine it was made for, so give the same --machine and --set.
+simulated again on the machine that it was made for, which stands in it.
 
     tierplan compare plan.json run1 -o report.html
 """
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=existing_file, metavar="PLAN", help="the plan or schedule that was run")
     parser.add_argument("run_dir", metavar="RUN", help="the folder of the run")
     option(parser, "-o --output FILE", "the page", new_file(), "report.html")
-    option(parser, "--machine X", "a catalog name, a TOML file, or here", default="here")
+    option(parser, "--machine X", "a catalog name, a TOML file, or here (default: the plan's own)")
     add_set(parser)
     option(parser, "--other-machine", "compare even if the plan is for another machine")
     option(parser, "--warmup N", "steps at the beginning to leave out (default 2)", whole(0))
@@ -29,14 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels import load_machine
-    from tierplan.sim.output.text import columns, format_error, format_s
+    from dataclasses import asdict
+
+    from tierplan.sim.output.text import columns, format_error, format_s, wrapped
     from tierplan.validation.comparison.compare import compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
+    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, what_to_do
     from tierplan.validation.report.report import verdict, write_report
 
-    machine = load_machine(args.machine, args.overrides)
-    schedule, interval_s = read_schedule(args.plan, None if args.other_machine else machine)
+    schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
     run_folder = load_run(args.run_dir)
     from tierplan.sim.analysis.steady import steady_state
 
@@ -47,19 +48,22 @@ def run(args: argparse.Namespace) -> int:
             steady.trace,
             run_folder.trace,
             predicted_step_s=steady.period_s,
-            interval_s=interval_s,
+            interval_s=machine.basis.interval_s(steady.period_s),
             warmup_steps=2 if args.warmup is None else args.warmup,
         )
+        comparison = at_slowdown(comparison, schedule, machine, run_folder.trace)
     if args.warmup is not None and comparison.warmup_steps < args.warmup:
         num_steps = len(comparison.measured_steps_s)
         raise ValueError(
             f"--warmup is {args.warmup}, but the trace has {num_steps} steps; give {num_steps - 1} or less"
         )
-    about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": machine.name}
+    causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, run_folder.trace.meta)
+    about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": machine.name, "basis": machine.basis.text}
     for key in ("model", "policy", "semantics"):
         if value := schedule.meta.get(key):
             about[key] = str(value)
-    notes = [f"From data sheets rather than measured: {', '.join(machine.nameplate)}."] if machine.nameplate else []
+    notes = [advice]
+    notes += [f"From data sheets rather than measured: {', '.join(machine.nameplate)}."] if machine.nameplate else []
     write_report(
         args.output,
         comparison,
@@ -83,13 +87,24 @@ def run(args: argparse.Namespace) -> int:
 
         write_perfetto({"predicted": steady.trace, "measured": run_folder.trace}, args.perfetto)
     if args.json:
-        print(json.dumps(comparison.record()))
+        basis = asdict(machine.basis)
+        print(json.dumps({**comparison.record(), "basis": basis, "causes": causes, "what_to_do": advice}))
         return 0
-    rows = [("stream", "busy: predicted", "measured", "error")]
+    step = comparison.step_s
+    assert step.measured is not None
+    rows = [("", "predicted", "measured", "error")]
+    rows.append(("step", format_s(step.predicted), format_s(step.measured), format_error(comparison.step_error_frac)))
+    if comparison.slowdown is not None and comparison.step_s_at_slowdown is not None:
+        at = f"at the run's slowdown, {comparison.slowdown:.2f}"
+        errors = (format_s(step.measured), format_error(comparison.normalised_error_frac))
+        rows.append((at, format_s(comparison.step_s_at_slowdown), *errors))
     for s in comparison.streams:
         busy = (format_s(s.predicted.busy_s), format_s(s.measured.busy_s))
-        rows.append((s.stream, *busy, format_error(s.busy_s.error_frac)))
-    say(verdict(comparison), *columns(rows, right=(1, 2, 3)))
+        rows.append((f"busy {s.stream}", *busy, format_error(s.busy_s.error_frac)))
+    low_s, high_s = machine.basis.interval_s(step.predicted)
+    interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {machine.basis.text}"
+    say(verdict(comparison), *columns(rows, right=(1, 2, 3)), *wrapped(f"  {interval}"))
     print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
-    print(args.output)
+    say("measured minus predicted, the largest parts:", *(line for text in causes for line in wrapped(f"  {text}")))
+    say(*wrapped(advice), args.output)
     return 0

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.sim.digest import digest
         from tierplan.sim.schedule_file import save_schedule
 
-        meta = {"predicted_step_s": prediction.step_s, "machine_sha256": digest(machine), **machine_meta(machine)}
+        figures = {"predicted_step_s": prediction.step_s, "interval_s": prediction.interval_s}
+        meta = {**figures, "machine_sha256": digest(machine), **machine_meta(machine)}
         save_schedule(replace(prediction.schedule, meta={**prediction.schedule.meta, **meta}), args.output)
     if args.timeline and prediction.fits:
         from tierplan.studies.answer import write_timeline

@@ -149,5 +149,6 @@ def _placed(calibration: Calibration, described: Machine, base: Machine, workloa
     text = f"calibrated here with {of_what}, {calibration.when}" + ("" if nearness == 2 else ", carried over")
     if machine_sha256(described) != machine_sha256(base):
         text, wider = f"{text}; changed parts by --set", hypot(wider, CATALOG.half_width)
-    basis = PredictionBasis(text, hypot(calibration.half_width, wider), calibration.reference_s)
+    half_width = hypot(calibration.half_width, wider)
+    basis = PredictionBasis(text, half_width, calibration.reference_s, calibration.num_threads)
     return CalibratedPlace(described=described, machine=calibration.on(described, basis), calibration=calibration)

@@ -5,4 +5,5 @@ steps        a trace of several steps, cut into steps
 compare      signed errors by step, stream and tier
 causes       why ops of one kind took longer: rate, overhead, contention
 attribution  which ops the difference comes from, by simulating again with measured durations
+words        how slow the machine was in the run, the largest causes, and what to do next
 """

@@ -115,6 +115,10 @@ class Comparison(Shown):
     """Bytes per step by stream."""
     attribution: tuple[Contribution, ...]
     """Seconds of the step, measured minus predicted, by group of ops; they add up to the difference."""
+    slowdown: float | None = None
+    """Of the run: seconds of the reference work over those in the calibration; None where either was not timed."""
+    step_s_at_slowdown: float | None = None
+    """The prediction for a machine that is as slow as it was in the run."""
 
     @property
     def step_error_frac(self) -> float:
@@ -122,6 +126,20 @@ class Comparison(Shown):
         error = self.step_s.error_frac
         assert error is not None, "a measured step takes time"
         return error
+
+    @property
+    def normalised_error_frac(self) -> float | None:
+        """The error of the prediction for the run's slowdown: what is left of it was predicted wrongly."""
+        if self.step_s_at_slowdown is None:
+            return None
+        return Pair(self.step_s_at_slowdown, self.step_s.measured).error_frac
+
+    @property
+    def in_interval(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval; None where none was predicted."""
+        if self.interval_s is None or self.step_s.measured is None:
+            return None
+        return self.interval_s[0] <= self.step_s.measured <= self.interval_s[1]
 
     @property
     def deciding_stream(self) -> StreamComparison:
@@ -135,7 +153,8 @@ class Comparison(Shown):
 
     def record(self) -> dict[str, object]:
         """The comparison as JSON values."""
-        return {**asdict(self), "step_error_frac": self.step_error_frac, "bytes_agree": self.bytes_agree}
+        shown = ("step_error_frac", "normalised_error_frac", "in_interval", "bytes_agree")
+        return {**asdict(self), **{name: getattr(self, name) for name in shown}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `record` as JSON, replacing the file atomically."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan_file import KEY, PlanFileError, load_plan
+from tierplan.planner.plan_file import KEY, PlanFileError, load_plan, machine_of_plan
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
@@ -46,21 +48,29 @@ def load_run(folder: str | os.PathLike[str]) -> RunFolder:
     return RunFolder(trace=Trace.load(path / "trace.json"), losses=tuple(losses))
 
 
-def read_schedule(path: str | os.PathLike[str], machine: Machine | None) -> tuple[Schedule, tuple[float, float] | None]:
-    """The schedule of a plan or schedule file, and the predicted 90 % interval of its step if the plan has one.
+def read_schedule(
+    path: str | os.PathLike[str], machine_name: str | None, overrides: Sequence[str] = (), *, any_machine: bool = False
+) -> tuple[Schedule, Machine]:
+    """The schedule of a plan or schedule file, and the machine that it was made for, which the file holds.
 
-    Where `machine` is given, a file for another one raises `PlanFileError`, if the file says which it was made for.
+    A machine that is named takes its place. One that the file was not made for raises `PlanFileError`, if the file says
+    which it was made for, unless `any_machine` will do.
     """
     schedule = load_schedule(path)
-    if KEY not in schedule.meta:
-        made_for = schedule.meta.get("machine_sha256")
-        if machine is not None and made_for is not None and made_for != digest(machine):
-            raise PlanFileError(
-                f"{path} was made for another machine than {machine.name!r}, or with other settings; give that one"
-            )
-        return schedule, None
-    plan = load_plan(path, machine=machine)
-    interval = plan.prediction.get("interval_s")
-    if isinstance(interval, list | tuple) and len(interval) == 2:
-        return plan.schedule, (float(interval[0]), float(interval[1]))
-    return plan.schedule, None
+    own = machine_of_plan(schedule)
+    if machine_name is None and not overrides:
+        if own is None:
+            raise PlanFileError(f"{path} does not say which machine it was made for; give it with --machine")
+        return (load_plan(path).schedule if KEY in schedule.meta else schedule), own
+    machine = load_machine(machine_name or "here", overrides)
+    made_for = schedule.meta.get("machine_sha256")
+    if any_machine:
+        return schedule, machine
+    if KEY in schedule.meta:
+        return load_plan(path, machine=machine).schedule, machine
+    if made_for is not None and made_for != digest(machine):
+        raise PlanFileError(
+            f"{path} was made for another machine than {machine.name!r}, or with other settings; give that one, or "
+            "none: the plan's own is in the file"
+        )
+    return schedule, machine

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.commands import compare as command
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import CATALOG, PredictionBasis
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan_file import PlanFileError, machine_meta, save_plan
+from tierplan.planner.planning import plan
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
+from tierplan.validation.comparison.compare import Pair, compare
 from tierplan.validation.comparison.run_folder import RunFolderError, load_run, read_schedule
+from tierplan.validation.comparison.words import at_slowdown, causes_in_words, what_to_do
 
-MACHINE = toy_machine()
+CALIBRATED = PredictionBasis("calibrated here with toy", 0.1, reference_s=(0.004, 0.005), num_threads=1)
+MACHINE = replace(toy_machine(), basis=CALIBRATED)
+SLOWER = 1.25
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A schedule file and a folder as `tierplan run` leaves it, here from a simulation on a slower machine."""
     workload = toy_workload(3)
-    schedule = lower(uniform_plan(workload, UnitPlan(states="nvme", grads="host", params="host")), workload, MACHINE)
-    save_schedule(schedule, tmp_path / "plan.json")
+    schedule = lower(uniform_plan(workload, UnitPlan(states="host", grads="host", params="host")), workload, MACHINE)
+    save_schedule(replace(schedule, meta={**schedule.meta, **machine_meta(MACHINE)}), tmp_path / "plan.json")
     slower = replace(
         MACHINE,
         streams=tuple(
             replace(
-                s, rates={k: replace(r, points=tuple((x, y / 1.25) for x, y in r.points)) for k, r in s.rates.items()}
+                s, rates={k: replace(r, points=tuple((x, y / SLOWER) for x, y in r.points)) for k, r in s.rates.items()}
             )
             for s in MACHINE.streams
         ),
@@ -39,9 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     measured = simulate_on(unroll(schedule, 6), slower)
     run = tmp_path / "run"
     run.mkdir()
-    replace(measured, meta={"bytes_per_step": schedule.bytes_moved()}).save(run / "trace.json")
+    meta = {"bytes_per_step": schedule.bytes_moved(), "reference_s": {"1": 0.0062, "4": 0.0063}, "num_threads": 1}
+    replace(measured, meta=meta).save(run / "trace.json")
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": 3.0 - i / 10}) + "\n" for i in range(6)))
-    monkeypatch.setattr("tierplan.hwmodels.load_machine", lambda name, overrides: MACHINE)
     return tmp_path
 
 
@@ -71,6 +80,40 @@ def test_json_is_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]
     record = json.loads(capsys.readouterr().out)
     assert record["step_error_frac"] == pytest.approx(-0.2, abs=1e-3)
     assert record["bytes_agree"]
+    assert record["basis"]["text"] == CALIBRATED.text
+    assert record["interval_s"] == pytest.approx([record["step_s"]["predicted"] * exp(x) for x in (-0.1, 0.1)])
+    assert not record["in_interval"]
+
+
+def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything but drives took a quarter longer, and so did the reference work: both errors are shown."""
+    asked = arguments(str(folder / "plan.json"), str(folder / "run"), "-o", str(folder / "report.html"))
+    command.run(asked)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "-20.0 %" in said
+    assert "at the run's slowdown, 1.25" in said
+    assert "The machine was slower in the run than in the calibration" in said
+    schedule, machine = read_schedule(folder / "plan.json", None)
+    trace = load_run(folder / "run").trace
+    comparison = compare(schedule, steady_state(schedule, machine).trace, trace, warmup_steps=2)
+    found = at_slowdown(comparison, schedule, machine, trace)
+    assert found.slowdown == pytest.approx(SLOWER)
+    assert found.step_error_frac == pytest.approx(-0.2, abs=1e-3), "raw, whatever the slowdown"
+    assert found.normalised_error_frac == pytest.approx(0.0, abs=1e-3)
+    for seconds, basis, meta, wanted in (
+        (0.0050, CALIBRATED, {"num_threads": 1}, "The machine works otherwise than in its calibration"),
+        (0.0050, CALIBRATED, {"num_threads": 2}, "calibrate with --threads 2"),
+        (0.0050, CATALOG, {}, "rests on no calibration: run tierplan calibrate"),
+        (0.0050, replace(CALIBRATED, half_width=0.5), {}, "lies in the predicted interval"),
+    ):
+        as_timed = replace(trace, meta={"reference_s": {"1": seconds}})
+        rated = replace(comparison, interval_s=basis.interval_s(comparison.step_s.predicted))
+        assert wanted in what_to_do(at_slowdown(rated, schedule, machine, as_timed), basis, meta)
+    good = replace(comparison, step_s=Pair(1.0, 1.01))
+    assert what_to_do(good, CALIBRATED, {}) == "There is nothing to do: the prediction held."
+    causes = causes_in_words(comparison)
+    assert len(causes) == 3
+    assert any("gpu0.compute; the ops themselves were slower" in text for text in causes), causes
 
 
 def test_a_folder_without_a_run_is_refused(folder: Path) -> None:
@@ -81,24 +124,27 @@ def test_a_folder_without_a_run_is_refused(folder: Path) -> None:
         load_run(folder / "run")
 
 
-def test_a_plain_schedule_has_no_interval(folder: Path) -> None:
-    schedule, interval = read_schedule(folder / "plan.json", Machine(name="other", tiers=(), streams=()))
-    assert interval is None
-    assert len(schedule.ops) > 10
+def test_a_schedule_that_names_no_machine_wants_one(tmp_path: Path) -> None:
+    workload = toy_workload(3)
+    save_schedule(lower(uniform_plan(workload, UnitPlan()), workload, MACHINE), tmp_path / "plain.json")
+    with pytest.raises(PlanFileError, match="does not say which machine it was made for; give it with --machine"):
+        read_schedule(tmp_path / "plain.json", None)
+    assert read_schedule(tmp_path / "plain.json", "desktop-4090")[1].name == "desktop-4090"
 
 
 def test_a_schedule_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tierplan.cli import main
-    from tierplan.hwmodels import load_machine
-    from tierplan.planner.plan_file import PlanFileError
 
     monkeypatch.chdir(tmp_path)
     named = ["--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090"]
     assert main(["simulate", *named, "-o", "s.json"]) == 0
-    assert read_schedule("s.json", load_machine("desktop-4090"))[1] is None
-    assert read_schedule("s.json", None)[1] is None
+    assert read_schedule("s.json", "desktop-4090")[1].name == "desktop-4090"
+    assert replace(read_schedule("s.json", None)[1], description={}) == replace(
+        load_machine("desktop-4090"), description={}
+    )
     with pytest.raises(PlanFileError, match="was made for another machine"):
-        read_schedule("s.json", load_machine("desktop-4090", ["nvme.drives=2"]))
+        read_schedule("s.json", "desktop-4090", ["nvme.drives=2"])
+    assert read_schedule("s.json", "desktop-4090", ["nvme.drives=2"], any_machine=True)
 
 
 def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
@@ -107,14 +153,11 @@ def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
 
 
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
-    from tierplan.planner.plan_file import PlanFileError, save_plan
-    from tierplan.planner.planning import plan
-
-    workload = toy_workload(2)
-    result = plan(workload, MACHINE, time_limit_s=0.5)
-    save_plan(result, workload, MACHINE, tmp_path / "plan.json")
-    schedule, _ = read_schedule(tmp_path / "plan.json", MACHINE)
+    workload, machine = toy_workload(2), load_machine("desktop-4090")
+    result = plan(workload, machine, time_limit_s=0.5)
+    save_plan(result, workload, machine, tmp_path / "plan.json")
+    schedule, own = read_schedule(tmp_path / "plan.json", None)
     assert len(schedule.ops) == len(result.schedule.ops)
+    assert own == replace(machine, description={})
     with pytest.raises(PlanFileError, match="was made for another machine"):
-        read_schedule(tmp_path / "plan.json", toy_machine(device_bytes=10**9))
-    read_schedule(tmp_path / "plan.json", None)
+        read_schedule(tmp_path / "plan.json", "desktop-4090", ["gpu.capacity=30 GiB"])

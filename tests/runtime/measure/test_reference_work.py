@@ -1,0 +1,45 @@
+"""The reference work is timed rarely enough, and when it is asked for."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.measure import reference_work
+from tierplan.runtime.measure.reference_work import ReferenceWork
+
+CPU = Device(torch.device("cpu"))
+
+
+def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 0.1 s and the reference work 2 ms, by a clock that the work moves on."""
+    clock, state = [0.0], torch.get_rng_state()
+    monkeypatch.setattr(reference_work.time, "perf_counter", lambda: clock[0])
+
+    def work(self: ReferenceWork) -> float:
+        clock[0] += 0.002
+        return 0.002
+
+    monkeypatch.setattr(ReferenceWork, "_time_s", work)
+    timed = ReferenceWork(CPU, torch.float32, 0.005)
+    begin_s = clock[0]
+    for step in range(100):
+        clock[0] += 0.1
+        timed.on_step(step)
+    spent_s = 0.002 * len(timed.seconds)
+    assert 0.004 * (clock[0] - begin_s) < spent_s <= 0.005 * (clock[0] - begin_s)
+    assert torch.equal(torch.get_rng_state(), state), "training draws the same numbers as without it"
+
+
+def test_it_is_timed_when_asked_and_only_then() -> None:
+    timed = ReferenceWork(CPU, torch.bfloat16, 0.0)
+    for step in count():
+        timed.is_asked = step == 3
+        timed.on_step(step)
+        if step == 5:
+            break
+    assert list(timed.seconds) == [3]
+    assert timed.seconds[3] > 0

@@ -1,0 +1,89 @@
+"""A comparison in words: how slow the machine was in the run, the largest causes of the difference, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+
+from tierplan.hwmodels.machine import Machine, PredictionBasis
+from tierplan.sim.output.text import format_error, format_s
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.trace import Trace
+from tierplan.validation.calibration.calibration import steady_at
+from tierplan.validation.comparison.attribution import Contribution
+from tierplan.validation.comparison.compare import Comparison
+
+NUM_CAUSES = 3
+GOOD_FRAC = 0.05
+"""An error that asks for nothing to be done."""
+REASONS = {
+    "rate_s": "the ops themselves were {}",
+    "overhead_s": "each of them took {} beyond its work",
+    "contention_s": "they lost {} to ops that ran at the same time",
+}
+HOW = {"rate_s": ("slower", "faster"), "overhead_s": ("longer", "less"), "contention_s": ("more", "less")}
+
+
+def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, measured: Trace) -> Comparison:
+    """The comparison with the run's slowdown, and the prediction for it, where both timed the reference work."""
+    times = measured.meta.get("reference_s")
+    known_s = machine.basis.reference_s[len(schedule.streams) > 1]
+    if not isinstance(times, Mapping) or not times or not known_s:
+        return comparison
+    slowdown = median(float(seconds) for seconds in times.values()) / known_s
+    return replace(comparison, slowdown=slowdown, step_s_at_slowdown=steady_at(schedule, machine, slowdown).period_s)
+
+
+def causes_in_words(comparison: Comparison) -> list[str]:
+    """The largest contributions to the difference, one sentence each."""
+    found = sorted(comparison.attribution, key=lambda c: -abs(c.seconds))[:NUM_CAUSES]
+    return [_in_words(c, comparison) for c in found if c.seconds]
+
+
+def _in_words(cause: Contribution, comparison: Comparison) -> str:
+    assert comparison.step_s.measured is not None
+    seconds = f"{format_s(cause.seconds, signed=True)} ({format_error(cause.seconds / comparison.step_s.measured)})"
+    kinds = [k for k in comparison.kinds if (k.stream, k.kind) == (cause.stream, cause.kind)]
+    if not kinds:
+        return f"{seconds}: {cause.kind}"
+    parts = {name: getattr(kinds[0], name) for name in REASONS}
+    largest = max(parts, key=lambda name: parts[name] if cause.seconds > 0 else -parts[name])
+    reason = REASONS[largest].format(HOW[largest][cause.seconds < 0])
+    return f"{seconds}: {cause.kind} on {cause.stream}; {reason}"
+
+
+def what_to_do(comparison: Comparison, basis: PredictionBasis, meta: Mapping[str, object]) -> str:
+    """What to do next. `meta` is that of the measured trace."""
+    num_threads = meta.get("num_threads")
+    error, normalised, slowdown = comparison.step_error_frac, comparison.normalised_error_frac, comparison.slowdown
+    if basis.num_threads and isinstance(num_threads, int) and num_threads != basis.num_threads:
+        return (
+            f"The run computed in {num_threads} threads and the calibration in {basis.num_threads}: calibrate with "
+            f"--threads {num_threads}, and plan again."
+        )
+    if abs(error) <= GOOD_FRAC:
+        return "There is nothing to do: the prediction held."
+    if slowdown is not None and normalised is not None and abs(normalised) <= max(GOOD_FRAC, abs(error) / 2):
+        how = "slower" if slowdown > 1 else "faster"
+        return (
+            f"The machine was {how} in the run than in the calibration (its reference work took {slowdown:.2f} times "
+            f"as long), and for that the error is {format_error(normalised)}. Run again when it is as quiet as it was, "
+            "or calibrate again if it stays so."
+        )
+    if not basis.num_threads:
+        return (
+            "The prediction rests on no calibration: run tierplan calibrate with this model, batch, length and dtype, "
+            "and plan again."
+        )
+    if comparison.in_interval:
+        return "The measured step lies in the predicted interval; a longer calibration (--budget-s) narrows it."
+    busiest = max(comparison.kinds, key=lambda k: abs(k.measured_s - k.predicted_s))
+    if abs(busiest.contention_s) > max(abs(busiest.rate_s), abs(busiest.overhead_s)):
+        return (
+            f"Contention that is not modelled: {busiest.kind} on {busiest.stream} met other ops at the same time in "
+            "another way than in the calibration. Calibrate with the batch and length of this run."
+        )
+    return (
+        "The machine works otherwise than in its calibration, which its reference work does not show: calibrate again."
+    )
