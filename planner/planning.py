@@ -240,14 +240,16 @@ class _Loop:
         return compared
 
     def _race(self, problems: list[Problem], bounds: list[Bound]) -> None:
-        """The search of each shape, until the budget is spent; longer only while nothing fits."""
+        """The search of each shape, until the budget is spent; longer only while nothing fits. (Of plans of one device,
+        which `on_all_devices` takes to all, none is the best where each device has micro-batches of its own.)"""
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(self._tried(p, bound), bound.step_s) for p, bound in pairs]
         if all(r.bound_s >= self.beat_s for r in racers):
             return
         for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
-            if self.budget.is_out_of_time or (self.budget.ops_left <= 0 and self.incumbents.best is not None):
+            fits = self.incumbents.best is not None or self.incumbents.plain is not None
+            if self.budget.is_out_of_time or (self.budget.ops_left <= 0 and fits):
                 return
             if all(r.is_over or r.bound_s >= self.beat_s for r in racers):
                 return

@@ -13,11 +13,13 @@ from benchmarks import planner_packs
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 from tierplan.planner.several_devices.pack_search import balanced, improve_packs, neighbours
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.published.workloads import layered_workload
 
 CLEANUP_S = 0.01
@@ -158,3 +160,12 @@ def test_bert96_is_quicker_than_by_harmonys_own_search():
     assert found.alone_s < 17.6  # what Harmony's estimator says of its own best
     assert found.compute_s < found.step_s
     assert found.plan.policy == "planner"
+
+
+def test_a_search_for_plans_of_one_device_on_all_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is an answer before it is taken to all devices, which is no reason to search until time is up."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 30_000)
+    workload = load_workload("gpt-6.7b", Training(per_device_train_batch_size=2, sequence_length=1024))
+    result = plan(workload, load_machine("desktop-4090", ["gpu.count=2", "link.p2p=10 GB/s"]), batches="each")
+    assert (result.status, result.plan.devices) == ("searched", 2)
+    assert result.num_simulated < 100
