@@ -177,9 +177,12 @@ class UnitwisePlan(Shown):
                 f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "
                 f"{len(workload.units)}; make the plan from this workload"
             )
+        seen = set()
         for unit, choice in zip(workload.units, self.units, strict=True):
-            _check_unit(unit, choice)
-            _check_update(self, unit, choice)
+            if (alike := (unit.kind, len(unit.saved), choice)) not in seen:
+                seen.add(alike)
+                _check_unit(unit, choice)
+                _check_update(self, unit, choice)
         _check_semantics(self, workload.training)
         _check_pieces(self, workload)
         _check_turns(self, workload)

@@ -340,8 +340,9 @@ def _gathered(lists: Lists, order: Int32) -> Lists:
 
 def _joined(lists: Lists, items: Sequence[npt.NDArray[np.integer]]) -> Lists:
     """The same lists repeated for each step, with these items."""
-    lengths = np.tile(np.diff(lists.begins), len(items))
-    return Lists(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), np.concatenate(items).astype(np.int32))
+    begins, length = lists.begins[:-1], lists.begins[-1]
+    every = np.append(np.arange(len(items), dtype=np.int32)[:, None] * length + begins, len(items) * length)
+    return Lists(every.astype(np.int32), np.concatenate(items).astype(np.int32))
 
 
 def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:

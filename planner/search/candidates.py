@@ -21,10 +21,10 @@ from tierplan.planner.search.budget import Budget
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.compiler import computing_s
-from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
+from tierplan.sim.compiled.simulation import prices_on
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
@@ -70,6 +70,9 @@ class PlanSimulator:
         self.lowering = Lowering(workload, machine)
         self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
+        training = workload.training
+        self.sizes = [(u.num_parameters * training.param_bytes, training.states_bytes(u)) for u in workload.units]
+        """Of each unit's parameters and states, in bytes."""
 
     def __call__(self, plan: PlanT) -> Candidate[PlanT]:
         """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason."""
@@ -89,13 +92,15 @@ class PlanSimulator:
         room_gb: dict[str, float] = {}
         try:
             columns = self.lowering.columns(plan, refine=False)
-            room_gb = self._room_gb(columns)
-            columns = refine_columns(columns, self.machine, num_devices=plan.devices)
+            graph, prices = graph_columns(columns), prices_on(columns, self.machine)
+            room_gb = self._room_gb(graph)
             self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
-            if min(room_gb.values()) < 0:
-                check_memory(columns)  # known for one step without simulating several
+            if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
+                check_memory(columns, graph)
+            else:
+                columns = refine_columns(columns, self.machine, num_devices=plan.devices, graph=graph, prices=prices)
             self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
-            step_s = steady_state(columns, self.machine).period_s
+            step_s = steady_state(columns, self.machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
             short_gb = (error.wanted_bytes - error.free_bytes) / GB
@@ -114,9 +119,9 @@ class PlanSimulator:
             return Candidate(plan, None, partial(str, reason), wear=wear)
         return Candidate(plan, step_s, wear=wear, room_gb=room_gb)
 
-    def _room_gb(self, columns: ScheduleColumns) -> dict[str, float]:
+    def _room_gb(self, graph: GraphColumns) -> dict[str, float]:
         kinds = [t.kind for t in self.machine.tiers]
-        free_gb = (least_free(graph_columns(columns)) / GB).tolist()
+        free_gb = (least_free(graph) / GB).tolist()
         return {kind: min(gb for of, gb in zip(kinds, free_gb, strict=True) if of == kind) for kind in kinds}
 
     def _what_is_short(self, plan: Plan) -> str:
@@ -132,19 +137,16 @@ class PlanSimulator:
 
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
-        training = self.workload.training
         held = {"device": 0, "host": 0, "nvme": 0}
         match plan:
-            case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.workload.units):
-                for unit, choice in zip(self.workload.units, choices, strict=True):
-                    held[choice.params] += unit.num_parameters * training.param_bytes
-                    size = training.states_bytes(unit)
-                    held["host"] += (in_host := int(size * choice.host_frac))
-                    held[choice.states] += size - in_host
+            case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.sizes):
+                for (params_bytes, states_bytes), choice in zip(self.sizes, choices, strict=True):
+                    held[choice.params] += params_bytes
+                    in_host = int(states_bytes * choice.host_frac) if choice.host_shards else 0
+                    held["host"] += in_host
+                    held[choice.states] += states_bytes - in_host
             case PagedPlan():
-                for unit in self.workload.units:
-                    each = unit.num_parameters * training.param_bytes + training.states_bytes(unit)
-                    held["host"] += plan.devices * each
+                held["host"] = plan.devices * sum(map(sum, self.sizes))
             case UnitwisePlan() | PackPlan():
                 return None
         capacity = {t.kind: t for t in reversed(self.machine.tiers)}

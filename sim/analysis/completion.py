@@ -105,9 +105,9 @@ def completes(schedule: Schedule) -> bool:
     return _stuck(graph_columns(columns_of(schedule))) is None
 
 
-def check_memory(columns: ScheduleColumns) -> None:
-    """Raises `OutOfMemory` if the schedule does not complete, for whatever durations."""
-    if where := _stuck(graph_columns(columns)):
+def check_memory(columns: ScheduleColumns, graph: GraphColumns | None = None) -> None:
+    """Raises `OutOfMemory` if the schedule does not complete, for whatever durations; `graph` is its, if at hand."""
+    if where := _stuck(graph or graph_columns(columns)):
         raise OutOfMemory(columns, where)
 
 

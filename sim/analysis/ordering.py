@@ -14,33 +14,44 @@ from __future__ import annotations
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import Float64, ScheduleColumns
-from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import ready_order
+from tierplan.sim.compiled.rules import Prices
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 
 
-def refine_columns(columns: ScheduleColumns, machine: Machine, *, num_devices: int) -> ScheduleColumns:
+def refine_columns(
+    columns: ScheduleColumns,
+    machine: Machine,
+    *,
+    num_devices: int,
+    graph: GraphColumns | None = None,
+    prices: Prices | None = None,
+) -> ScheduleColumns:
     """The same ops in the order in which they become ready; several devices contend for links, drives and cores.
 
     The first order takes each op to be alone. With several devices a simulation of it shows how much ops slow each
     other down, and they are put in order once more. What does not fit keeps its first order: simulating it says where.
+    `graph` and `prices` are those of `columns`, if they are at hand.
     """
-    prices = prices_on(columns, machine)
-    columns = order_by_readiness(columns, prices.alone_s[prices.op_price])
+    prices = prices or prices_on(columns, machine)
+    columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph)
     if num_devices == 1:
         return columns
     try:
-        execution = simulate_columns(columns, machine)
+        execution = simulate_columns(columns, machine, prices)
     except OutOfMemory:
         return columns
     return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9)
 
 
-def order_by_readiness(columns: ScheduleColumns, seconds: Float64) -> ScheduleColumns:
+def order_by_readiness(
+    columns: ScheduleColumns, seconds: Float64, graph: GraphColumns | None = None
+) -> ScheduleColumns:
     """The same ops, listed in the order of their starts when memory goes to any ready op; op i takes `seconds[i]`.
 
     A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its
     order, and simulating it says where.
     """
-    order = ready_order(graph_columns(columns), seconds)
+    order = ready_order(graph or graph_columns(columns), seconds)
     return columns.reordered(order) if len(order) else columns

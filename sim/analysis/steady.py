@@ -16,6 +16,7 @@ import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.columns import Int64, ScheduleColumns, collector_paused, columns_of
+from tierplan.sim.compiled.rules import Prices
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
@@ -90,6 +91,7 @@ def steady_state(
     *,
     num_steps: int = 4,
     simulate: Callable[[Schedule, Machine], Trace] | None = None,
+    prices: Prices | None = None,
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
 
@@ -99,6 +101,8 @@ def steady_state(
         Steps that are simulated, 3 or more; and twice as many, up to `MAX_STEPS`, while no repetition is found.
     simulate
         Instead of the compiled engine, where ops cost something else than the machine says.
+    prices
+        What the works of the columns cost on the machine, if that is at hand.
 
     Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
     `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still
@@ -113,7 +117,7 @@ def steady_state(
     while True:
         unrolled = columns.unrolled(num_steps)
         if simulate is None:
-            execution = simulate_columns(unrolled, machine)
+            execution = simulate_columns(unrolled, machine, prices)
             start_ns, end_ns = execution.start_ns, execution.end_ns
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
         else:

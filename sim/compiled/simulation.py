@@ -14,13 +14,14 @@ from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute, stuck
 
 
-def simulate_columns(columns: ScheduleColumns, machine: Machine) -> Execution:
-    """What happens on a machine.
+def simulate_columns(columns: ScheduleColumns, machine: Machine, prices: Prices | None = None) -> Execution:
+    """What happens on a machine, where `prices` are those of the same works if they are at hand.
 
     Raises `OutOfMemory` when the schedule cannot complete, for whatever costs; `SimulationError` for what no op can
     cost, and where the clock would go beyond `rules.TOO_LATE`.
     """
-    return run(columns, graph_columns(columns), prices_on(columns, machine))
+    prices = prices_on(columns, machine) if prices is None else prices._replace(op_price=columns.op_work)
+    return run(columns, graph_columns(columns), prices)
 
 
 def run(columns: ScheduleColumns, graph: GraphColumns, prices: Prices) -> Execution:
