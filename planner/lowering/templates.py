@@ -25,7 +25,7 @@ from tierplan.planner.lowering.turns import (
 )
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
-from tierplan.sim.step import unit_spec
+from tierplan.sim.step import Action, UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
 USED = ("params", "owner's params")
@@ -111,6 +111,7 @@ class Chain:
         self._known = [known[u] for u in self._first]
         self._rows, self._first_pattern, self._numbers = Growing(), Growing(), dict[tuple[object, ...], int]()
         self.facts: list[Facts] = []
+        self._specs: dict[tuple[int, Action | tuple[Action, ...]], UnitSpec] = {}
         self._cells: dict[str, int] = {}
         self.num_cells = 0
         self.names: list[Mapping[str, int]] = []
@@ -147,12 +148,17 @@ class Chain:
         number = self._numbers.setdefault((self._first[u], kind, *known.values()), len(self.facts))
         if number == len(self.facts):
             unit = self.workload.units[u]
-            spec = unit_spec(unit, known.get("acts", "keep"))
+            spec = self._spec(self._first[u], known.get("acts", "keep"))
             num_parts = len(self.workload.training.state_parts(unit, known.get("state_shards", 1)))
             facts = Facts(kind, SimpleNamespace(**known), spec, num_parts)
             self.facts.append(facts)
             self._first_pattern.add([self._pattern(kind, len(spec.moved), facts.num_parts)])
         return number
+
+    def _spec(self, u: int, acts: Action | tuple[Action, ...]) -> UnitSpec:
+        if (u, acts) not in self._specs:
+            self._specs[u, acts] = unit_spec(self.workload.units[u], acts)
+        return self._specs[u, acts]
 
     def _pattern(self, kind: int, *counts: int) -> int:
         """The number of the first pattern of these: there is one for each flag."""
