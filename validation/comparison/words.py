@@ -31,7 +31,11 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     known_s = machine.basis.reference_s[len(schedule.streams) > 1]
     if not isinstance(times, Mapping) or not times or not known_s:
         return comparison
-    slowdown = median(float(seconds) for seconds in times.values()) / known_s
+    return with_slowdown(comparison, schedule, machine, median(float(s) for s in times.values()) / known_s)
+
+
+def with_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, slowdown: float) -> Comparison:
+    """The comparison with the prediction for a machine that is so slow."""
     return replace(comparison, slowdown=slowdown, step_s_at_slowdown=steady_at(schedule, machine, slowdown).period_s)
 
 

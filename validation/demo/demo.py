@@ -1,14 +1,14 @@
-"""The main job from end to end on this machine: measure, plan, simulate, train, compare.
+"""The main job from end to end on this machine: measure, calibrate, plan, simulate, train, compare.
 
 A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The budgets of
 device and host memory are so small that plain training does not fit, and most optimizer states must go to NVMe. The
-planner makes a plan, the simulator predicts its steps, and the runtime executes it. The same training in memory shows
-which losses and weights are right.
+planner makes a plan, the simulator predicts its steps with an interval, and the runtime executes it in turns: before
+each, a step of the calibration model says how slow the machine is. The same training in memory shows which losses and
+weights are right.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sysconfig
@@ -16,16 +16,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from tierplan.hwmodels.build import build_machine
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Machine, PredictionBasis
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
 from tierplan.planner.lowering import lower
@@ -39,25 +41,30 @@ from tierplan.sim.output.plots import plot_timelines
 from tierplan.sim.output.text import columns, format_bytes, format_count, format_error, format_frac, format_s
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
-from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for
-from tierplan.validation.calibration.rates import without_compute_latency
+from tierplan.validation.calibration.known import calibration_config
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
+from tierplan.validation.comparison.words import with_slowdown
 from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
 BATCH, SEQUENCE = 4, 256
 LEARNING_RATE = 5e-5
 NUM_STEPS = 12
-MEASURE_S = 30.0
-PROFILE_STEPS = 6
+TURNS = 3
+MEASURE_S = 20.0
+CALIBRATE_S = 60.0
 PLAN_S = 15.0
 TEXT_BYTES = 8 << 20
 DEVICE_FRAC = 0.25
 """Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
 STATES_FRAC = 0.1
 """Of all optimizer states find room in host memory beside what must pass through it; others must go to NVMe."""
+
+SAID = ("interval_s", "in_interval", "slowdown", "step_s_at_slowdown", "normalised_error_frac")
+"""Of the comparison, in the demo's record."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the part of it that is done, 0 to 1."""
@@ -89,6 +96,7 @@ class DemoResult:
             "predicted_step_s": c.step_s.predicted,
             "measured_step_s": c.step_s.measured,
             "step_error": c.step_error_frac,
+            **{name: getattr(c, name) for name in SAID},
             "predicted_busy_s": {s.stream: s.busy_s.predicted for s in c.streams},
             "measured_busy_s": {s.stream: s.busy_s.measured for s in c.streams},
             "predicted_peak_bytes": {t.tier: int(t.peak_bytes.predicted) for t in c.tiers},
@@ -165,7 +173,7 @@ def run_demo(
     measure_s: float = MEASURE_S,
     progress: Progress = lambda what, part: None,
 ) -> DemoResult:
-    """Measures, plans, simulates, trains and compares.
+    """Measures, calibrates, plans, simulates, trains and compares.
 
     Leaves `report.html`, `timeline.png`, `timeline.json` (for Perfetto), `result.json`, the schedule and both traces in
     the folder `out`.
@@ -188,10 +196,10 @@ def run_demo(
     from tierplan.runtime.data.synthetic import seeded_model
     from tierplan.runtime.data.text import TokenBatches
     from tierplan.runtime.measure.machine import measure_description
-    from tierplan.runtime.measure.units import profile_workload
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.reference import same_weights, train_with_tracked_memory
-    from tierplan.runtime.trainer import train
+    from tierplan.runtime.trainer import Trainer
+    from tierplan.validation.calibration.session import CalibrationSession
 
     if steps < 4:
         raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
@@ -202,6 +210,7 @@ def run_demo(
     _check_folder(nvme)
     training = Training(per_device_train_batch_size=BATCH, sequence_length=SEQUENCE, dtype="fp32", backend="cpu")
     modelled = load_workload(demo_config(), training)
+    fewer = workload_of(modelled.name, calibration_config(modelled.config), training)
     batches, optimizer = TokenBatches(byte_tokens(), BATCH, SEQUENCE, seed), OptimizerSettings(lr=LEARNING_RATE)
     with _timed("measure", seconds):
         description = measure_description(
@@ -211,37 +220,55 @@ def run_demo(
             dtypes=("fp32",),
             progress=lambda what, part: progress(f"measuring this machine: {what}", part),
         )
-    with _timed("profile", seconds):
-        workload = profile_workload(
-            modelled,
-            seeded_model(modelled.config, training, seed),
-            batches,
-            num_steps=PROFILE_STEPS,
+    described = build_machine(description)
+    with ExitStack() as life:
+        session = CalibrationSession(
+            workload=fewer,
+            machine=described,
+            nvme_dir=nvme / "calibration",
+            life=life,
             num_threads=num_threads,
-            on_step=lambda k, _: progress("timing the model's blocks", (k + 1) / PROFILE_STEPS),
+            budget_s=CALIBRATE_S,
+            progress=lambda what, part: progress(f"calibrating: {what}", part),
         )
-    with _timed("plan", seconds):
-        progress("planning", 0.0)
-        in_memory_bytes, machine = demo_budgets(workload, without_compute_latency(build_machine(description)))
-        # no sub-batches: they would sum gradients in another order than the training that the losses are compared with
-        planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
-        progress("planning", 1.0)
-    settings: dict[str, Any] = {"steps": steps, "optimizer": optimizer, "seed": seed, "num_threads": num_threads}
-    with _timed("train with the plan", seconds):
+        with _timed("calibrate", seconds):
+            calibration = session.run()
+        basis = PredictionBasis("calibrated here", calibration.half_width, calibration.reference_s, num_threads)
+        with _timed("plan", seconds):
+            progress("planning", 0.0)
+            workload = calibration.timed(modelled, described)
+            in_memory_bytes, machine = demo_budgets(workload, calibration.on(described, basis))
+            # no sub-batches: they would sum gradients in another order than the training in memory
+            planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
+            progress("planning", 1.0)
+        settings: dict[str, Any] = {"optimizer": optimizer, "seed": seed, "num_threads": num_threads}
         settings["on_step"] = lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps)
         model = seeded_model(modelled.config, training, seed)
-        run = train(planned.schedule, model, batches, nvme_dir=nvme, **settings)
+        slowdowns, skipped_steps, source = [], set[int](), iter(batches)
+        with (
+            _timed("train with the plan", seconds),
+            Trainer(planned.schedule, model, nvme_dir=nvme, **settings) as trainer,
+        ):
+            for turn in range(TURNS):
+                slowdowns.append(session.in_memory_step_s() / calibration.in_memory_step_s)
+                skipped_steps.add(trainer.num_steps_done)  # it follows a pause
+                trainer.run(source, steps * (turn + 1) // TURNS - trainer.num_steps_done)
+            trainer.restore_model()
+            run = trainer.result()
     with _timed("train in memory", seconds):
         settings["on_step"] = lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps)
         reference = seeded_model(modelled.config, training, seed)
-        reference_losses, reference_bytes = train_with_tracked_memory(reference, batches, **settings)
+        reference_losses, reference_bytes = train_with_tracked_memory(reference, batches, steps=steps, **settings)
     comparison = compare(
         planned.schedule,
         planned.steady.trace,
         run.trace,
         predicted_step_s=planned.step_s,
+        interval_s=planned.prediction.interval_s,
         moved_bytes={stream: moved / steps for stream, moved in run.moved_bytes.items()},
+        skipped_steps=skipped_steps,
     )
+    comparison = with_slowdown(comparison, planned.schedule, machine, median(slowdowns))
     result = DemoResult(
         machine=machine,
         workload=workload,
@@ -259,7 +286,7 @@ def run_demo(
     return result
 
 
-@contextlib.contextmanager
+@contextmanager
 def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     began = time.monotonic()
     yield
@@ -339,6 +366,11 @@ def demo_summary(result: DemoResult, out: Path) -> str:
         "",
     ]
     rows = [("", "predicted", "measured", "error"), _row("step", c.step_s, format_s)]
+    assert c.interval_s is not None
+    assert c.slowdown is not None
+    assert c.step_s_at_slowdown is not None
+    rows.append(_row(f"  for a slowdown of {c.slowdown:.2f}", Pair(c.step_s_at_slowdown, c.step_s.measured), format_s))
+    low_s, high_s = map(format_s, c.interval_s)
     rows += [_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
     rows += [_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
     rows += [_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
@@ -347,6 +379,7 @@ def demo_summary(result: DemoResult, out: Path) -> str:
     moved = "exact" if c.bytes_agree else "DIFFERENT"
     lines += [
         *columns(rows, right=(1, 2, 3)),
+        f"90 % interval of the step {low_s} to {high_s}: it lies {'within' if c.in_interval else 'OUTSIDE'}",
         "",
         f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
         f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {equal}",

@@ -20,6 +20,7 @@ from tierplan.runtime.measure import machine
 from tierplan.runtime.measure.loads import Sizes
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.validation.calibration import session
 from tierplan.validation.demo import demo
 from tierplan.validation.demo.demo import byte_tokens, demo_budgets, demo_summary, load_notes, run_demo
 
@@ -68,8 +69,10 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a smaller model, a quarter of the demo's tokens and less time for each part of it."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(demo.demo_config().read_text()), "n_embd": 256, "n_layer": 6}))
-    for name, value in (("SEQUENCE", 64), ("PROFILE_STEPS", 3), ("PLAN_S", 1.0), ("demo_config", lambda: config)):
+    for name, value in (("SEQUENCE", 64), ("CALIBRATE_S", 1.0), ("PLAN_S", 1.0), ("demo_config", lambda: config)):
         monkeypatch.setattr(demo, name, value)
+    for name, value in (("PROFILE_STEPS", 2), ("LEAST_TURNS", 2)):
+        monkeypatch.setattr(session, name, value)
     sizes = Sizes(hidden=(128, 256), block_hidden=256, tokens=64, area_bytes=64 << 20, file_area_bytes=256 << 20)
     monkeypatch.setattr(machine, "_plan", lambda *settings: (3, sizes))
     result = run_demo(tmp_path, steps=4, measure_s=5)
@@ -85,7 +88,13 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<html" in (tmp_path / "report.html").read_text()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert len(timeline["traceEvents"]) > 100
-    assert "equal bit for bit" in demo_summary(result, tmp_path)
+    summary = demo_summary(result, tmp_path)
+    assert "equal bit for bit" in summary
+    low_s, high_s = record["interval_s"]
+    assert low_s < record["predicted_step_s"] < high_s
+    assert record["in_interval"] == (low_s <= record["measured_step_s"] <= high_s)
+    assert f"it lies {'within' if record['in_interval'] else 'OUTSIDE'}" in summary
+    assert record["slowdown"] > 0
 
 
 def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
