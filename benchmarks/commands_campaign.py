@@ -1,0 +1,224 @@
+"""Are predictions as true for whoever types the commands? Measure, calibrate, plan, run and compare, by commands alone.
+
+    python -m benchmarks.commands_campaign --out DIR --hour quiet              what is missing; may be interrupted
+    python -m benchmarks.commands_campaign --out DIR --hour loaded             the same beside another job
+    python -m benchmarks.commands_campaign --page docs/commands_campaign.md    the page, from the results of all hours
+
+Each hour has its own measurement of the machine, and each group of rows its own calibration. A row is one plan of one
+model: `tierplan simulate` (or `plan`), `run`, `compare --json`. It is appended to the results when it has ended; rows
+that are there are not repeated. Times of a machine that others use vary: look at `uptime` before a quiet hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from tierplan.sim.output.text import format_error, format_s, markdown_table
+
+RESULTS = Path("benchmarks/results/commands-campaign.jsonl")
+POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuyou", "planner")
+PLANNER_FRAC = 0.45
+"""Of the device memory of plain training: what the planner gets."""
+STEPS = 14
+KEPT = ("step_error_frac", "normalised_error_frac", "interval_s", "in_interval", "slowdown", "bytes_agree", "causes")
+"""Of what `compare --json` says."""
+BUSY = "while True: sum(range(10**6))"
+"""The other job of a loaded hour: one core, all the time."""
+
+
+class Combination(NamedTuple):
+    """What is trained in one group of rows."""
+
+    name: str
+    config: dict[str, object]
+    dtype: str
+    batch: int
+    seq: int
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 2048,
+         "max_position_embeddings": 512}  # fmt: skip
+COMBINATIONS = (
+    Combination("gpt2-fp32", {"model_type": "gpt2", "n_embd": 320, "n_layer": 8, "n_head": 5, "n_positions": 512,
+                              "vocab_size": 2048, **NO_DROPOUT}, "fp32", 4, 128),
+    Combination("opt-fp32", {"model_type": "opt", "hidden_size": 256, "num_hidden_layers": 10, "ffn_dim": 1024,
+                             "num_attention_heads": 4, "dropout": 0.0, "max_position_embeddings": 512,
+                             "vocab_size": 2048, "word_embed_proj_dim": 256}, "fp32", 8, 96),
+    Combination("llama-bf16", {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 8, **LLAMA},
+                "bf16", 2, 192),
+    Combination("qwen2-bf16", {"model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 6, **LLAMA},
+                "bf16", 6, 64),
+)  # fmt: skip
+
+
+def tierplan(*words: str, env: dict[str, str], allowed: Sequence[int] = (0,)) -> str:
+    """What the command prints. Raises `RuntimeError` with its error where it fails."""
+    command = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode not in allowed:
+        raise RuntimeError(f"tierplan {' '.join(words)}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+@contextmanager
+def other_job(is_there: bool) -> Iterator[None]:
+    """Another program on one core, if there is one."""
+    if not is_there:
+        yield
+        return
+    busy = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def run_hour(out: Path, hour: str, results: Path, *, calibrate_s: float, measure_s: float) -> None:
+    """All rows of this hour that are not in the results."""
+    home = (out / hour).absolute()
+    env = {**os.environ, "XDG_CONFIG_HOME": str(home / "config"), "XDG_DATA_HOME": str(home / "data")}
+    home.mkdir(parents=True, exist_ok=True)
+    nvme = str(home / "nvme")
+    if not (home / "config" / "tierplan" / "machines" / "here.toml").exists():
+        tierplan("machine", "measure", "--budget-s", str(measure_s), "--nvme", nvme, env=env)
+    text = home / "text.txt"
+    text.write_text("".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]))
+    done = {(row["hour"], row["group"], row["policy"]) for row in read(results)}
+    for group in COMBINATIONS:
+        missing = [policy for policy in POLICIES if (hour, group.name, policy) not in done]
+        if not missing:
+            continue
+        model = home / f"{group.name}.json"
+        model.write_text(json.dumps(group.config))
+        asked = ["--model", str(model), "--batch", str(group.batch), "--seq", str(group.seq), "--dtype", group.dtype]
+        calibration = home / f"{group.name}.calibration.json"
+        if not calibration.exists():
+            print(f"{hour}/{group.name}: calibrating", flush=True)
+            tierplan(
+                "calibrate", *asked, "--budget-s", str(calibrate_s), "--nvme", nvme, "-o", str(calibration), env=env
+            )
+        asked += ["--calibration", str(calibration)]
+        for policy in missing:
+            row = {
+                "hour": hour,
+                "group": group.name,
+                "policy": policy,
+                **run_row(home, asked, model, policy, text, env),
+            }
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(line(row), flush=True)
+
+
+def run_row(home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str]) -> dict[str, Any]:
+    """One row: predicted, run and compared; or why not."""
+    plan, out = home / "plan.json", home / "run"
+    when = {"when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "load": os.getloadavg()[0]}
+    try:
+        if policy == "planner":
+            plain = json.loads(tierplan("simulate", "--policy", "in-memory", *asked, "--json", env=env))
+            capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
+            tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), env=env)
+        else:
+            tierplan("simulate", "--policy", policy, *asked, "-o", str(plan), env=env)
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        data = ["--data", str(text), "--steps", str(STEPS), "--out", str(out), "--no-export"]
+        tierplan("run", str(plan), "--model", str(model), *data, env=env)
+        compared = json.loads(
+            tierplan("compare", str(plan), str(out), "-o", str(home / "report.html"), "--json", env=env)
+        )
+    except RuntimeError as error:
+        return {**when, "why_not": str(error)}
+    return {**when, "step_s": compared["step_s"], **{name: compared[name] for name in KEPT}}
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """All rows so far."""
+    return [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['hour']}/{row['group']}/{row['policy']}"
+    if "why_not" in row:
+        return f"{head}: no answer: {row['why_not']}"
+    step = row["step_s"]
+    return (
+        f"{head}: predicted {format_s(step['predicted'])}, measured {format_s(step['measured'])}, raw "
+        f"{format_error(row['step_error_frac'])}, normalised {format_error(row['normalised_error_frac'])}"
+    )
+
+
+def percent(frac: float) -> str:
+    return f"{100 * frac:.1f} %"
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page: figures by hour, and every row."""
+    lines = [
+        "# By commands alone",
+        "",
+        "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run and",
+        "compared by the commands `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`, as a user",
+        "would. An error is `predicted / measured - 1`, raw and for how slow the machine was in the run (normalised), by",
+        "the reference work that `run` and `calibrate` time. A loaded hour has another job on one of two cores.",
+        "",
+    ]
+    figures = [("hour", "rows", "answered", "raw, median", "9 in 10", "normalised, median", "9 in 10", "in interval")]
+    for hour in dict.fromkeys(row["hour"] for row in rows):
+        of_hour = [row for row in rows if row["hour"] == hour]
+        good = [row for row in of_hour if "why_not" not in row]
+        cells = [hour, str(len(of_hour)), str(len(good))]
+        for name in ("step_error_frac", "normalised_error_frac"):
+            errors = sorted(abs(row[name]) for row in good if row[name] is not None)
+            cells += [percent(median(errors)), percent(errors[-(-9 * len(errors) // 10) - 1])] if errors else ["-", "-"]
+        inside = sum(bool(row["in_interval"]) for row in good)
+        figures.append((*cells, f"{inside} of {len(good)}"))
+    lines += markdown_table(figures[0], figures[1:], right=range(1, 8))
+    head = ("hour", "model", "plan", "predicted", "90 % interval", "measured", "raw", "slowdown", "normalised", "load")
+    table = []
+    for row in rows:
+        if "why_not" in row:
+            table.append((row["hour"], row["group"], row["policy"], row["why_not"][:80], *[""] * 6))
+            continue
+        low_s, high_s = row["interval_s"]
+        table.append(
+            (
+                row["hour"], row["group"], row["policy"], format_s(row["step_s"]["predicted"]),
+                f"{format_s(low_s)} to {format_s(high_s)}", format_s(row["step_s"]["measured"]),
+                format_error(row["step_error_frac"]), f"{row['slowdown']:.2f}" if row["slowdown"] else "-",
+                format_error(row["normalised_error_frac"]), f"{row['load']:.1f}",
+            )
+        )  # fmt: skip
+    return "\n".join([*lines, "", *markdown_table(head, table, right=range(3, 10)), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("commands-campaign"))
+    parser.add_argument("--hour", default="quiet", help="a name for this run; `loaded` has another job beside it")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--calibrate-s", type=float, default=180.0)
+    parser.add_argument("--measure-s", type=float, default=60.0)
+    parser.add_argument("--page", type=Path, help="write the page of all results, and run nothing")
+    args = parser.parse_args()
+    if args.page:
+        args.page.write_text(page(read(args.results)))
+        return
+    with other_job("loaded" in args.hour):
+        run_hour(args.out, args.hour, args.results, calibrate_s=args.calibrate_s, measure_s=args.measure_s)
+
+
+if __name__ == "__main__":
+    main()
