@@ -169,10 +169,11 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# By commands alone",
         "",
-        "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run and",
-        "compared by the commands `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`, as a user",
-        "would. An error is `predicted / measured - 1`, raw and for how slow the machine was in the run (normalised), by",
-        "the reference work that `run` and `calibrate` time. A loaded hour has another job on one of two cores.",
+        "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run,",
+        "and compared by commands: `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`. An error",
+        "is `predicted / measured - 1`: raw, and normalised for how slow the machine was in the run by the reference",
+        "work that `run` and `calibrate` time. A loaded hour has another job on one of two cores; load is that of the",
+        "minute before.",
         "",
     ]
     figures = [("hour", "rows", "answered", "raw, median", "9 in 10", "normalised, median", "9 in 10", "in interval")]

@@ -4,6 +4,7 @@ tierplan validate                            runs the campaign cpu-small here, a
 tierplan validate gpu-billions               models of billions of parameters, on a CUDA GPU
 tierplan validate MY.toml --out runs         another campaign
 tierplan validate --list                     what the campaign asks
+tierplan validate --transfer                 each calibrated model, predicted from the calibrations of the others
 tierplan validate --table runs -o page.md    the page of all runs below a folder, without running anything
 
 Every run leaves one JSON file in OUT. To add the runs of another machine to a table, put their folders side by side.
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--only TEXT", "take up only runs whose group/name contains this")
     option(parser, "--list", "print what the campaign asks, and run nothing")
     option(parser, "--table DIR", "make the page of the artifacts in DIR, and run nothing")
+    option(parser, "--transfer", "predict each of the user's calibrations on `here` from the others, and run nothing")
     option(parser, "-o --output FILE", "write the page here", new_file())
     option(parser, "--json", "print the summary as one JSON object")
 
@@ -38,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.validation.campaign.artifact import load_artifacts
     from tierplan.validation.campaign.spec import load_campaign
 
+    if args.transfer:
+        return _transfer(args)
     if args.table:
         if not Path(args.table).is_dir():
             raise FileNotFoundError(f"--table {args.table}: no such folder; give one that holds artifacts")
@@ -69,6 +73,29 @@ def run(args: argparse.Namespace) -> int:
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
     return _show(args, artifacts)
+
+
+def _transfer(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from tierplan.hwmodels import load_machine
+    from tierplan.sim.trace import write_atomically
+    from tierplan.studies.defaults import workload_or_traced
+    from tierplan.validation.calibration.calibration import Calibration, CalibrationError
+    from tierplan.validation.calibration.known import calibrations_dir
+    from tierplan.validation.calibration.transfer import transfer_lines, transfers
+
+    known = [Calibration.load(path) for path in sorted(calibrations_dir().glob("*.json"))]
+    found = transfers(known, load_machine("here"), lambda c: workload_or_traced(c.model, dict(c.config), c.training))
+    if not found:
+        raise CalibrationError(
+            f"{calibrations_dir()} has no calibration of this machine as it was measured last; run tierplan calibrate"
+        )
+    lines = transfer_lines(found)
+    if args.output:
+        write_atomically(args.output, "\n".join(lines) + "\n")
+    print(json.dumps([asdict(t) for t in found]) if args.json else "\n".join(lines))
+    return 0
 
 
 def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]

@@ -9,5 +9,6 @@ dispatch      dispatch latency: how long after its inputs and its stream are fre
 rates         rates, latencies and contention of streams, fitted to measured ops
 factors       times of computations inside a step over times in the profile
 calibration   all of these as factors over the machine's description, and how far predictions from them are off
+transfer      each model predicted from the calibrations of others
 known         calibrations in files, and which of them suits a question
 """

@@ -54,6 +54,8 @@ BATCH, SEQUENCE = 4, 256
 LEARNING_RATE = 5e-5
 NUM_STEPS = 12
 TURNS = 3
+STEPS_PER_CHECK = 3
+"""Of the calibration model before each turn, for the slowdown."""
 MEASURE_S = 20.0
 CALIBRATE_S = 60.0
 PLAN_S = 15.0
@@ -250,7 +252,7 @@ def run_demo(
             Trainer(planned.schedule, model, nvme_dir=nvme, **settings) as trainer,
         ):
             for turn in range(TURNS):
-                slowdowns.append(session.in_memory_step_s() / calibration.in_memory_step_s)
+                slowdowns.append(session.in_memory_step_s(STEPS_PER_CHECK) / calibration.in_memory_step_s)
                 skipped_steps.add(trainer.num_steps_done)  # it follows a pause
                 trainer.run(source, steps * (turn + 1) // TURNS - trainer.num_steps_done)
             trainer.restore_model()

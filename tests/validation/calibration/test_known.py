@@ -15,6 +15,9 @@ from tests.configs import config_of
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import CATALOG, Machine
+from tierplan.hwmodels.scaling import with_ample_memory
+from tierplan.planner.lowering import lower
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.calibration import (
@@ -33,6 +36,8 @@ from tierplan.validation.calibration.known import (
     own_path,
     place_for,
 )
+from tierplan.validation.calibration.plans import calibration_plans
+from tierplan.validation.calibration.transfer import FAMILY, learnt_half_width, transfer_lines, transfers
 
 MACHINE = "desktop-4090"
 TRAINING = Training(per_device_train_batch_size=2, sequence_length=32, dtype="fp32")
@@ -149,6 +154,32 @@ def test_commands_take_it_and_say_so(data_home: Path, capsys: pytest.CaptureFixt
     assert low_s < calibrated["step_s"] < high_s
     assert high_s / low_s < plain["interval_s"][1] / plain["interval_s"][0]
     assert (roomy["step_s"], roomy["basis"]) == (calibrated["step_s"], calibrated["basis"])
+
+
+def test_models_are_predicted_from_the_calibrations_of_others() -> None:
+    """Two families on one machine: what was measured is what the first's calibration says, so the second's, whose
+    computations take 1.5 times as long, is off by as much, and so is its family's interval."""
+    machine = with_ample_memory(load_machine(MACHINE))
+    steps = {}
+    for family in ("gpt2", "opt"):
+        c = calibration_of(family, machine)
+        modelled = workload_of(family, dict(c.config), c.training)
+        timed, inside = c.timed(modelled, machine), c.on(machine)
+        plan = calibration_plans(timed, inside)["in-memory"]
+        steps[family] = {"in-memory": steady_state(lower(plan, timed, inside), inside).period_s}
+    slower = replace(TWICE, forward=3.0, backward=3.0, recompute=3.0)
+    first = calibration_of("gpt2", machine, measured_step_s=steps["gpt2"])
+    second = calibration_of("opt", machine, measured_step_s=steps["opt"], units=dict.fromkeys(first.units, slower))
+    elsewhere = replace(first, machine_sha256="0")
+    found = transfers([first, second, elsewhere], machine, lambda c: workload_of(c.model, dict(c.config), c.training))
+    ratios = {(t.source, t.target): t.ratio for t in found}
+    assert len(found) == 4
+    assert ratios["gpt2", "gpt2"] == ratios["gpt2", "opt"] == pytest.approx(1.0)
+    assert 1.3 < ratios["opt", "gpt2"] < 1.51
+    assert learnt_half_width(found, FAMILY) is None
+    lines = transfer_lines(found)
+    assert any(f"{100 * (ratios['opt', 'gpt2'] - 1):.1f} %" in line for line in lines)
+    assert "another family: 9 in 10 are off" in lines[-1]
 
 
 def test_a_shallow_model_has_fewer_blocks_and_what_lists_them() -> None:
