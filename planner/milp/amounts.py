@@ -53,7 +53,8 @@ class SlotGroup:
     """Saved tensors of one unit that share a decision."""
 
     slots: tuple[int, ...]
-    """Slot numbers; empty for the unit's input."""
+    """Slot numbers; empty for the unit's input. One that autograd does not save is `recomputable`: backward needs it
+    only where something is made again from it, and else it is dropped."""
     gb: float
     recompute_s: float
     recompute_load: Mapping[str, float]
@@ -288,6 +289,8 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
     owner = names[unit.shares] if unit.shares else (names[unit.name] if n else -1)
     work_gb = unit.forward_work_bytes / GB
     transient_input = 0 if is_first else unit.input_bytes
+    groups = _groups(unit, machine, is_first)
+    has_input = any(not group.slots for group in groups)
     return UnitAmounts(
         name=unit.name,
         is_block=unit.kind == "block",
@@ -305,9 +308,9 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         else 0.0,
         fwd_load=_load(machine, COMPUTE, unit.forward),
         bwd_load=_load(machine, COMPUTE, unit.backward),
-        groups=_groups(unit, machine, is_first),
+        groups=groups,
         saved_gb=unit.saved_bytes / GB,
-        fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if unit.saves_input else transient_input)) / GB,
+        fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if has_input else transient_input)) / GB,
         bwd_fixed_gb=(unit.backward_work_bytes + unit.output_bytes + transient_input) / GB,
         adding_gb=max(0, unit.accumulating_work_bytes - unit.backward_work_bytes) / GB,
         input_gb=transient_input / GB,
@@ -319,11 +322,11 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
 
 
 def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ...]:
-    """The input first (if backward reads it), then large slots one by one, then the small ones together."""
+    """The input first (if backward may read it), then large slots one by one, then the small ones together."""
     found = []
-    if unit.saves_input and unit.input_bytes and not is_first:
-        found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, False, True))
     is_block = unit.kind == "block"  # the runtime runs blocks again, nothing else
+    if (unit.saves_input or (is_block and unit.saved)) and unit.input_bytes and not is_first:
+        found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, not unit.saves_input, True))
     members: dict[tuple[int | None, bool], list[SavedTensor]] = {}
     for t in unit.saved:
         is_large = t.size_bytes >= SMALL_FRAC * unit.saved_bytes

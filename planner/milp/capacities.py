@@ -172,7 +172,7 @@ class _DeviceNeeds:
         u, unit, block = window.first, cols.units[window.first], p.blocks[window.block]
         fixed = self.shared_gb(s, u)
         if window.phase == "fwd":
-            return fixed + unit.fwd_fixed_gb + unit.saved_gb, []
+            return fixed + unit.fwd_fixed_gb + unit.saved_gb, cols.dropped(u, 1.0)
         more: Terms = cols.recomputed(u, [group.gb for group in unit.groups])
         # of all micro-batches of the turn there are the gradients that came from behind
         fixed += unit.bwd_fixed_gb + (p.turn - 1) * unit.output_gb + unit.tied_gb + sum(self.tied.values())
@@ -206,10 +206,11 @@ class _DeviceNeeds:
         if cols.windows[s].phase == "fwd":
             stays = u == len(cols.units) - 1 and unit.bwd_reads_params  # fetched, and not yet used up
             more = [] if stays else parameters_needed(cols, "fwd", u)[0]
+            more = [*more, *cols.dropped(u, 1.0)]
             return self.shared_gb(s, u) + unit.fwd_fixed_gb + unit.saved_gb, more
         fixed = self.shared_gb(s, u) + unit.bwd_fixed_gb + (p.turn - 1) * unit.input_gb
         fixed += sum(group.gb for group in unit.groups) + sum(self.tied.values())
-        more = [*parameters_needed(cols, "bwd", u)[0]]
+        more = [*parameters_needed(cols, "bwd", u)[0], *cols.dropped(u, -1.0)]
         if is_first:
             fixed += unit.grads_gb + (unit.adding_gb if p.turn > 1 else 0.0)
         else:

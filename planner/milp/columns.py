@@ -79,6 +79,9 @@ class Columns:
                 found.recompute[g] = lp.column(high=1.0)
                 if not group.recomputable:  # as long as the whole block is run again: in no plan of ours
                     self.only_bounds.append(found.recompute[g])
+        for g in found.recompute if 0 in found.recompute and not unit.groups[0].slots else ():
+            if g:  # an input is dropped only where nothing is made again from it
+                lp.row([(1.0, found.recompute[0]), (1.0, found.recompute[g])], high=1.0, family="dropped inputs")
         for inputs, columns in ((True, found.inputs), (False, found.saved)):
             groups = {g: group for g, group in enumerate(unit.groups) if (not group.slots) == inputs}
             if not groups:
@@ -187,7 +190,13 @@ class Columns:
 
     def recomputed(self, u: int, each: Sequence[float]) -> Terms:
         """The sum over unit u's groups of an amount of each, times the share that is made again."""
-        return [(each[g], c) for g, c in self.choices[u].recompute.items() if each[g]]
+        groups = self.units[u].groups
+        return [(each[g], c) for g, c in self.choices[u].recompute.items() if each[g] and groups[g].slots]
+
+    def dropped(self, u: int, scale: float) -> Terms:
+        """scale x GB of unit u's input that is there for its forward alone."""
+        groups = self.units[u].groups
+        return [(scale * groups[g].gb, c) for g, c in self.choices[u].recompute.items() if not groups[g].slots]
 
     def flow(self, s: int, name: str, scale: float = 1.0) -> Terms:
         """scale x a flow of window s; nothing where that flow cannot exist."""

@@ -67,11 +67,14 @@ def _without_late_uploads(plan: UnitwisePlan) -> UnitwisePlan:
 
 
 def actions_of(problem: Problem, plan: UnitwisePlan) -> list[list[str]]:
-    """By unit and group of tensors: the plan's action."""
-    return [
-        [choice.action(group.slots[0]) if group.slots else choice.input for group in unit.groups]
-        for unit, choice in zip(problem.units, plan.units, strict=True)
-    ]
+    """By unit and group of tensors: the plan's action; of an input that nothing needs again, "recompute"."""
+    found = []
+    for unit, choice in zip(problem.units, plan.units, strict=True):
+        acts: list[str] = [choice.action(group.slots[0]) if group.slots else choice.input for group in unit.groups]
+        if acts and not unit.groups[0].slots and unit.groups[0].recomputable and "recompute" not in acts[1:]:
+            acts[0] = "recompute"
+        found.append(acts)
+    return found
 
 
 def _kind(problem: Problem, u: int, g: int) -> tuple[object, ...]:
@@ -105,7 +108,7 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
     acts: list[Action] = ["keep"] * num_slots
     x: str = "keep"
     for group, action in zip(unit.groups, actions, strict=True):
-        if not group.slots:
+        if not group.slots and action != "recompute":
             x = action
         for slot in group.slots:
             acts[slot] = action  # type: ignore[call-overload]

@@ -16,6 +16,7 @@ from tierplan.planner.milp.bounds import lower_bound, shortages
 from tierplan.planner.milp.model import build
 from tierplan.planner.milp.program import solve
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.workload import Workload
@@ -240,3 +241,25 @@ def test_no_plan_beats_the_bound_with_an_embedding_and_a_head(tied, accumulation
                     num_ran += 1
                     assert bound.step_s <= tried.step_s * (1 + 1e-6)
     assert num_ran > 10
+
+
+def test_inputs_of_recomputed_blocks_take_memory_and_may_leave() -> None:
+    """Six blocks whose inputs autograd does not save, as in Llama: made again, each needs its input, 20 MB, once more.
+
+    All saved tensors together have no room on the device, and neither have all inputs: two of them leave, at least.
+    """
+    blocks = chain(
+        forward_s=[0.5] * 6, parameters=[1000] * 6, saved_mb=[[200.0]] * 6, recompute_s=[[0.5]] * 6, border_mb=20
+    )
+    workload = replace(blocks, units=tuple(replace(unit, saves_input=False) for unit in blocks.units))
+    machine = small_machine(device_mb=320, nvme_mb=0, link_mb_per_s=40)
+    p = problem(workload, machine, semantics="in-backward")
+    slow = small_machine(device_mb=320, nvme_mb=0, link_mb_per_s=4)
+    assert p.units[1].groups[0].recomputable
+    assert not p.units[1].groups[0].slots
+    found = plan(workload, machine, policies=())
+    assert isinstance(found.plan, UnitwisePlan)
+    assert "host" in {choice.input for choice in found.plan.units}
+    slower = lower_bound(problem(workload, slow, semantics="in-backward")).step_s
+    assert slower > lower_bound(p).step_s + 0.1
+    assert lower_bound(p).step_s <= found.step_s
