@@ -201,7 +201,7 @@ def main() -> None:
         "pairs": args.pairs,
     }
     sizes = Sizes(file_bytes=(4 * MIB, 32 * MIB, 512 * MIB), file_area_bytes=2048 * MIB)
-    with loads((args.nvme_dir,), sizes, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
+    with loads((args.nvme_dir,), sizes, device=Device(), dtypes=("fp32",)) as (found, _):
         largest = {s: max((x for x in found if x.stream == s), key=lambda x: x.amount) for s in (*DRIVE, "gpu0.h2d")}
         typical = {s: next(x for x in found if x.stream == s and x.amount == 32 * MIB) for s in largest}
         threads = StreamThreads([*DRIVE, "gpu0.h2d"])

@@ -17,6 +17,7 @@ Shapes: `n` parameters of a unit.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,8 +85,13 @@ class ModelUnit:
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of this shape that takes the memory of one element, and reads as nan everywhere."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    """A tensor of this shape that has no memory of its own, and reads as nan everywhere."""
+    return _nan(dtype, torch.device(device)).expand(shape)
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,25 +1,31 @@
 """The one place that knows whether the device tier is a CUDA GPU or a byte budget in this machine's memory.
 
-Everything else uses `Device`. On CUDA each stream of the schedule has a CUDA stream of its own: a worker runs its op
-under `on`, and `finish` blocks the worker (not Python's lock) until the GPU has done it, so that an op's end means on
-both kinds of device that its results exist. Transfers use pinned memory and block nobody but their own worker.
+Everything else uses `Device`. On CUDA each stream of the schedule has a CUDA stream of its own: what a worker does
+under `on` is put on it, and an `Event` behind it says when that is done: to other streams, which `wait_for` it, and to
+the host. Transfers use pinned memory. `fake_device` is a third kind, a test double that is as late as CUDA allows.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D
 from tierplan.runtime.memory.arena import Pool, map_host
 from tierplan.runtime.memory.freed_memory import keep_freed_memory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+DEVICE_STREAMS = (COMPUTE, H2D, D2H)
+"""Streams of the schedule whose work the device does."""
+CLOCK_PERIOD_S = 8
+"""The distance of two events is exact to a microsecond for so long; then another event is measured from."""
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By `Training.dtype`."""
 
@@ -33,67 +39,130 @@ def device_named(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-@dataclass
+class Event(Protocol):
+    """A place on a stream."""
+
+    def wait(self) -> None:
+        """Returns when everything on the stream before it is done."""
+
+    def time_ns(self) -> int:
+        """When that was, by `time.perf_counter_ns`."""
+
+
 class Device:
-    """Memory, streams and random numbers of the device tier."""
+    """Memory, streams and random numbers of the device tier; of this class itself, in this machine's memory."""
 
-    torch_device: torch.device
-    _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+    torch_device = torch.device("cpu")
+    is_cuda = False
+    is_asynchronous = False
+    """Its streams work by themselves, and events say when they are done."""
 
-    def __post_init__(self) -> None:
-        if self.is_cuda:
-            _let_segments_expand()
-        else:
-            keep_freed_memory()
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.torch_device.type == "cuda"
+    def __init__(self) -> None:
+        keep_freed_memory()
 
     def pool(self, capacity_bytes: int) -> Pool:
         """Blocks of device memory."""
-        if not self.is_cuda:
-            return Pool(map_host, capacity_bytes)
-        return Pool(lambda size: torch.empty(size, dtype=torch.uint8, device=self.torch_device), capacity_bytes)
+        return Pool(map_host, capacity_bytes)
 
     def host_pool(self, capacity_bytes: int) -> Pool:
         """Blocks of host memory, pinned where that matters."""
-        if not self.is_cuda:
-            return Pool(lambda size: map_host(size, for_transfers=True), capacity_bytes)
-        return Pool(lambda size: map_host(size, register=True), capacity_bytes, release=_unregister)
+        return Pool(lambda size: map_host(size, for_transfers=True), capacity_bytes)
 
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
+    def on(self, stream: str) -> AbstractContextManager[None]:
         """Work inside goes to this stream of the schedule."""
-        if not self.is_cuda:
-            yield
-            return
-        if stream not in self._streams:
-            self._streams[stream] = torch.cuda.Stream(self.torch_device)
-        with torch.cuda.stream(self._streams[stream]):
-            yield
+        return nullcontext()
+
+    def record(self, stream: str) -> Event | None:
+        """An event behind all that was put on the stream; None where it is done."""
+        return None
+
+    def wait_for(self, stream: str, event: Event) -> None:
+        """What is put on the stream from now on begins after the event. Does not block."""
 
     def lend(self, memory: torch.Tensor, stream: str) -> None:
         """This memory is used, and perhaps given back, by another stream than the one that has allocated it."""
-        if self.is_cuda and stream in self._streams:
-            memory.record_stream(self._streams[stream])
 
     def finish(self) -> None:
         """Returns when the work that this thread has put on its stream is done."""
-        if self.is_cuda:
-            done = torch.cuda.Event(blocking=True)
-            done.record()
-            done.synchronize()
 
     def settle(self) -> None:
         """Returns when all work on the device is done, on whatever stream."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.torch_device)
+
+    def to_device(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of host memory, in the order of this thread's stream."""
+        return t
+
+    def to_host(self, t: torch.Tensor) -> torch.Tensor:
+        """The values on the host, which has them when the work on this thread's stream is done. Does not block."""
+        return t
 
     def take_buffers(self, model: nn.Module) -> Callable[[], None]:
         """Brings the model's buffers (rotary tables, masks) to the device; returns what brings them back."""
+        return lambda: None
+
+    def rng_state(self) -> tuple[torch.Tensor, ...]:
+        """The state of the random numbers that a forward draws."""
+        return (torch.get_rng_state(),)
+
+    def set_rng_state(self, state: tuple[torch.Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+
+
+class CudaDevice(Device):
+    """A GPU."""
+
+    is_cuda = is_asynchronous = True
+
+    def __init__(self, torch_device: str = "cuda") -> None:
+        self.torch_device = torch.device(torch_device)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._clock: tuple[torch.cuda.Event, int] | None = None
+        self._clock_lock = threading.Lock()
+        _let_segments_expand()
+
+    def pool(self, capacity_bytes: int) -> Pool:
+        return Pool(lambda size: torch.empty(size, dtype=torch.uint8, device=self.torch_device), capacity_bytes)
+
+    def host_pool(self, capacity_bytes: int) -> Pool:
+        return Pool(_map_pinned, capacity_bytes, release=_unpin)
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        with torch.cuda.stream(self._stream(stream)):
+            yield
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.torch_device)
+        return self._streams[name]
+
+    def record(self, stream: str) -> Event | None:
+        return _CudaEvent(self, self._stream(stream)) if stream in DEVICE_STREAMS else None
+
+    def wait_for(self, stream: str, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream(stream).wait_event(event.cuda)
+
+    def lend(self, memory: torch.Tensor, stream: str) -> None:
+        memory.record_stream(self._stream(stream))
+
+    def finish(self) -> None:
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def to_device(self, t: torch.Tensor) -> torch.Tensor:
+        return t.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def to_host(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+
+    def take_buffers(self, model: nn.Module) -> Callable[[], None]:
         moved = []
-        for module in model.modules() if self.is_cuda else ():
+        for module in model.modules():
             for name, b in module._buffers.items():
                 if b is not None:
                     moved.append((module, name, b))
@@ -106,14 +175,43 @@ class Device:
         return restore
 
     def rng_state(self) -> tuple[torch.Tensor, ...]:
-        """The state of the random numbers that a forward draws."""
-        state = (torch.get_rng_state(),)
-        return (*state, torch.cuda.get_rng_state(self.torch_device)) if self.is_cuda else state
+        return (torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device))
 
     def set_rng_state(self, state: tuple[torch.Tensor, ...]) -> None:
         torch.set_rng_state(state[0])
-        if self.is_cuda:
-            torch.cuda.set_rng_state(state[1], self.torch_device)
+        torch.cuda.set_rng_state(state[1], self.torch_device)
+
+    def time_ns(self, event: torch.cuda.Event) -> int:
+        """The host's time of an event that is done."""
+        with self._clock_lock:
+            if self._clock is None:
+                zero = torch.cuda.Event(enable_timing=True)
+                zero.record(torch.cuda.Stream(self.torch_device))
+                zero.synchronize()
+                self._clock = zero, time.perf_counter_ns()
+            zero, zero_ns = self._clock
+            found_ns = zero_ns + round(1e6 * zero.elapsed_time(event))
+            if found_ns - zero_ns > CLOCK_PERIOD_S * 10**9:
+                self._clock = event, found_ns
+            return found_ns
+
+
+class _CudaEvent:
+    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self.cuda = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.cuda.record(stream)
+
+    def wait(self) -> None:
+        self.cuda.synchronize()
+
+    def time_ns(self) -> int:
+        return self._device.time_ns(self.cuda)
+
+
+def open_device(name: str) -> Device:
+    """`cuda` (or `cuda:0`), or `cpu`."""
+    return CudaDevice(name) if name.startswith("cuda") else Device()
 
 
 def _let_segments_expand() -> None:
@@ -125,5 +223,14 @@ def _let_segments_expand() -> None:
         (set_allocator or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def _unregister(pages: torch.Tensor) -> None:
+def _map_pinned(size_bytes: int) -> torch.Tensor:
+    """Host memory, pinned where it lies: PyTorch's own pinned memory comes in powers of two."""
+    pages = map_host(size_bytes, for_transfers=True)
+    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)
+    if int(status) != 0:
+        raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
+    return pages
+
+
+def _unpin(pages: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())

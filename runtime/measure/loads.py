@@ -82,7 +82,7 @@ def loads(
     """All loads of this machine, and what a user should know of them. Holds memory and a file until it is left."""
     weights = measure_weights(folders) if len(folders) > 1 else ()  # as a run stripes over them
     store = Store(folders, weights=weights) if folders else None
-    host_pool, cpu = device.host_pool(sizes.area_bytes), Device(torch.device("cpu"))
+    host_pool, cpu = device.host_pool(sizes.area_bytes), Device()
     host = host_pool.take(sizes.area_bytes)
     try:
         all_loads = [

@@ -24,7 +24,7 @@ import torch
 from tierplan.hwmodels.catalog import HERE
 from tierplan.hwmodels.description import Description
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
-from tierplan.runtime.execution.device import Device, device_named
+from tierplan.runtime.execution.device import Device, device_named, open_device
 from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, free_bytes
@@ -83,7 +83,7 @@ def measure_description(
             f"budget_s is {budget_s}; every stream needs several windows: give {LEAST_BUDGET_S:.0f} seconds or more"
         )
     folders = () if nvme_dir is None else tuple(paths_of(nvme_dir))
-    chosen = Device(torch.device(device_named(device).replace("cuda", "cuda:0")))
+    chosen = open_device(device_named(device).replace("cuda", "cuda:0"))
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
     num_rounds, sizes = _plan(budget_s, folders, chosen)
     report = progress or (lambda what, part: None)

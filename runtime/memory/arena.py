@@ -37,13 +37,12 @@ class Block:
     pages: torch.Tensor
 
 
-def map_host(size_bytes: int, *, for_transfers: bool = False, register: bool = False) -> torch.Tensor:
+def map_host(size_bytes: int, *, for_transfers: bool = False) -> torch.Tensor:
     """Zeroed anonymous memory of whole pages as a uint8 tensor; unmapped when the last view of it is gone.
 
     `MAP_PRIVATE`, because shared anonymous mappings escape `RLIMIT_DATA`. Memory `for_transfers` is empty in forked
     processes (workers of a data loader): while both have a page, a write to it goes to a copy, and a drive or a GPU
-    that is about to fill the page may fill the other one. `register` pins it for CUDA where it lies.
-    Raises `MemoryError` with the size when the system refuses.
+    that is about to fill the page may fill the other one. Raises `MemoryError` with the size when the system refuses.
     """
     try:
         mapping = mmap.mmap(-1, padded(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,15 +53,10 @@ def map_host(size_bytes: int, *, for_transfers: bool = False, register: bool = F
         ) from error
     if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    if for_transfers or register:
+    if for_transfers:
         with contextlib.suppress(OSError):  # before Linux 4.14
             mapping.madvise(MADV_WIPEONFORK)
-    pages = torch.frombuffer(mapping, dtype=torch.uint8)
-    if register:
-        status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)
-        if int(status) != 0:
-            raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
-    return pages
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 @dataclass
@@ -92,14 +86,21 @@ class Pool:
         """A block of exactly this size. Its content is whatever was there."""
         room = padded(size_bytes)
         with self._lock:
-            spare = self._spare.get(room)
-            if spare:
-                pages = spare.pop()
-            else:
-                self._shed(room)
-                pages = self.allocate(room)
-                self.mapped_bytes += room
             self.lent_bytes += room
+            spare = self._spare.get(room)
+            pages = spare.pop() if spare else None
+            if pages is None:
+                self._shed(room)
+                self.mapped_bytes += room
+        if pages is None:  # out of the lock: mapping and pinning take long
+            try:
+                pages = self.allocate(room)
+            except BaseException:
+                with self._lock:
+                    self.lent_bytes -= room
+                    self.mapped_bytes -= room
+                raise
+        with self._lock:
             self._lent[pages.data_ptr()] = pages
         return Block(pages[:size_bytes], pages)
 

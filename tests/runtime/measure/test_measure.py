@@ -131,7 +131,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
-    with loads((tmp_path,), TINY, device=Device(torch.device("cpu")), dtypes=("fp32",)) as (found, _):
+    with loads((tmp_path,), TINY, device=Device(), dtypes=("fp32",)) as (found, _):
         names = [load.name for load in found]
         assert len(set(names)) == len(names)
         from torch.utils.flop_counter import FlopCounterMode
@@ -144,7 +144,7 @@ def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
         blocks = next(load for load in found if load.kind == "blocks")
         with FlopCounterMode(display=False) as counter:
             blocks.run()
-        work = block_work(TINY, "fp32", Device(torch.device("cpu")))
+        work = block_work(TINY, "fp32", Device())
         assert counter.get_total_flops() == work["matmul_fp32_flops"]  # it does not count the CPU's attention
 
 

@@ -31,7 +31,7 @@ def faults_once_settled() -> int:
 
 
 def test_pages_of_freed_tensors_are_not_faulted_in_again() -> None:
-    Device(torch.device("cpu"))
+    Device()
     if not keep_freed_memory():
         pytest.skip("the C library is not glibc, or memory is capped")
     assert faults_once_settled() < PAGES // 10
