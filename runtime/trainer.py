@@ -28,7 +28,7 @@ from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
-from tierplan.runtime.execution.device import TORCH_DTYPES, Device
+from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
@@ -114,8 +114,8 @@ class Trainer:
     """Of the model's output and the batch; the output's own `loss` if not given."""
     seed: int | None = 0
     """Each micro-batch's random numbers (dropout) follow from it; None leaves PyTorch's generators alone."""
-    device: str = "cpu"
-    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`."""
+    device: str | Device = "cpu"
+    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`; or one that is open."""
     num_threads: int | None = None
     """Threads for kernels on the CPU; PyTorch's setting if not given."""
     reference_frac: float | None = None
@@ -266,7 +266,7 @@ class Trainer:
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
             "num_threads": self._threads,
-            "device": self.device,
+            "device": self.device if isinstance(self.device, str) else self.device.torch_device.type,
             **self.fixed,
         }
 
@@ -341,7 +341,7 @@ class Trainer:
     def _set_up(self, first: Batch) -> None:
         self._set_back.enter_context(without_cache(self.model))
         self._set_back.enter_context(loss_in_chunks(self.model, self._step.training.loss_chunks))
-        self._device = Device(torch.device(self.device))
+        self._device = open_device(self.device) if isinstance(self.device, str) else self.device
         self.units = split_model(self.model, first)
         if self.reference_frac is not None:
             self.reference_work = ReferenceWork(self._device, self._dtype, self.reference_frac)
@@ -371,7 +371,7 @@ class Trainer:
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
             updates_of_step_before=self._step.updates_of_step_before,
-            on_loss=self._on_loss,
+            on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
         )
         self._set_back.callback(self._bodies.close)
         self._executor = Executor(
@@ -379,6 +379,8 @@ class Trainer:
             self._bodies,
             on_grant=self._bodies.on_grant,
             release=self._bodies.release,
+            on_free=self._bodies.on_free,
+            device=self._device,
             on_thread_start=self._on_thread_start,
             on_step_end=lambda step, time_ns: self.on_step(step, sum(self._losses[step])),
             trace_steps=self.trace_steps,
@@ -436,12 +438,14 @@ class Trainer:
     # ---- during the run ----
 
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
+        if self.reference_work is not None and m == 0:
+            self.reference_work.on_step(step)
         batch = self._batches.next()
         if batch is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )
-        moved = {k: v.to(self._device.torch_device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        moved = {k: self._device.to_device(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
         def forward() -> torch.Tensor:
             loss = loss_of(self.model, moved, self.loss)
@@ -456,11 +460,6 @@ class Trainer:
             device=self._device,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
         )
-
-    def _on_loss(self, step: int, m: int, loss: float) -> None:
-        self._losses.setdefault(step, []).append(loss)
-        if self.reference_work is not None and m == 0:
-            self.reference_work.on_step(step)
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:

@@ -77,7 +77,8 @@ class MicroBatchRun:
     device: Device
     seed: int | None = None
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
-    loss: float = float("nan")
+    loss: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+    """In host memory, when the device is done with the forward."""
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
     _leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
@@ -328,8 +329,7 @@ class MicroBatchRun:
                     )
                 head.roots = [(get_gradient_edge(loss), loss.detach())]
                 self._check_cut(len(self.runs) - 1, head.roots)
-                self.loss = loss.item()
-                self.device.finish()
+                self.loss = self.device.to_host(loss.detach())
         except _Cancelled:
             pass
         except BaseException as error:
@@ -340,7 +340,6 @@ class MicroBatchRun:
             self._back.release()
 
     def _yield(self) -> None:
-        self.device.finish()
         self._back.release()
         self._go.acquire()
         if self._is_cancelled:

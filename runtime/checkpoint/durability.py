@@ -17,7 +17,7 @@ import torch
 
 from tierplan.hwmodels.names import NVME
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_same_settings, stamp
-from tierplan.runtime.execution.executor import Instance
+from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import cut, join, states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of

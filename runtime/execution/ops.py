@@ -14,8 +14,8 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.executor import Call, Instance
 from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
+from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     BufferValue,
@@ -117,13 +117,13 @@ class Bodies:
             self._kinds[call.op.kind](call)
             if call.op.kind == "forward":
                 self.while_computing()
-            self.device.finish()
 
     def close(self) -> None:
         """Ends micro-batches that are under way, takes the hooks off the model, and lets go of the pools' memory."""
         for batch_run in self._runs.values():
             batch_run.cancel()
         self._runs.clear()
+        self.device.settle()
         for hook in self._hooks:
             hook.remove()
         self.device_pool.close()
@@ -162,14 +162,11 @@ class Bodies:
 
     def release(self, instance: Instance) -> None:
         """Gives a freed buffer's memory back."""
-        if instance.outside_bytes:
-            self.device_pool.make_room(-instance.outside_bytes)
-            instance.outside_bytes = 0
         value = instance.value
         if not isinstance(value, BufferValue):
             return
         if value.handle is not None and instance.buffer.tier == DEVICE:
-            value.handle.leave()
+            value.handle.leave(value)
         value.gradients = None
         if isinstance(value.place, Extent):
             if value.place not in self.committed:
@@ -177,6 +174,12 @@ class Bodies:
         elif value.place is not None:
             self._unbind(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
+
+    def on_free(self, instance: Instance) -> None:
+        """Nobody may use the memory of a freed buffer any more."""
+        if instance.outside_bytes:
+            self.device_pool.make_room(-instance.outside_bytes)
+            instance.outside_bytes = 0
 
     def read(self, instance: Instance) -> torch.Tensor:
         """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
@@ -224,7 +227,9 @@ class Bodies:
         else:
             new.block.data.copy_(self._memory(source), non_blocking=True)
         if new.handle is not None and target.buffer.tier == DEVICE:
-            new.handle.arrive(new.block.data)
+            new.arrived = new.handle.unpack(new.block.data)
+            for t in new.arrived:
+                self.device.lend(t, COMPUTE)
 
     def _bring_back(self, handle: SavedTensorHandle, source: Instance, target: Instance) -> None:
         """A saved tensor returns in memory of its own: backward frees it when it has used it, as if it had been kept.
@@ -234,8 +239,7 @@ class Bodies:
         memory = torch.empty(source.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
         memory.copy_(self._memory(source), non_blocking=True)
         self.device.lend(memory, COMPUTE)
-        handle.arrive(memory)
-        target.value = BufferValue(handle=handle)
+        target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""
@@ -250,9 +254,11 @@ class Bodies:
     # ---- compute ----
 
     def _bind(self, call: Call) -> None:
-        """Makes the parameters that the op reads those of the model."""
+        """Makes the parameters that the op reads those of the model, and what else it reads autograd's."""
         for instance in call.reads:
             content = content_of(instance)
+            if isinstance(value := instance.value, BufferValue) and value.handle is not None:
+                value.handle.use(value)
             if isinstance(content, Params):
                 self.units[self._index[content.unit]].bind(value_of(instance).block.data.view(self.dtype))
 
@@ -272,7 +278,7 @@ class Bodies:
                 case Input():
                     leaves = batch_run.hand_over(index + 1, instance.buffer.size_bytes)
                     expect(instance, sum(leaf.nbytes for leaf in leaves))
-                    instance.value = BufferValue(handle=InputHandle(leaves))
+                    instance.value = InputHandle(leaves).begin()
                 case KeptActs():
                     expect(instance, kept)
                     kept = 0
@@ -280,14 +286,15 @@ class Bodies:
                     saved = run.recorder.away.pop(k, None)
                     expect(instance, saved.size_bytes if saved else 0)
                     assert saved is not None
-                    instance.value = BufferValue(handle=SavedTensorHandle(saved))
+                    instance.value = SavedTensorHandle(saved).begin()
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
                 f"the unit saves tensors of {sizes} bytes here. {REMEDY}"
             )
         if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
-            self.on_loss(call.step, call.op.micro_batch, batch_run.loss)
+            loss, step, m = batch_run.loss, call.step, call.op.micro_batch
+            call.at_end.append(lambda: self.on_loss(step, m, loss.item()))
 
     def _recompute(self, call: Call) -> None:
         index, batch_run = self._index[call.op.unit], self._runs[call.step, call.op.micro_batch]
@@ -300,7 +307,7 @@ class Bodies:
         for instance in outputs:
             leaves = batch_run.runs[index + 1].leaves
             expect(instance, sum(leaf.nbytes for leaf in leaves))
-            instance.value = BufferValue(handle=InputHandle(leaves))
+            instance.value = InputHandle(leaves).begin()
 
     def _backward(self, call: Call) -> None:
         index = self._index[call.op.unit]
@@ -313,7 +320,7 @@ class Bodies:
             if isinstance(content_of(instance), InputGradient):
                 leaves = batch_run.runs[index].leaves
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
-                instance.value = BufferValue(handle=InputHandle(leaves, is_gradient=True))
+                instance.value = InputHandle(leaves, is_gradient=True).begin()
         self._finish_gradients(call)
         if index == 0:
             del self._runs[key]
@@ -387,12 +394,13 @@ class Bodies:
         unit = self.units[self._index[call.op.unit]]
         parts = gradients_of(value_of(call.reads[0]), unit)
         with threads_here(self.num_threads):
-            norms = [
-                (self._position[id(p)], torch.linalg.vector_norm(part, 2.0).cpu())
+            norms = {
+                self._position[id(p)]: torch.linalg.vector_norm(part, 2.0)
                 for (name, p), part in zip(unit.parameters, parts, strict=True)
                 if p.requires_grad and name not in self.optimizer.frozen and part is not None
-            ]
-        call.writes[0].value = BufferValue(norms=norms)
+            }
+        on_host = self.device.to_host(torch.stack(list(norms.values()))) if norms else ()
+        call.writes[0].value = BufferValue(norms=list(zip(norms, on_host, strict=True)))
 
     def _clip(self, call: Call) -> None:
         norms = sorted((pair for x in call.reads for pair in value_of(x).norms), key=lambda pair: pair[0])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.execution.executor import Executor, Instance
+from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import join, states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of

@@ -2,7 +2,7 @@
 
 A `BufferValue` is memory (a block of a pool), a place on a drive (an extent), or nothing but an `AutogradHandle`, which
 stands for what lives on the device by itself, such as a tensor that autograd saved. The handle travels with the content
-through the tiers and is told when its bytes arrive on the device or leave it.
+through the tiers, and is told which copy of its bytes on the device to use, and when that one leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tierplan.runtime.autograd.saved import SavedStorage, memory_of
 from tierplan.runtime.autograd.units import placeholder
-from tierplan.runtime.execution.executor import Instance
+from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.sim.contents import Content, parse_content
@@ -26,36 +26,45 @@ from tierplan.sim.contents import Content, parse_content
 class AutogradHandle(ABC):
     """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
 
-    They may come back while the first copy is still in use; then they take its place when that one leaves.
+    They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_here = True
-        self._next: torch.Tensor | None = None
+        self._at: BufferValue | None = None
 
-    def arrive(self, memory: torch.Tensor) -> None:
-        """The bytes are in this device memory."""
-        with self._lock:
-            if self._is_here:
-                self._next = memory
-            else:
-                self._is_here = True
-                self._use(memory)
+    def begin(self) -> BufferValue:
+        """The value of the buffer that autograd has made."""
+        self._at = BufferValue(handle=self)
+        return self._at
 
-    def leave(self) -> None:
-        """The device memory that was in use is given back."""
+    def use(self, value: BufferValue) -> None:
+        """From now on the bytes are those of this value, which are on the device."""
         with self._lock:
-            self._use(self._next)
-            self._is_here, self._next = self._next is not None, None
+            if self._at is not value:
+                assert value.arrived is not None
+                self._use(value.arrived)
+                self._at, value.arrived = value, None
+
+    def leave(self, value: BufferValue) -> None:
+        """The device memory of this value is given back. Starts no work on the device."""
+        with self._lock:
+            value.arrived = None
+            if self._at is value:
+                self._use(None)
+                self._at = None
 
     @abstractmethod
     def memory(self) -> torch.Tensor:
-        """The bytes, as a uint8 tensor."""
+        """The bytes in use, as a uint8 tensor."""
 
     @abstractmethod
-    def _use(self, memory: torch.Tensor | None) -> None:
-        """From now on the bytes are in this memory, or not on the device."""
+    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """What these bytes are to autograd: for `BufferValue.arrived`."""
+
+    @abstractmethod
+    def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """From now on these are it, or nothing on the device is."""
 
 
 class SavedTensorHandle(AutogradHandle):
@@ -72,10 +81,13 @@ class SavedTensorHandle(AutogradHandle):
         assert saved.storage is not None
         return memory_of(saved.storage)
 
-    def _use(self, memory: torch.Tensor | None) -> None:
+    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return [memory]
+
+    def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         saved = self._saved()
         if saved is not None:
-            saved.storage = None if memory is None else memory.untyped_storage()
+            saved.storage = None if tensors is None else tensors[0].untyped_storage()
 
 
 class InputHandle(AutogradHandle):
@@ -98,12 +110,14 @@ class InputHandle(AutogradHandle):
         parts = [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _use(self, memory: torch.Tensor | None) -> None:
-        parts = None if memory is None else memory.split([leaf.nbytes for leaf in self.leaves])
-        for k, (leaf, stride) in enumerate(zip(self.leaves, self._strides, strict=True)):
-            t = None if parts is None else parts[k].view(leaf.dtype).view(leaf.shape)
-            if t is not None and stride is not None:
-                t = t.new_empty_strided(leaf.shape, stride).copy_(t)
+    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        flat = zip(memory.split([leaf.nbytes for leaf in self.leaves]), self.leaves, self._strides, strict=True)
+        tensors = [(part.view(leaf.dtype).view(leaf.shape), leaf.shape, stride) for part, leaf, stride in flat]
+        return [t if stride is None else t.new_empty_strided(shape, stride).copy_(t) for t, shape, stride in tensors]
+
+    def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        for k, leaf in enumerate(self.leaves):
+            t = None if tensors is None else tensors[k]
             if self._is_gradient:
                 leaf.grad = t
             else:
@@ -116,6 +130,8 @@ class BufferValue:
 
     place: Block | Extent | None = None
     handle: AutogradHandle | None = None
+    arrived: Sequence[torch.Tensor] | None = None
+    """Of what is autograd's, and came back to the device: what it is there, until an op uses it."""
     gradients: list[torch.Tensor | None] | None = None
     """Of a gradient as autograd makes it on the device: by parameter of the unit (see `gradients.py`)."""
     filled: set[int] | None = None

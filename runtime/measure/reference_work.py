@@ -52,6 +52,7 @@ class ReferenceWork:
 
     def _time_s(self) -> float:
         """Products of matrices, as a block has them, and a function of many elements, which memory limits."""
+        self.device.finish()
         began_s = time.perf_counter()
         with torch.no_grad():
             x_td = self._x_td

@@ -128,7 +128,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         specs=[UnitSpec(name=unit.name, num_parameters=unit.num_parameters) for unit in units],
         forward=lambda: loss_of(model, batch, None),
         external=batch_addresses(batch, model),
-        device=Device(torch.device("cpu")),
+        device=Device(),
         seed=1,
     )
     for unit in units:

@@ -17,7 +17,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.runtime.execution.executor import TierFullError
+from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.runtime.execution.ops import SizeError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.memory.files import StoreError

@@ -52,7 +52,7 @@ def gradients(
             specs=specs,
             forward=lambda: loss_of(model, batch, None),
             external=batch_addresses(batch, model),
-            device=Device(torch.device("cpu")),
+            device=Device(),
             seed=11,
         )
         for i in range(len(units)):

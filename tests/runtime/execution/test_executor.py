@@ -18,7 +18,9 @@ from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.execution.executor import Call, ExecutionError, Executor, Instance, TierFullError
+from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
+from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate

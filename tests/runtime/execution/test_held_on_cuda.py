@@ -27,8 +27,8 @@ from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
-from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.executor import TierFullError
+from tierplan.runtime.execution.device import CudaDevice, Device
+from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config
@@ -168,7 +168,7 @@ def test_segments_expand_unless_somebody_says_otherwise(setting: str) -> None:
         mock.patch.dict(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": setting}),
         mock.patch("torch._C._accelerator_setAllocatorSettings", create=True) as set_allocator,
     ):
-        Device(torch.device("cuda"))
+        CudaDevice()
     assert [call.args for call in set_allocator.call_args_list] == (
         [] if "expandable" in setting else [("expandable_segments:True",)]
     )

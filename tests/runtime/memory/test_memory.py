@@ -69,7 +69,11 @@ def test_with_page_rounding_the_ledger_is_what_the_pool_has_lent(tmp_path: Path)
         trainer.run(make_batches(3), 3)
         bodies = trainer._bodies
         assert bodies is not None
-        assert bodies.host_pool.lent_bytes == trainer._executor._used["host"] == schedule.initial_bytes()["host"]
+        assert (
+            bodies.host_pool.lent_bytes
+            == trainer._executor.ledger.used_bytes["host"]
+            == schedule.initial_bytes()["host"]
+        )
     whole = lower(uniform_plan(workload, choice), workload, exact)
     assert schedule.initial_bytes()["host"] > whole.initial_bytes()["host"]
     assert schedule.bytes_moved() == whole.bytes_moved()

@@ -1,0 +1,54 @@
+"""The runtime on a device that is as late as CUDA allows: tests of other files again, the same bits, and no race."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.runtime.checkpoint.test_commits import (  # noqa: F401
+    test_a_run_resumes_on_another_plan,
+    test_resumed_training_is_uninterrupted_training,
+)
+from tests.runtime.execution.test_policies_run import (  # noqa: F401
+    test_a_policy_trains_bit_for_bit,
+    test_packs_visit_the_device,
+    test_segments_are_made_again_from_their_first_input,
+)
+from tests.runtime.optim.test_groups import test_frozen_by_the_optimizer  # noqa: F401
+from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
+from tests.runtime.test_trainer import (  # noqa: F401
+    test_a_gradient_that_is_not_finite_ends_the_run,
+    test_a_resumed_run_makes_the_updates_that_still_waited,
+    test_delayed_updates,
+    test_every_family,
+    test_gpt2_with_every_action,
+    test_in_a_device_too_small_for_plain_training,
+    test_over_budget_is_an_error_before_the_allocation,
+    test_random_plans,
+    test_running_on_continues,
+    test_sgd_and_a_learning_rate_schedule,
+    test_sub_batches_give_the_numbers_of_as_many_micro_batches,
+    test_updates_that_wait_for_the_next_step,
+)
+from tierplan.runtime import trainer
+from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.fake_device import FakeCuda
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.sampled]
+
+
+@pytest.fixture(autouse=True)
+def on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    devices: list[FakeCuda] = []
+
+    def opened(name: str) -> Device:
+        devices.append(FakeCuda(seed=len(devices)))
+        return devices[-1]
+
+    monkeypatch.setattr(trainer, "open_device", opened)
+    yield
+    assert devices
+    assert list(itertools.chain(*(device.races for device in devices))) == []
+    assert sum(device.pinned_bytes for device in devices) == 0
