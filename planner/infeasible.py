@@ -91,6 +91,11 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
 
     def fits(batch: int) -> bool:
         workload = make(batch)
+        simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
+        for name in TRIED:
+            with suppress(PlanError, MachineError, WorkloadError):
+                if simulate_plan(POLICIES[name](workload, machine, {})).fits:
+                    return True
         chosen = plain_semantics(workload.training)
         parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
         problems = (
@@ -99,11 +104,6 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         )
         if not any(lower_bound(p).feasible for p in problems):
             return False
-        simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
-        for name in TRIED:
-            with suppress(PlanError, MachineError, WorkloadError):
-                if simulate_plan(POLICIES[name](workload, machine, {})).fits:
-                    return True
         with suppress(InfeasiblePlan):
             return plan(workload, machine, time_limit_s=TRY_S, policies=()).step_s > 0
         return False

@@ -147,7 +147,7 @@ class _Loop:
         ]
         bounds = [self._bound(p) for p in problems]
         status: Status = "searched"
-        compared: dict[str, PolicyResult] = {}
+        compared: dict[str, Callable[[], PolicyResult]] = {}
         try:
             compared = self._compare(POLICIES if policies is None else policies)
             if self.num_devices > 1:
@@ -219,22 +219,30 @@ class _Loop:
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
 
-    def _compare(self, names: Iterable[str]) -> dict[str, PolicyResult]:
-        compared = {}
+    def _compare(self, names: Iterable[str]) -> dict[str, Callable[[], PolicyResult]]:
+        """What each published system reaches. To say why one does not fit takes a while: it is said when asked for."""
+        compared: dict[str, Callable[[], PolicyResult]] = {}
+
+        def without(why: str) -> Callable[[], PolicyResult]:
+            return lambda: PolicyResult(step_s=None, reason=why)
+
+        def of(found: Candidate[Plan], same: bool) -> Callable[[], PolicyResult]:
+            return lambda: PolicyResult(
+                step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=found.plan.num_batches
+            )
+
         for name in names:
             if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
-                compared[name] = PolicyResult(step_s=None, reason="needs several devices; this machine has one")
+                compared[name] = without("needs several devices; this machine has one")
                 continue
             try:
                 plan = POLICIES[name](self.workload, self.machine, {})
             except (PlanError, MachineError, WorkloadError) as error:
-                compared[name] = PolicyResult(step_s=None, reason=str(error))
+                compared[name] = without(str(error))
                 continue
             candidate = self.simulate_plan(plan)
             same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
-            compared[name] = PolicyResult(
-                step_s=candidate.step_s, reason=candidate.reason, same_numbers=same, num_batches=plan.num_batches
-            )
+            compared[name] = of(candidate, same)
             if same:
                 self.incumbents.consider(candidate)
         return compared
@@ -304,7 +312,7 @@ class _Loop:
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
     def _result(
-        self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, PolicyResult], status: Status
+        self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, Callable[[], PolicyResult]], status: Status
     ) -> PlanResult:
         assert best.step_s is not None
         columns = self.simulate_plan.lowering.columns(best.plan)
@@ -316,7 +324,7 @@ class _Loop:
             solve_s=self.bound_s + self.from_program.solve_s,
             total_s=time.perf_counter() - self.started,
             status=status,
-            policies=compared,
+            policies={name: result() for name, result in compared.items()},
             bound_shares=bound.shares,
             s_per_gb=bound.s_per_gb,
             num_simulated=self.simulate_plan.num_simulated,

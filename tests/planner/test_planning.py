@@ -11,9 +11,11 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner import planning
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
+from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp.model import Margins, build, fractions
@@ -24,8 +26,10 @@ from tierplan.planner.planning import plan
 from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.late_updates import late_updates
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 
 @pytest.mark.sampled
@@ -213,6 +217,21 @@ def test_what_does_not_fit_says_the_largest_batch_that_does():
             plan(make(batch), machine, time_limit_s=3)
         assert str(caught.value).endswith(f"; sequences per micro-batch that fit: up to {largest}")
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_micro_batch_far_too_large_is_refused_by_arithmetic(monkeypatch: pytest.MonkeyPatch):
+    """Nobody spells out in names of ops why a policy does not fit: 4,096 sequences have millions of them."""
+    monkeypatch.setattr(Candidate, "reason", property(lambda self: pytest.fail("put in words")))
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan(make(4096), small_machine(device_mb=100, host_mb=60, nvme_mb=0), time_limit_s=1)
+    assert caught.value.shortages
+
+
+def test_the_largest_batch_is_one_that_a_policy_fits_with_parts_of_its_own():
+    """Fuyou cuts a micro-batch of 160 into other parts than those that bounds are looked at for."""
+    machine, training = load_machine("laptop"), Training(per_device_train_batch_size=4096)
+    workload = load_workload("gpt2", training)
+    assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=256) >= 160
 
 
 def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
