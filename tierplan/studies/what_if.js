@@ -99,7 +99,7 @@ function answer(row) {
   };
   const cards = [
     ["Step", row.step, row.how],
-    ["Limited by", row.limited_by, row.limited],
+    ["Limited by", row.limited_by, row.limited.replace(`${row.limited_by}: `, "")],
     [grid.job, row.costs[0][1], row.costs[1][1]],
   ];
   if (row.lasts) cards.push(["Drives last", row.lasts, "of training without pause"]);
