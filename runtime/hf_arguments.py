@@ -32,7 +32,7 @@ _HONOURED = {
         hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision""",
     "handed to the schedule's optimizer": """
         learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2
-        adam_epsilon""",
+        adam_epsilon optim""",
     "of no effect while the setting that they belong to is refused": """
         activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config fsdp_config
         ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
@@ -42,7 +42,16 @@ HONOURED = frozenset(name for names in _HONOURED.values() for name in names.spli
 OF_THE_SCHEDULE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm")
 """Must be those that the schedule was made for."""
 
-_ADAMW = "the schedule updates with the bits of torch.optim.AdamW(fused=True)"
+_ADAMW = "the schedule updates with the optimizer that it was made for"
+EXECUTED: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
+    "adamw_torch_8bit": "adamw:states=8bit",
+    "adamw_torch_4bit": "adamw:states=4bit",
+    "sgd": "sgd",
+    **dict.fromkeys(("lion", "lion_32bit"), "lion"),
+}
+"""What the Trainer's `optim` has to be, for each optimizer of a schedule; AdamW has the bits of `AdamW(fused=True)`, in
+8 and 4 bits those of torchao's steps uncompiled."""
 _LOSS = "a step of the schedule takes the loss that the model returns"
 _MEMORY = "where tensors are, and what is computed again, is in the schedule"
 _NOT_COMPILED = ("ops of a schedule are executed eagerly", "leave out all of torch_compile*")
@@ -50,7 +59,6 @@ _ONE_PROCESS = "a schedule is executed by one process"
 _PRECISION = "the precision is the schedule's, without autocast"
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str, str]] = {
-    "optim": (("adamw_torch", "adamw_torch_fused"), _ADAMW, "set one of these, or use the plain Trainer"),
     "optim_args": ((None, ""), _ADAMW, "use adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
     "optim_target_modules": ((None,), _ADAMW, "leave it out"),
     "label_smoothing_factor": ((0.0,), _LOSS, "smooth labels in the model's own loss"),
@@ -115,6 +123,13 @@ def check_arguments(args: Any, training: Training) -> None:
                 f"TrainingArguments have {name}={getattr(args, name)!r}, but the schedule was made for {wanted!r}; "
                 "set it so, or plan again"
             )
+    optim = getattr(args.optim, "value", args.optim)
+    if EXECUTED.get(optim) != training.optimizer:
+        known = " or ".join(repr(name) for name, spec in EXECUTED.items() if spec == training.optimizer) or "any"
+        raise TrainingError(
+            f"TrainingArguments have optim={optim!r}, not {known}, but the schedule updates with {training.optimizer}; "
+            "set one of these, plan with --optimizer, or use the plain Trainer"
+        )
     for field in dataclasses.fields(args):
         name = field.name
         if name in HONOURED or name in OF_THE_SCHEDULE:

@@ -78,6 +78,7 @@ class ScheduleTrainer(transformers.Trainer):
             self.model,
             nvme_dir=nvme_dir,
             optimizer=OptimizerSettings(
+                name=training.optimizer,
                 lr=args.learning_rate,
                 betas=(args.adam_beta1, args.adam_beta2),
                 eps=args.adam_epsilon,

@@ -8,14 +8,19 @@ order in which micro-batches are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.autograd.units import find_blocks
+from tierplan.runtime.optim.adam import OptimizerSettings, update_states
+from tierplan.runtime.optim.kernels import MUON_LR
+from tierplan.runtime.optim.states import layout_of
+from tierplan.sim.workloads.optimizers import optimizer_of
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -76,10 +81,15 @@ def train_plainly(
         if name in settings.frozen:
             p.requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    has_master = master_weights and any(p.dtype != torch.float32 for p in parameters)
+    may_have = master_weights and optimizer_of(settings.name).keeps_master
+    has_master = may_have and any(p.dtype != torch.float32 for p in parameters)
     masters = [nn.Parameter(p.detach().float()) if has_master else p for p in parameters]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    torch_optimizer = _optimizer(dict(zip(names, masters, strict=True)), settings)
+    hidden: set[str] = set()
+    if settings.name.startswith("muon"):
+        inside = ((name, *named) for name, block in find_blocks(model) for named in block.named_parameters())
+        hidden = {f"{name}.{key}" for name, key, p in inside if p.ndim == 2}
+    torch_optimizer = _optimizer(dict(zip(names, masters, strict=True)), settings, hidden)
     num_updates = 0
     waiting: list[torch.Tensor] | None = None
     source, losses = iter(batches), []
@@ -154,15 +164,71 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def _optimizer(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _optimizer(
+    parameters: dict[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str]
+) -> torch.optim.Optimizer:
+    """PyTorch's own optimizer, where it has one; the runtime's kernels on whole parameters elsewhere."""
     rest = dict(parameters)
     groups: list[dict[str, Any]] = []
     for group in settings.groups:
-        chosen = [rest.pop(name) for name in group.names if name in rest]  # frozen ones are not here
+        chosen = {name: rest.pop(name) for name in group.names if name in rest}  # frozen ones are not here
         decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
-        groups.append({"params": chosen, "weight_decay": decay, "lr_factor": group.lr_factor})
-    groups.append({"params": list(rest.values()), "weight_decay": settings.weight_decay, "lr_factor": 1.0})
-    groups = [group for group in groups if group["params"]]
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, foreach=False)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+        groups.append({"named": chosen, "weight_decay": decay, "lr_factor": group.lr_factor})
+    groups.append({"named": rest, "weight_decay": settings.weight_decay, "lr_factor": 1.0})
+
+    def some(*, wanted: Callable[[str], bool] = lambda name: True) -> list[dict[str, Any]]:
+        chosen = [
+            {**group, "params": [p for n, p in group.pop("named").items() if wanted(n)]} for group in map(dict, groups)
+        ]
+        return [group for group in chosen if group["params"]]
+
+    adam: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "fused": True}
+    momentum: Any = optimizer_of(settings.name).options.get("momentum")
+    match settings.name.partition(":")[0]:
+        case "sgd":
+            return torch.optim.SGD(some(), lr=settings.lr, momentum=momentum, foreach=False)
+        case "adafactor":
+            return torch.optim.Adafactor(some(), lr=settings.lr, foreach=False)
+        case "muon":
+            blocks = some(wanted=lambda name: name in hidden)
+            muon = torch.optim.Muon(blocks, lr=settings.lr, momentum=momentum, adjust_lr_fn=MUON_LR)
+            return _Several([muon, torch.optim.AdamW(some(wanted=lambda name: name not in hidden), **adam)])
+        case _ if settings.name in ("adamw", "adamw:states=bf16"):
+            return torch.optim.AdamW(some(), **adam)
+    return _Plain(some(), settings)
+
+
+class _Several(torch.optim.Optimizer):
+    """Optimizers of different parameters, as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+class _Plain(torch.optim.Optimizer):
+    """The runtime's kernel on each parameter, whole and by itself."""
+
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
+        super().__init__(groups, {"lr": settings.lr})
+        self._settings, self._number = settings, 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self._number += 1
+        for group in self.param_groups:
+            settings = replace(self._settings, weight_decay=group["weight_decay"])
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                dtype = "fp32" if p.dtype == torch.float32 else "bf16"
+                layout = layout_of(settings.name, [p.shape], dtype, is_block=False, has_master=False)
+                empty = torch.zeros(layout.size_bytes(layout.whole), dtype=torch.uint8)
+                update_states(
+                    p.view(-1), p.grad.view(-1), self.state[p].setdefault("states", empty), layout, settings,
+                    part=layout.whole, step=self._number, lr=group["lr"],
+                )  # fmt: skip

@@ -62,10 +62,6 @@ class States:
     def _part(self) -> str:
         return f"{self.part}of{self.num_parts}" if self.num_parts > 1 else ""
 
-    def parameters(self, num_parameters: int) -> range:
-        """The parameters, of all those of the unit, whose states these are."""
-        return part_ranges(num_parameters, self.num_parts)[self.part]
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:

@@ -19,7 +19,7 @@ from tierplan.hwmodels.names import NVME
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_same_settings, stamp
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import cut, join, states_of
+from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
@@ -179,9 +179,9 @@ class Durability:
         committed = states_of(content.unit, self.last.contents)
         if not committed:
             raise CommitError(f"the last commit has no states of unit {content.unit!r}; plan again")
-        num_parameters = next(u.num_parameters for u in bodies.units if u.name == content.unit)
-        whole = join([self._committed(str(part), bodies) for part in committed], num_parameters)
-        return cut(whole, content.parameters(num_parameters), num_parameters)
+        layout = bodies.layouts[content.unit]
+        whole = layout.join([self._committed(str(part), bodies) for part in committed])
+        return layout.cut(whole, layout.part(content))
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.store

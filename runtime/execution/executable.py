@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.optim.adam import REGIONS
+from tierplan.runtime.optim.kernels import KERNELS
 from tierplan.sim.contents import ContentError, Input, Params, States, is_tile, parse_content, parse_key, part_ranges
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
@@ -58,10 +58,10 @@ def executable_step(schedule: Schedule) -> StepSpec:
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
-    if (optimizer := schedule.step.training.optimizer) not in REGIONS:
+    if (optimizer := schedule.step.training.optimizer).partition(":")[0] not in KERNELS:
         raise TrainingError(
             f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
-            f"{', '.join(REGIONS)}"
+            f"{', '.join(KERNELS)}"
         )
     if (wrong := next(_wrongs(schedule, schedule.step), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
@@ -130,7 +130,7 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> 
     if owner is None:
         return
     training, num_parameters = step.training, owner.num_parameters
-    if isinstance(content, States):
+    if isinstance(content, States) and training.optim.is_flat:  # others are known with the model's shapes
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):
             yield f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts"

@@ -6,6 +6,7 @@ SizeError(ValueError)   an op made more or fewer bytes than its buffer declares;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
-from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.threads import threads_here
@@ -26,8 +27,9 @@ from tierplan.runtime.execution.values import (
 )
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
-from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, state_regions, update_flat
+from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
+from tierplan.runtime.optim.states import layout_of
 from tierplan.sim.contents import (
     CastGradients,
     Clip,
@@ -90,6 +92,14 @@ class Bodies:
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
+        dtype, spec = {dtype: name for name, dtype in TORCH_DTYPES.items()}.get(self.dtype, ""), self.optimizer.name
+        self.layouts = {
+            u.name: layout_of(
+                spec, u.shapes, dtype, is_block=u.name not in ("embed", "head"), has_master=self.has_master
+            )
+            for u in self.units
+        }
+        """By unit, how its states lie."""
         self._runs: dict[tuple[int, int], MicroBatchRun] = {}
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
@@ -417,13 +427,14 @@ class Bodies:
 
     def _update(self, call: Call) -> None:
         unit = self.units[self._index[call.op.unit]]
-        grads, params, states, part = value_of(call.reads[0]), None, None, range(unit.num_parameters)
+        layout = self.layouts[unit.name]
+        grads, params, states, part = value_of(call.reads[0]), None, None, layout.whole
         clip = next((value_of(x).clip for x in call.reads[1:] if content_of(x) == Clip()), None)
         for instance in call.writes:
             value = self.place(instance)
             content = content_of(instance)
             if isinstance(content, States):
-                states, part = value, content.parameters(unit.num_parameters)
+                states, part = value, layout.part(content)
             else:
                 params = value
                 if instance.over is None and not self.has_master:
@@ -432,12 +443,9 @@ class Bodies:
                     )
         assert params is not None
         flat = params.block.data.view(self.dtype)[part.start : part.stop]
-        regions = {}
-        if states:
-            regions = state_regions(states.block.data, optimizer=self.optimizer.name, has_master=self.has_master)
         if grads.is_absent:
-            if "master" in regions:
-                flat.copy_(regions["master"])
+            for view in layout.views(states.block.data, part) if states and self.has_master else ():
+                flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
             return
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
@@ -448,18 +456,20 @@ class Bodies:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
         num_updates = call.step - (unit.name in self.updates_of_step_before)
-        update_flat(
-            flat,
-            gradient,
-            regions,
-            self.optimizer,
-            step=num_updates + 1,
-            lr=self.learning_rate(num_updates),
-            clip=clip,
-            segments=self.segments[unit.name],
-            begin=part.start,
-            label=unit.name,
-        )
+        with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
+            update_states(
+                flat,
+                gradient,
+                states.block.data if states else None,
+                layout,
+                self.optimizer,
+                part=part,
+                step=num_updates + 1,
+                lr=self.learning_rate(num_updates),
+                clip=clip,
+                segments=self.segments[unit.name],
+                label=unit.name,
+            )
 
 
 REMEDY = (

@@ -16,11 +16,11 @@ from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import join, states_of
+from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent
-from tierplan.runtime.optim.adam import state_regions, update_flat
+from tierplan.runtime.optim.adam import update_states
 from tierplan.sim.contents import Content, Gradients, Params, States
 
 
@@ -54,12 +54,12 @@ class Placement:
             unit.unbind()
             self.fill(by_content[Params(unit.name)], flat_n.view(torch.uint8))
             for content in states_of(unit.name, by_content):
-                states, part = by_content[content], content.parameters(unit.num_parameters)
-                start = map_host(states.buffer.size_bytes)[: states.buffer.size_bytes]
-                regions = self._regions(start)
-                if "master" in regions:
-                    regions["master"].copy_(flat_n[part.start : part.stop])
-                self.fill(states, start)
+                layout = self.bodies.layouts[unit.name]
+                part = layout.part(content)
+                start = map_host(size_bytes := layout.size_bytes(part))[:size_bytes]
+                for view in layout.views(start, part) if layout.has_master else ():
+                    view.tensors["master"].copy_(flat_n[view.begin :][: view.length])
+                self.fill(by_content[content], start)
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
                 grads.value = BufferValue(self.bodies.allocate(grads), is_absent=True)
@@ -114,7 +114,7 @@ class Placement:
     def _states(self, name: str) -> torch.Tensor:
         """A copy of all states of a unit, joined where they travel in parts."""
         parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
-        return parts[0] if len(parts) == 1 else join(parts, self._unit(name).num_parameters)
+        return parts[0] if len(parts) == 1 else self.bodies.layouts[name].join(parts)
 
     def _after_late_update(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
@@ -124,11 +124,14 @@ class Placement:
         grads = Gradients(name, 0)
         if not value_of(by_content[grads]).is_absent:
             done = self.executor.num_steps_done
-            update_flat(
+            layout = bodies.layouts[name]
+            update_states(
                 params.view(bodies.dtype),
                 self._as_it_is(grads).view(bodies.dtype),
-                self._regions(states) if states is not None else {},
+                states,
+                layout,
                 bodies.optimizer,
+                part=layout.whole,
                 step=done,
                 lr=bodies.learning_rate(done - 1),
                 clip=None,
@@ -136,9 +139,6 @@ class Placement:
                 label=name,
             )
         return params, states
-
-    def _regions(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        return state_regions(states, optimizer=self.bodies.optimizer.name, has_master=self.bodies.has_master)
 
     def _unit(self, name: str) -> ModelUnit:
         return next(u for u in self.bodies.units if u.name == name)

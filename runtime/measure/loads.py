@@ -9,7 +9,7 @@ Shapes: `b` sequences, `t` tokens, `d` hidden size, `f` four times that, `h` hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -225,7 +225,7 @@ def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: 
     state_bytes, value_bytes = num_parameters * (12 if has_master else 8), num_parameters * torch_dtype.itemsize
     settings, allocate = OptimizerSettings(), device.pool(0).allocate
 
-    def unit() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def unit() -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
         params, grads = (allocate(value_bytes).view(torch_dtype)[:num_parameters] for _ in range(2))
         states = allocate(state_bytes)[:state_bytes]
         states.zero_()  # touches the pages

@@ -1,12 +1,12 @@
-"""The optimizer step of one flat buffer, in chunks, with the bits of PyTorch's own fused optimizers.
+"""The optimizer step of one flat buffer, in chunks, with the bits of PyTorch's own optimizers.
 
 AdamW is `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, applied to pieces of 1 Mi elements,
 so that a bf16 gradient is cast where it is needed (2.3 times as fast as casting a whole buffer first). The kernel
 rounds differently in the last, partial vector of a tensor, so pieces end on whole vectors, except at the end of a
 parameter that is not whole vectors (a `Segment`). Then every chunk size and thread count gives the same bits.
 
-The states of a unit are one flat fp32 buffer of regions, each one element per parameter:
-`[master copy, if any | first moment | second moment]`.
+Other optimizers go the same way, each by its own kernel (`kernels`); those whose states are not alike for all
+parameters (`states`) parameter by parameter.
 
     NonFiniteGradientError(RuntimeError)   a gradient holds inf or nan; raised before anything is changed
 """
@@ -14,15 +14,20 @@ The states of a unit are one flat fp32 buffer of regions, each one element per p
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS
+from tierplan.runtime.optim.kernels import OptimizerStep, kernel_of
+from tierplan.runtime.optim.states import MASTER_BYTES, StateLayout, layout_of
+from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS, optimizer_of
 
 CHUNK_ELEMENTS = 1 << 20
-REGIONS: Mapping[str, tuple[str, ...]] = {"adamw": ("first", "second"), "sgd": ()}
+CODED_ELEMENTS = 1 << 16
+"""Of moments that are decoded at once: few enough to stay in a core's cache."""
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -66,12 +71,72 @@ class OptimizerSettings:
     the same, so that a plan of the whole model fits; the numbers are those of `requires_grad=False`."""
 
 
-def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> dict[str, torch.Tensor]:
-    """Views of a unit's flat states (uint8) by region: `master`, `first`, `second`, each fp32."""
-    names = (("master",) if has_master else ()) + REGIONS[optimizer]
-    if not names:
-        return {}
-    return dict(zip(names, states.view(torch.float32).view(len(names), -1), strict=True))
+def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> Mapping[str, torch.Tensor]:
+    """Views of a unit's flat states (uint8) by region: `master`, `first`, `second`."""
+    each_bytes = optimizer_of(optimizer).flat_bytes + MASTER_BYTES * has_master
+    num_parameters = states.numel() // max(1, each_bytes)
+    layout = layout_of(optimizer, [(num_parameters,)], "fp32", is_block=False, has_master=has_master)
+    return next(iter(layout.views(states, layout.whole))).tensors
+
+
+def update_states(
+    params: torch.Tensor,
+    grads: torch.Tensor | Sequence[torch.Tensor],
+    states: torch.Tensor | None,
+    layout: StateLayout,
+    settings: OptimizerSettings,
+    *,
+    part: range,
+    step: int,
+    lr: float,
+    clip: torch.Tensor | None = None,
+    segments: Sequence[Segment] = (),
+    label: str = "",
+) -> None:
+    """One optimizer step of a part of a unit, as `update_flat`, with its states (uint8) as they lie in memory."""
+    given: dict[str, Any] = {"step": step, "lr": lr, "clip": clip, "label": label}
+    views = [] if states is None else list(layout.views(states, part))
+    if layout.optimizer.is_flat:
+        regions = views[0].tensors if views else {}
+        update_flat(params, grads, regions, settings, segments=segments, begin=part.start, **given)
+        return
+    grads = [grads] if isinstance(grads, torch.Tensor) else grads
+    _check_finite(grads, label, CHUNK_ELEMENTS)
+    kernel = kernel_of(settings.name)
+    starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=part.start))
+    ends = list(itertools.accumulate(segment.length for segment in segments))
+    for view in views:
+        segment = (
+            segments[bisect_right(ends, view.begin)]
+            if segments
+            else Segment(length=view.length, weight_decay=settings.weight_decay)
+        )
+        own = params[view.begin - part.start :][: view.length]
+        target = view.tensors.get("master", own)
+        size = CODED_ELEMENTS if view.formats and layout.optimizer.grain else view.length
+        for begin in () if segment.is_frozen else range(0, view.length, size):
+            end = min(begin + size, view.length)
+            k = bisect_right(starts, view.begin + begin) - 1
+            grad = grads[k][view.begin + begin - starts[k] :][: end - begin]
+            if clip is not None:
+                grad = grad * clip.to(grad.device)
+            moments = view.moments(begin, end)
+            kernel(
+                OptimizerStep(
+                    target=target[begin:end],
+                    grad=grad.to(target.dtype),
+                    moments=moments,
+                    settings=settings,
+                    number=step,
+                    lr=lr if segment.lr_factor == 1.0 else lr * segment.lr_factor,
+                    weight_decay=segment.weight_decay,
+                    shape=view.shape,
+                    is_coded=layout.optimizer.grain is not None,
+                )
+            )
+            view.keep(moments, begin, end)
+        if target is not own:
+            own.copy_(target)
 
 
 def update_flat(
@@ -117,64 +182,62 @@ def update_flat(
     _check_finite(grads, label, chunk_elements)
     master = regions.get("master")
     target = params if master is None else master
-    step_tensor = torch.tensor(float(step), dtype=torch.float32, device=params.device)
-    tensors = [target, *(regions[name] for name in REGIONS[settings.name])]
+    tensors = {"target": target, **{name: region for name, region in regions.items() if name != "master"}}
     segments = segments or [Segment(length=begin + params.numel(), weight_decay=settings.weight_decay)]
     clip = clip if clip is None else clip.to(params.device)
     starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=begin))
     for piece, segment in _pieces(segments, chunk_elements):
         rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor
         for grad, start in zip(grads, starts, strict=False):
-            for here, in_vector in _overlaps(piece, slice(start, start + grad.numel())):
-                part = slice(here.start - begin, here.stop - begin)
+            for place, in_vector in _overlaps(piece, slice(start, start + grad.numel())):
+                part = slice(place.start - begin, place.stop - begin)
                 if segment.is_frozen:
                     if master is not None:
                         params[part].copy_(master[part])  # the working copy may be in new memory
                     continue
-                own = grad[here.start - start : here.stop - start]
+                own = grad[place.start - start : place.stop - start]
                 if clip is not None:
                     own = own * clip
                 own = own.to(target.dtype)
-                tensors_here = [tensor[part] for tensor in tensors]
-                _step(tensors_here, own, settings, step_tensor, rate, segment.weight_decay, in_vector)
+                here = {name: tensor[part] for name, tensor in tensors.items()}
+                _step(here, own, settings, step, rate, segment.weight_decay, in_vector)
                 if master is not None:
                     params[part].copy_(master[part])
 
 
 def _step(
-    tensors: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
     settings: OptimizerSettings,
-    step: torch.Tensor,
+    step: int,
     lr: float,
     weight_decay: float,
     in_vector: tuple[int, int] | None = None,
 ) -> None:
-    """The optimizer's kernel on what is updated and its moments.
+    """The optimizer's kernel on what is updated (`target`) and its moments.
 
     For some elements of a vector, on them where they stand in it: `in_vector` is (offset, length of the vector).
     """
     if in_vector is not None:
         offset, length = in_vector
         here = slice(offset, offset + grad.numel())
-        padded = [torch.zeros(length, dtype=grad.dtype, device=grad.device) for _ in (grad, *tensors)]
-        for whole, own in zip(padded, (grad, *tensors), strict=True):
-            whole[here].copy_(own)
-        _step(padded[1:], padded[0], settings, step, lr, weight_decay)
-        for whole, own in zip(padded[1:], tensors, strict=True):
-            own.copy_(whole[here])
+        padded = {
+            name: torch.zeros(length, dtype=own.dtype, device=own.device)
+            for name, own in (*tensors.items(), ("grad", grad))
+        }
+        for name, own in (*tensors.items(), ("grad", grad)):
+            padded[name][here].copy_(own)
+        _step(padded, padded.pop("grad"), settings, step, lr, weight_decay)
+        for name, own in tensors.items():
+            own.copy_(padded[name][here])
         return
-    target, *moments = tensors
-    if settings.name == "adamw":
-        first, second = moments
-        torch._fused_adamw_(
-            [target], [grad], [first], [second], [], [step], lr=lr, beta1=settings.betas[0], beta2=settings.betas[1],
-            weight_decay=weight_decay, eps=settings.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-    else:
-        if weight_decay:
-            grad = grad.add(target, alpha=weight_decay)
-        target.add_(grad, alpha=-lr)
+    moments = dict(tensors)
+    kernel_of(settings.name)(
+        OptimizerStep(
+            target=moments.pop("target"), grad=grad, moments=moments, settings=settings, number=step, lr=lr,
+            weight_decay=weight_decay, shape=(),
+        )
+    )  # fmt: skip
 
 
 def _pieces(segments: Sequence[Segment], chunk_elements: int) -> Iterator[tuple[slice, Segment]]:

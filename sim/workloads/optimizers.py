@@ -107,9 +107,12 @@ class Owned:
 
 @lru_cache(maxsize=4096)
 def state_parts(optimizer: Optimizer, owned: Owned, num_parts: int) -> tuple[range, ...]:
-    """The parameters of each part in which a unit's states travel: about equal, cut where the optimizer allows it."""
+    """The parameters of each part in which a unit's states travel: about equal, cut where the optimizer allows it.
+
+    So many parts, or the most below that which are all there, so that their number says how a unit's states are cut.
+    """
     even = part_ranges(owned.num_parameters, num_parts)
-    if optimizer.is_flat or len(even) < 2:
+    if optimizer.is_flat or num_parts == 1:
         return tuple(even)
     ends = {even[-1].stop}
     for cut in (part.start for part in even[1:]):
@@ -117,6 +120,8 @@ def state_parts(optimizer: Optimizer, owned: Owned, num_parts: int) -> tuple[ran
         size = prod(shape) if optimizer.grain is None else optimizer.grain
         ends.add(begin + (cut - begin) // size * size)
     ends.discard(0)
+    if len(ends) < num_parts:
+        return state_parts(optimizer, owned, num_parts - 1)
     return tuple(range(a, b) for a, b in zip((0, *sorted(ends)), sorted(ends), strict=False))
 
 

@@ -151,6 +151,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
                 name=unit.name,
                 kind="embed" if i == 0 else "head" if i + 1 == len(units) else "block",
                 num_parameters=unit.num_parameters,
+                shapes=tuple(map(tuple, unit.shapes)),
                 shares=unit.shares,
                 forward={"matmul_fp32_flops": 1e6},
                 backward={"matmul_fp32_flops": 2e6},

@@ -132,7 +132,7 @@ HOSTILE: dict[str, tuple[Callable[[Record], object], str]] = {
         lambda q: q["step"]["training"].update(sequence_length=10**15), "a micro-batch has 2,000,000,000,000,000 tokens"
     ),
     "an optimizer that is code": (
-        lambda q: q["step"]["training"].update(optimizer="__import__('os')"), "must be one of adamw, sgd"
+        lambda q: q["step"]["training"].update(optimizer="__import__('os')"), "is unknown; choose among adamw, sgd"
     ),
     "an extra setting": (lambda q: q["step"]["training"].update(evil=1), "unknown field 'evil'"),
     "a dtype that is a path": (lambda q: q["step"]["training"].update(dtype="../x"), "must be one of fp32"),

@@ -15,8 +15,9 @@ from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.runtime.execution.state_parts import cut, join, states_of
+from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.optim.states import layout_of
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.contents import States, part_ranges
@@ -45,8 +46,9 @@ def num_updates(schedule: Schedule, unit: str) -> int:
 def test_states_cut_into_parts_join_to_the_whole() -> None:
     num_parameters = 10_007
     whole = torch.arange(3 * num_parameters, dtype=torch.float32).view(torch.uint8)
-    parts = [cut(whole, part, num_parameters) for part in part_ranges(num_parameters, 4)]
-    assert torch.equal(join(parts, num_parameters), whole)
+    layout = layout_of("adamw", [(num_parameters,)], "bf16", is_block=True, has_master=True)
+    parts = [layout.cut(whole, part) for part in part_ranges(num_parameters, 4)]
+    assert torch.equal(layout.join(parts), whole)
     assert parts[1].view(torch.float32)[:2].tolist() == [3072, 3073]
     states = [States("L1", k, 12) for k in reversed(range(12))]
     assert states_of("L1", ["states/L11", *states, "params/L1"]) == states[::-1]
