@@ -13,7 +13,7 @@ by Harmony's memory estimate: first backward packs, then forward packs. `memory_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -70,9 +70,10 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
     tried = SEARCHED if devices > 1 else SEARCHED_ALONE
     backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd", tried)
     if not backwards:
-        largest = max(_backward_bytes(workload, (unit,)) for unit in workload.units)
+        least = min(max(_backward_bytes(workload, workload.units[a:b]) for a, b in r) for r in _splits(workload, "bwd"))
         raise PlanError(
-            f"policy {name!r} needs {largest:,} bytes on a device for its largest unit, but may use {capacity:,}; "
+            f"policy {name!r} needs {least:,} bytes or more on a device for the largest of its packs, which take equal "
+            f"time, but may use {capacity:,}; "
             "use a smaller micro-batch or a larger device"
         )
     plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine)
@@ -114,15 +115,20 @@ def _by_size(count: int, size: int) -> Runs:
 
 def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> list[Runs]:
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
-    seconds = [_weight(unit, phase) for unit in workload.units]
     held = _backward_bytes if phase == "bwd" else _forward_bytes
-    every = (_split(seconds, count) for count in range(1, len(seconds) + 1))
     fitting = (
         runs
-        for count, runs in enumerate(every, 1)
-        if len(runs) == count and all(held(workload, workload.units[a:b]) <= capacity for a, b in runs)
+        for runs in _splits(workload, phase)
+        if all(held(workload, workload.units[a:b]) <= capacity for a, b in runs)
     )
     return list(islice(fitting, tried))
+
+
+def _splits(workload: Workload, phase: str) -> Iterator[Runs]:
+    """Packs of about equal compute: one, two and so on, as far as there are so many."""
+    seconds = [_weight(unit, phase) for unit in workload.units]
+    every = (_split(seconds, count) for count in range(1, len(seconds) + 1))
+    return (runs for count, runs in enumerate(every, 1) if len(runs) == count)
 
 
 def _weight(unit: Unit, phase: str) -> float:

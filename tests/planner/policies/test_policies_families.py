@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.configs import CONFIGS, config_of
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
+from tierplan.planner.plan import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
@@ -107,3 +109,12 @@ def test_devices_without_links_between_them_exchange_data_through_the_host(polic
     assert slow.step_s is not None
     assert quick.step_s is not None
     assert quick.step_s < slow.step_s
+
+
+def test_harmony_says_no_less_than_what_it_lacks() -> None:
+    """Packs take equal time, so the largest holds more than the largest unit: an embedding costs none."""
+    training = Training(per_device_train_batch_size=1, sequence_length=32768)
+    with pytest.raises(PlanError, match="for the largest of its packs") as caught:
+        decide("harmony", load_workload("qwen3-14b", training), load_machine("desktop-4090"))
+    needed, capacity = (int(text.replace(",", "")) for text in re.findall(r"\d+(?:,\d{3})+", str(caught.value)))
+    assert needed > capacity
