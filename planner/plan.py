@@ -221,6 +221,14 @@ class Packs:
     """Seconds of the compute stream that the end of each pack's turn costs."""
     host_copy_bytes_per_s: float = 0.0
     """At which a stashed input passes from one device's process to another's in host memory; 0: nothing is copied."""
+    rounds: int = 1
+    """Parts of the step's micro-batches, each of which goes through all packs before the next; gradients add up."""
+    flushes: bool = False
+    """A round begins when the one before has left all devices; else devices take its packs as they fall idle."""
+    streams: bool = False
+    """A pack's parameters come while the pack before computes, and its gradients leave while the next one does."""
+    late_updates: bool = False
+    """Updates run during the next step, whose passes use the parameters of before (another algorithm)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +245,6 @@ class PackPlan:
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
     kind: ClassVar[str] = "packs"
-    semantics: ClassVar[Semantics] = "in-backward"
     num_batches: ClassVar[int] = 1
     """The devices share the workload's micro-batches."""
 
@@ -245,11 +252,23 @@ class PackPlan:
     def devices(self) -> int:
         return self.packs.devices
 
+    @property
+    def semantics(self) -> Semantics:
+        return "delayed-1" if self.packs.late_updates else "in-backward"
+
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if packs leave out units or take some twice, or for training that they cannot do."""
         packs = self.packs
         _check_words(f"plan {self.policy!r}", packs, {"form": get_args(PackForm)})
         _check_number(self.policy, "devices", packs.devices, 1)
+        _check_number(self.policy, "rounds", packs.rounds, 1)
+        if (total := workload.training.gradient_accumulation_steps) % packs.rounds:
+            raise PlanError(
+                f"plan {self.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
+                f"step's {total}; give a number that does"
+            )
+        if packs.late_updates and packs.form != "pipeline":
+            raise PlanError(f"plan {self.policy!r} updates late in form {packs.form!r}; late updates need 'pipeline'")
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")

@@ -59,6 +59,11 @@ class Builder:
             self._becomes[new] = self._becomes.pop(old)
         return new
 
+    def replaces(self, new: str, old: str) -> None:
+        """The buffer `new` outlives the step, and is the initial buffer `old` in the next one."""
+        self._becomes.pop(old, None)
+        self._becomes[new] = old
+
     def like(self, source: str, tier: str) -> str:
         """A buffer for the content of `source` in another tier."""
         b = self.buffers[source]

@@ -47,7 +47,8 @@ class Lowering:
                 if plan.devices > 1:
                     columns = columns_of(partition(columns.schedule(), plan.devices, plan.sharing))
             case PackPlan():
-                make = pack_schedule if plan.devices > 1 else unitwise_pack_schedule
+                is_run = plan.devices * plan.packs.rounds == 1 and not (plan.packs.streams or plan.packs.late_updates)
+                make = unitwise_pack_schedule if is_run else pack_schedule
                 columns = columns_of(make(plan, self.workload, self.machine))
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, self.workload, self.machine))

@@ -14,6 +14,7 @@ fuyou            states on NVMe, updates inside backward (Fuyou)
 zero             states, gradients, parameters divided among devices (ZeRO-1, 2, 3)
 fsdp             PyTorch's own: DDP, FSDP2, FSDP2 with CPU offload
 megatron         operators, or the chain of units, cut among devices (Megatron-LM)
+roundpipe        packs of blocks dispatched to the devices round robin (RoundPipe)
 ssdtrain         activations on NVMe (SSDTrain)
 harmony          packs of units that visit the devices in turn (Harmony)
 sliding_window   a window of blocks on the device (Superpipeline)
@@ -40,6 +41,7 @@ __all__ = ["POLICIES", "Policy", "check_name", "decide"]
 ORDER = (
     "in_memory", "full_recompute", "zero_offload", "zero_infinity", "fuyou", "ssdtrain", "harmony", "sliding_window",
     "vertical", "virtual_memory", "zero", "fsdp", "megatron",
+    "roundpipe",
 )  # fmt: skip
 """Of modules, in tables and in the search; others come last, by name."""
 

@@ -70,7 +70,7 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
     tried = SEARCHED if devices > 1 else SEARCHED_ALONE
     backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd", tried)
     if not backwards:
-        least = min(max(_backward_bytes(workload, workload.units[a:b]) for a, b in r) for r in _splits(workload, "bwd"))
+        least = min(max(backward_bytes(workload, workload.units[a:b]) for a, b in r) for r in _splits(workload, "bwd"))
         raise PlanError(
             f"policy {name!r} needs {least:,} bytes or more on a device for the largest of its packs, which take equal "
             f"time, but may use {capacity:,}; "
@@ -115,7 +115,7 @@ def _by_size(count: int, size: int) -> Runs:
 
 def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> list[Runs]:
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
-    held = _backward_bytes if phase == "bwd" else _forward_bytes
+    held = backward_bytes if phase == "bwd" else _forward_bytes
     fitting = (
         runs
         for runs in _splits(workload, phase)
@@ -147,7 +147,7 @@ def _split(weights: list[float], count: int) -> Runs:
     return tuple(pairwise(borders))
 
 
-def _backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
+def backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
     """Harmony's estimate for a backward task: weights, gradients, all saved tensors, double-buffered borders."""
     t = workload.training
     params = sum(u.num_parameters for u in units) * (t.param_bytes + t.grad_bytes)

@@ -13,7 +13,7 @@ unit, for the runtime.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import (
@@ -46,6 +46,7 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
     pack_name,
+    parse_content,
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
@@ -70,6 +71,8 @@ class Task:
     is_last: bool = False
     """The pack with the loss."""
     batches: tuple[int, ...] = ()
+    is_final: bool = True
+    """In the last round: the pack is updated when its gradients have arrived."""
     computes: list[str] = field(default_factory=list)
     """Key of the last compute op of each micro-batch."""
     again: list[str] = field(default_factory=list)
@@ -92,6 +95,9 @@ class PackLowering:
         self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
         self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
         self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
+        self.flushed: list[str] = []  # keys of the turns that a round comes after
+        self.sums: dict[int, str] = {}  # by first unit of a backward pack: its gradients in host memory
+        self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
         self.has_peer_links = True
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
@@ -102,32 +108,41 @@ class PackLowering:
         """Tasks in order; those of one round have the same pack on all devices (data) or are alone (pipeline)."""
         packs, total = self.packs, self.training.gradient_accumulation_steps
         turns = [("fwd", a, b) for a, b in packs.forward] + [("bwd", a, b) for a, b in reversed(packs.backward)]
-        last = packs.backward[-1]
+        last, num = packs.backward[-1], packs.rounds
         rounds = []
-        for k, (phase, a, b) in enumerate(turns):
-            is_last = phase == "bwd" and (a, b) == last
+        for k, (part, (phase, a, b)) in enumerate(product(range(num), turns)):
+            is_last, is_final = phase == "bwd" and (a, b) == last, part == num - 1
             if packs.form == "pipeline":
                 device = k % packs.devices
                 if phase == "bwd":
                     self.takes_backward[a] = device
-                rounds.append([Task(phase, a, b, device, is_last, tuple(range(total)))])
+                batches = tuple(range(total * part // num, total * (part + 1) // num))
+                rounds.append([Task(phase, a, b, device, is_last, batches, is_final)])
             else:
-                shares = shared_micro_batches(self.workload, packs.devices)
-                rounds.append([Task(phase, a, b, d, is_last, tuple(share)) for d, share in enumerate(shares)])
+                shares = [
+                    share[len(share) * part // num : len(share) * (part + 1) // num]
+                    for share in shared_micro_batches(self.workload, packs.devices)
+                ]
+                rounds.append([Task(phase, a, b, d, is_last, tuple(share), is_final) for d, share in enumerate(shares)])
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:
         self.has_peer_links = any(parse_stream(stream.name).task == "p2p" for stream in machine.streams)
         self._declare_homes()
         before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
-        for tasks in self._rounds():
+        rounds = self._rounds()
+        if self.packs.late_updates:
+            self._update_late([tasks[0] for tasks in rounds if tasks[0].phase == "bwd" and tasks[0].is_final])
+        for tasks in rounds:
+            if self.packs.flushes and tasks[0].phase == "fwd" and tasks[0].first == 0:
+                self.flushed = [done[-1].gone for done in before.values() if done]
             grads = [self._turn(task, before[task.device]) for task in tasks]
             if tasks[0].phase == "bwd":
                 self._gradients(tasks, [buffer for buffer in grads if buffer is not None])
             for task in tasks:
                 self._clean_up(task)
                 before[task.device].append(task)
-            if tasks[0].phase == "bwd":
+            if tasks[0].phase == "bwd" and tasks[0].is_final and not self.packs.late_updates:
                 self._update(tasks[0])
         name = f"{self.plan.policy} {self.workload.name}"
         return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
@@ -149,7 +164,8 @@ class PackLowering:
     # ---- names and units ----
 
     def name(self, task: Task) -> str:
-        return device_name(self.pack(task), task.device) if self.packs.devices > 1 else self.pack(task)
+        name = device_name(self.pack(task), task.device) if self.packs.devices > 1 else self.pack(task)
+        return op_key(name, micro_batch_name(task.batches[0])) if self.packs.rounds > 1 else name
 
     def pack(self, task: Task) -> str:
         return pack_name(self.units[task.first].name, self.units[task.end - 1].name)
@@ -173,7 +189,8 @@ class PackLowering:
         params: list[str] = []
 
         def fetch_params() -> None:
-            after = left.computes[-1:] if left else []
+            ended = (left.computes[:1] if self.packs.streams else left.computes[-1:]) if left else []
+            after = [*ended, *self.flushed]
             for unit in self.shared_params(task):
                 key = op_key(copy_key("fetch", Params(unit)), task.phase, name)
                 params.append(self.builder.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
@@ -182,7 +199,7 @@ class PackLowering:
         params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
         if params_first:
             fetch_params()
-        grads: str | None = None
+        grads = self._earlier_gradients(task) if task.phase == "bwd" else None
         for i, m in enumerate(task.batches):
             may_come = self._one_ahead(task, i, left, left2)
             dy = None
@@ -230,7 +247,7 @@ class PackLowering:
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
         gpu, label = device(task.device), self._label("stash", task.first, m)
-        stashed = self.stash.pop((task.first, m))
+        stashed = self.brought["dx", task.first, m] = self.stash.pop((task.first, m))
         return self.builder.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
 
     def _arrives(self, what: str, unit: int, m: int, task: Task, after: list[str]) -> str | None:
@@ -241,6 +258,8 @@ class PackLowering:
         tier = self.builder.buffers[source].tier
         label = self._label(what, unit, m)
         if tier == HOST:
+            if what == "y" and task.is_last:
+                self.brought["dx", task.first, m] = source
             return self.builder.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
         peer = device_index(tier)
         assert peer is not None
@@ -249,8 +268,15 @@ class PackLowering:
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
         if to_device == task.device or not self.has_peer_links:
-            label = copy_key("offload", self._label(what, unit, m))
-            buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
+            label, room = copy_key("offload", self._label(what, unit, m)), self.brought.get((what, unit, m))
+            if room is None or not self.packs.streams:
+                buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
+            else:  # takes the place of the input that has been brought from there
+                gone = self.builder.over(room, parse_content(self.builder.buffers[buffer].content))
+                work = {"bytes": self.builder.buffers[buffer].size_bytes}
+                reads, stream = (buffer, room), d2h(task.device)
+                self.builder.op(label, stream, "copy", work=work, reads=reads, writes=(gone,), m=m)
+                buffer = gone
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
@@ -350,14 +376,25 @@ class PackLowering:
                 key, stream = op_key("all_reduce", self.name(task)), collective(task.device)
                 self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=(total,))
                 reduced.append(total)
-        self.arrived_grads[tasks[0].first] = [
-            self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST)
+        first = tasks[0].first
+        self.arrived_grads[first] = [
+            self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST, over=self.sums.get(first))
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
+        if self.packs.rounds > 1 or self.packs.late_updates:
+            self.sums[first] = self.arrived_grads[first][0]
+
+    def _earlier_gradients(self, task: Task) -> str | None:
+        """Brings the sum of earlier rounds' gradients to the device, which adds to it."""
+        if not task.batches[0] or task.first not in self.sums:
+            return None
+        key = op_key(copy_key("fetch", "grads"), self.name(task))
+        return self.builder.copy(key, h2d(task.device), self.sums[task.first], device(task.device))
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
-        after = [task.computes[-1], *(self._gradients_gone(task) if task.phase == "bwd" else [])]
+        waits = task.phase == "bwd" and not self.packs.streams
+        after = [task.computes[-1], *(self._gradients_gone(task) if waits else [])]
         work = {"s": self.packs.cleanup_s}
         self.builder.op(task.gone, compute(task.device), "leave", work=work, reads=task.params, after=after)
 
@@ -382,6 +419,22 @@ class PackLowering:
             self.builder.op(
                 key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
             )
+
+    def _update_late(self, tasks: list[Task]) -> None:
+        """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""
+        for task in tasks:
+            pack = self.between(task.first, task.end)
+            size = sum(unit.num_parameters for unit in pack) * self.training.grad_bytes
+            content = Gradients(self.pack(task), device=task.device if self.packs.devices > 1 else None)
+            old = self.sums[task.first] = self.builder.home(content, HOST, size, "grads")
+            for unit in pack:
+                if home := self.states_home.get(unit.name):
+                    new = self.states_home[unit.name] = self.builder.over(home)
+                    params = self.builder.like(self.params_home[unit.name], HOST)
+                    self.builder.replaces(params, self.params_home[unit.name])
+                    work, key = {"parameters": unit.num_parameters}, States(unit.name).update_key
+                    reads, writes = (old, home), (new, params)
+                    self.builder.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""

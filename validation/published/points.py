@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib import resources
@@ -39,6 +39,8 @@ class PublishedStep:
     def step_s(self, sequences: int, length: int) -> float | None:
         """Measured seconds of a step of so many sequences; None where no time was published."""
         facts = self.facts
+        if facts.get("seq") == length and "tokens_per_s" in facts:
+            return sequences * length / float(facts["tokens_per_s"])
         if "step_s" in facts or "s_per_step" in facts:
             return float(facts.get("step_s", facts.get("s_per_step")))
         if "s_per_sample" in facts:
@@ -59,17 +61,41 @@ class Question:
     sequences: int
     """In one step, over all devices."""
 
-    def workload(self) -> Workload:
-        try:
-            return load_workload(self.model, self.training)
-        except NotCovered:
-            from tierplan.runtime.tracing.trace import trace_workload  # torch, which the closed forms do without
+    compiled_loss: bool = False
+    """The loss is one compiled kernel per chunk: it reads and writes logits in 16 bits once, forward and backward."""
 
-            return trace_workload(self.model, self.training)
+    block_s: tuple[float, float] | None = None
+    """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
+
+    def workload(self) -> Workload:
+        workload = _workload(self.model, self.training)
+        if self.block_s:
+            tokens = self.training.per_device_train_batch_size * self.training.sequence_length
+            forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
+            blocks = [replace(u, forward=forward, backward=backward, recompute=None) for u in workload.blocks]
+            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
+        if not self.compiled_loss:
+            return workload
+        *units, head = workload.units
+        logits = workload.training.tokens_per_step / workload.training.gradient_accumulation_steps
+        passes = {"elementwise_bytes": 2.0 * 2 * logits * int(str(workload.config["vocab_size"]))}
+        twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits wait in their place
+        head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
+        return replace(workload, units=(*units, head))
 
     def answer(self) -> Prediction:
         """Raises `WorkloadError` or `PlanError` where there is no such workload or policy."""
         return predict(self.policy, self.workload(), load_machine(self.machine, self.settings), self.options)
+
+
+@lru_cache(maxsize=64)
+def _workload(model: str, training: Training) -> Workload:
+    try:
+        return load_workload(model, training)
+    except NotCovered:
+        from tierplan.runtime.tracing.trace import trace_workload  # torch, which the closed forms do without
+
+        return trace_workload(model, training)
 
 
 def _table(name: str) -> dict[str, Any]:
@@ -94,7 +120,10 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
     ranks = 1 if facts.get("shared") else int(facts["gpus"])  # who have sequences of their own
     sequences = int(facts.get("sequences_per_step", facts.get("global_batch", 0)))
     accumulation = int(facts.get("accumulation", 1))
-    if "micro_batch" in facts:
+    if "micro_batches" in facts:
+        accumulation = int(facts["micro_batches"])
+        micro_batch = sequences // (ranks * accumulation)
+    elif "micro_batch" in facts:
         micro_batch = int(facts["micro_batch"])
         accumulation = max(sequences // (ranks * micro_batch), 1) if sequences else accumulation
     else:
@@ -104,6 +133,7 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         gradient_accumulation_steps=accumulation,
         sequence_length=int(facts["seq"]),
         dtype=facts.get("dtype", "bf16"),
+        **facts.get("training", {}),
     )
     return Question(
         machine=facts["machine"],
@@ -113,6 +143,8 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         model=models.get(point.facts["model"], point.facts["model"]),
         training=training,
         sequences=ranks * micro_batch * accumulation,
+        block_s=tuple(facts["block_s"]) if "block_s" in facts else None,
+        compiled_loss=bool(facts.get("compiled_loss")),
     )
 
 

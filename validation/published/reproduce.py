@@ -229,13 +229,17 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
     return Row(*base, outcome, note=note)
 
 
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def constants_of(name: str | None) -> Iterator[str]:
     """Calibrated constants of a machine, named, with where they come from."""
     if name is None:
         return
     for key, quantity in load_machine(name).description.items():
         if isinstance(quantity, Mapping) and quantity.get("basis") == "calibrated":
-            yield f"{name} {key} = {quantity['value']:g} ({quantity['source']})"
+            yield f"{name} {key} = {_shown(quantity['value'])} ({quantity['source']})"
 
 
 # ---- what a row asks ----

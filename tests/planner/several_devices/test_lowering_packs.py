@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PackPlan, Packs, PagedPlan
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan, PlanError
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.columns import columns_of
 from tierplan.sim.schedule import Op
 
 BLOCK = 3 * MIB
@@ -71,3 +75,41 @@ def test_paged_weights_are_all_reduced_and_updated_on_every_device() -> None:
         assert ops[f"update/L1/gpu{gpu}"].work == {"elementwise_bytes": 30 * BLOCK}
     used = [key for key in ops if key.startswith("fetch_params/L1/")]
     assert len(used) == 4 * 2 + 2, "once forward and once backward per micro-batch, and once per device to be updated"
+
+
+ROUNDS: dict[str, Any] = dict(rounds=2, streams=True)
+FORWARD, BACKWARD = ((0, 2), (2, 5)), ((0, 2), (2, 4), (4, 5), (5, 6))
+
+
+def test_rounds_take_their_part_of_the_micro_batches_and_add_gradients_up() -> None:
+    ops = packed("pipeline", FORWARD, BACKWARD, **ROUNDS)
+    assert ops["fwd/embed-L0/mb2"].stream == "gpu0.compute", "the seventh turn of six per round"
+    brought = next(op for key, op in ops.items() if key.startswith("fetch_grads/L1-L2/"))
+    assert brought.work == {"bytes": 2 * BLOCK * 2}, "the second round adds to the first one's sum"
+    assert sum(key.startswith("update/L1") for key in ops) == 1
+    assert sum(key.startswith("offload_grads/L1-L2/") for key in ops) == 2
+
+
+def test_the_next_packs_parameters_come_while_this_one_computes() -> None:
+    ops = packed("pipeline", FORWARD, BACKWARD, **ROUNDS)
+    (fetch,) = (op for key, op in ops.items() if key.startswith("fetch_params/L3/bwd/L3-L3/") and key.endswith("mb0"))
+    assert fetch.after == ("fwd/L3-L3/mb0",), "when the first micro-batch has gone through"
+
+
+def test_late_updates_use_the_gradients_of_the_step_before_and_nothing_waits_for_them() -> None:
+    packs = Packs(form="pipeline", devices=2, forward=FORWARD, backward=BACKWARD, streams=True, late_updates=True)
+    plan = PackPlan(policy="t", packs=packs)
+    assert plan.semantics == "delayed-1"
+    schedule = lower(plan, WORKLOAD, two_gpus())
+    buffers = schedule.buffers_by_name()
+    update = next(op for op in schedule.ops if op.key == "update/L1")
+    assert all(buffers[name].initial for name in update.reads)
+    used = {name for op in schedule.ops if op.key.startswith("fetch_params/") for name in op.reads}
+    assert all(buffers[name].initial for name in used), "passes use the parameters of before"
+    late = steady_state(columns_of(schedule), two_gpus()).period_s
+    sync = PackPlan(policy="t", packs=replace(plan.packs, late_updates=False))
+    assert late < steady_state(columns_of(lower(sync, WORKLOAD, two_gpus())), two_gpus()).period_s
+    with pytest.raises(PlanError, match="late updates need 'pipeline'"):
+        replace(plan, packs=replace(plan.packs, form="data")).check(WORKLOAD)
+    with pytest.raises(PlanError, match="3 rounds, which do not divide the step's 4"):
+        replace(plan, packs=replace(plan.packs, rounds=3)).check(WORKLOAD)
