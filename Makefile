@@ -7,7 +7,7 @@ TESTERS ?= 2
 # One thread in each process: two that wait for each other's threads are slower than one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
-.PHONY: demo test docs figures nightly check lint types pytest clean help install
+.PHONY: demo gpu gpu-report test docs figures nightly check lint types pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
@@ -15,6 +15,8 @@ help:
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make docs    the pages as a site, in build/site (two minutes)"
 	@echo "make figures make the pictures of README.md and docs/ again (a quarter of an hour)"
+	@echo "make gpu     on a borrowed GPU, with the PyTorch of PYTHON: tests, measurement, comparisons, campaign; can be continued"
+	@echo "make gpu-report  the page of what it found, GPU_OUT/gpu.md"
 	@echo "make clean   remove $(VENV) and the demo's output"
 
 install: $(STAMP)
@@ -25,6 +27,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,cluster,docs,dev]'
 	@touch $(STAMP)
+
+GPU_OUT ?= gpu-results
+
+gpu: # without network; missing packages are installed from wheels in WHEELS; GPU_FLAGS="--device cpu --tiny" rehearses it
+	$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_FLAGS)
+
+gpu-report: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu --out $(GPU_OUT) --report
 
 demo: $(STAMP)
 	$(BIN)/tierplan demo

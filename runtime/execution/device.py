@@ -210,7 +210,11 @@ class _CudaEvent:
 
 
 def open_device(name: str) -> Device:
-    """`cuda` (or `cuda:0`), or `cpu`."""
+    """`cuda` (or `cuda:0`), `cpu`, or `fake`: a test double of a GPU."""
+    if name == "fake":
+        from tierplan.runtime.execution.fake_device import FakeCuda
+
+        return FakeCuda()
     return CudaDevice(name) if name.startswith("cuda") else Device()
 
 

@@ -1,0 +1,257 @@
+"""All that a borrowed GPU is asked, in slices that each end within eight minutes, and that can be continued.
+
+    make gpu           runs what is not done yet: tests, a measurement, comparisons, the campaign from its smallest rows
+    make gpu-report    the page of it, elsewhere
+
+`OUT/state.json` says which slices are done, and how they ended; each has its log in `OUT/logs`. A slice that was killed
+is run again, one that failed is not (take it out of the file for that). Nothing is fetched: packages that are missing
+are installed from the folder `--wheels`, which `pip download -d wheels -c constraints.txt '.[runtime,dev]'` fills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SLICE_S = 480.0
+ROOT = Path(__file__).parent.parent
+NEEDED = ("simpy", "scipy", "numba", "highspy", "networkx", "matplotlib", "tqdm", "tomli_w", "msgspec", "yaml", "rich",
+          "shtab", "transformers", "safetensors", "xxhash", "pytest", "hypothesis")  # fmt: skip
+FAKE_TESTS = ("tests/runtime/execution/test_fake_device.py", "tests/runtime/execution/test_planted_races.py")
+WIDTHS = {"tiny": ((64, 2),), "full": ((768, 12), (1536, 12), (4096, 4))}
+"""Of the models that are compared with plain PyTorch: width, and number of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One thing to do, in a process of its own."""
+
+    name: str
+    command: Sequence[str]
+
+
+def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) -> dict[str, Any]:
+    """Runs those that the state file does not name, and notes each as it ends."""
+    state_path = out / "state.json"
+    state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    for one in slices:
+        if one.name in state:
+            continue
+        print(f"{one.name} ...", end=" ", flush=True)
+        began_s = time.monotonic()
+        with (out / "logs" / f"{one.name.replace('/', '-')}.log").open("w") as log:
+            process = subprocess.Popen(one.command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+            try:
+                code = process.wait(limit_s)
+                result = "done" if code == 0 else f"exit status {code}"
+            except BaseException as error:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                result = f"over {limit_s:.0f} s"
+        state[one.name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1)}
+        waiting = state_path.with_suffix(".tmp")
+        waiting.write_text(json.dumps(state, indent=1))
+        waiting.replace(state_path)
+        print(result, flush=True)
+    return state
+
+
+def all_slices(args: argparse.Namespace) -> list[Slice]:
+    """In the order in which they are worth most."""
+    python = sys.executable
+    inner = (python, "-m", "benchmarks.gpu", "--out", str(args.out), "--device", args.device, *args.size)
+    tests = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
+    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    slices = [Slice("environment", (*inner, "--inner", "environment"))]
+    if args.device == "fake":
+        slices += [Slice(f"tests/{Path(t).stem}", (*pytest, t)) for t in FAKE_TESTS]
+    else:
+        slices += [Slice(f"tests/{Path(t).stem}", (*pytest, "-m", "gpu", t)) for t in tests]
+    sizes = WIDTHS["tiny" if args.size else "full"]
+    slices += [Slice(f"beside-plain/{w}", (*inner, "--inner", "beside-plain", f"{w}", f"{n}")) for w, n in sizes]
+    if args.device == "fake":
+        return slices  # its times mean nothing
+    tierplan, nvme = (python, "-m", "tierplan"), ("--nvme-dir", str(args.nvme_dir))
+    short = ("--budget-s", "5") if args.size else ()
+    device = ("--device", args.device)
+    toml = str(args.out / "machine.toml")
+    slices.append(Slice("machine", (*tierplan, "machine", "measure", *nvme, *device, *short, "-o", toml)))
+    short = ("--measure-s", "5") if args.size else ()
+    validate = (*tierplan, "validate", args.campaign, "--out", str(args.out / "campaign"), *nvme, *device, *short)
+    slices += [Slice(f"campaign/{row}", (*validate, "--only", row)) for row in rows(args.campaign)]
+    return slices
+
+
+def rows(campaign: str) -> list[str]:
+    """The runs of a campaign, smallest first."""
+    from tierplan.validation.campaign.spec import load_campaign
+
+    found = []
+    for group in load_campaign(campaign).groups:
+        width: Any = group.config.get("hidden_size", group.config.get("n_embd"))
+        found += [(width**2 * run.blocks, f"{group.name}/{run.name}") for run in group.runs]
+    return [name for _, name in sorted(found)]
+
+
+def environment() -> None:
+    import torch
+    import transformers
+
+    print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)
+    for k in range(torch.cuda.device_count()):
+        print(torch.cuda.get_device_properties(k))
+
+
+def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int = 12, turns: int = 5) -> None:
+    """Steps of plain PyTorch over those of schedules of the same model, in turns; and a timeline of each schedule."""
+    import itertools
+
+    import torch
+
+    from benchmarks.runtime import config, machine
+    from tierplan.planner.lowering import lower
+    from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from tierplan.runtime.execution.device import open_device
+    from tierplan.runtime.reference import train_plainly
+    from tierplan.runtime.tracing.models import build_model, example_batch
+    from tierplan.runtime.tracing.trace import trace_config
+    from tierplan.runtime.trainer import Trainer
+    from tierplan.sim.output.perfetto import write_perfetto
+    from tierplan.sim.workloads.workload import Training
+
+    where = "cuda" if device == "cuda" else "cpu"
+    training = Training(
+        sequence_length=64 if width < 512 else 256, per_device_train_batch_size=1 if width < 512 else 8,
+        dtype="fp32" if where == "cpu" else "bf16", backend=where,
+    )  # fmt: skip
+    raw = config(width, blocks)
+    workload = trace_config("beside", raw, training)
+    on_host = UnitPlan(params="host", grads="host", states="host")
+    plans = {
+        "all kept": UnitPlan(),
+        "all recomputed": UnitPlan(acts="recompute"),
+        "states in host memory": UnitPlan(states="host", grads="host"),
+        "all but activations in host memory": on_host,
+        "all in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
+    }
+    batches = itertools.repeat(example_batch(build_model(raw, training).config, training))
+    steps_s: dict[str, list[float]] = {"plain": [], **{name: [] for name in plans}}
+
+    def median_s(ends_s: Sequence[float]) -> float:
+        return statistics.median(b - a for a, b in itertools.pairwise(ends_s[2:]))
+
+    for _ in range(turns):
+        ends_s: list[float] = []
+        plain = build_model(raw, training).to(where)
+        moved = itertools.repeat({k: v.to(where) for k, v in next(batches).items()})
+        note = lambda step, loss, ends_s=ends_s: ends_s.append(time.perf_counter())  # noqa: E731
+        train_plainly(plain, moved, steps=steps, on_step=note)
+        steps_s["plain"].append(median_s(ends_s))
+        del plain
+        for name, choice in plans.items():
+            kept = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
+            units = tuple(choice if unit.kind == "block" else kept for unit in workload.units)
+            plan = UnitwisePlan(policy="beside", units=units, semantics="in-backward")
+            schedule = lower(plan, workload, machine(1 << 36, 1 << 37))
+            with Trainer(schedule, build_model(raw, training), device=open_device(device)) as trainer:
+                trainer.run(batches, steps)
+                result = trainer.result()
+            steps_s[name].append(median_s(result.step_ends_s))
+            write_perfetto({name: result.trace}, out / f"timeline-{width}-{name.replace(' ', '-')}.json")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(steps_s["plain"], found, strict=True))
+        for name, found in steps_s.items()
+    }
+    shape = {"width": width, "blocks": blocks, "dtype": training.dtype, "device": device, "turns": turns}
+    found = {**shape, "plain_over_schedule": ratios, "step_s": steps_s}
+    (out / f"beside-plain-{width}.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found))
+
+
+def report(out: Path) -> str:
+    """What was found, as a page."""
+    state: Mapping[str, Any] = json.loads((out / "state.json").read_text())
+    lines = ["# On a borrowed GPU", "", "| slice | result | s |", "|---|---|---|"]
+    lines += [f"| {name} | {one['result']} | {one['seconds']} |" for name, one in state.items()]
+    log = out / "logs" / "environment.log"
+    lines += ["", "```", log.read_text().strip() if log.exists() else "", "```"]
+    for path in sorted(out.glob("beside-plain-*.json")):
+        found = json.loads(path.read_text())
+        shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
+        lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", "", "| plan | ratio |", "|---|---|"]
+        lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["plain_over_schedule"].items()]
+    if (out / "campaign").is_dir():
+        from tierplan.validation.campaign.artifact import load_artifacts
+        from tierplan.validation.campaign.table import campaign_markdown
+
+        lines += ["", campaign_markdown(load_artifacts(out / "campaign"))]
+    return "\n".join(lines) + "\n"
+
+
+def install_missing(wheels: Path | None, out: Path) -> None:
+    """Into a folder of its own beside the results, which is on the path of all slices."""
+    packages = out / "packages"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")])
+    sys.path.append(str(packages))
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing and wheels is None:
+        raise SystemExit(
+            f"these packages are missing: {', '.join(missing)}; give their wheels in a folder (WHEELS=...)"
+        )
+    if missing:
+        names = [{"yaml": "pyyaml", "tomli_w": "tomli-w"}.get(name, name) for name in missing]
+        pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(wheels), "--target")
+        subprocess.run([*pip, str(packages), *names], check=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--nvme-dir", type=Path, default=None, help="folder on the drive (default: in OUT)")
+    parser.add_argument("--device", choices=("cuda", "cpu", "fake"), default="cuda")
+    parser.add_argument("--campaign", default="gpu-billions")
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--tiny", dest="size", action="store_const", const=("--tiny",), default=())
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--inner", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    if args.report:
+        (args.out / "gpu.md").write_text(report(args.out))
+        print(args.out / "gpu.md")
+        return 0
+    if args.inner is not None:
+        what, *numbers = args.inner
+        if what == "environment":
+            environment()
+        else:
+            few = {"steps": 6, "turns": 1} if args.size else {}
+            beside_plain(args.device, args.out, int(numbers[0]), int(numbers[1]), **few)
+        return 0
+    args.nvme_dir = (args.nvme_dir or args.out / "nvme").resolve()
+    args.nvme_dir.mkdir(parents=True, exist_ok=True)
+    install_missing(args.wheels, args.out)
+    state = run_slices(all_slices(args), args.out)
+    return 0 if all(one["result"] == "done" for one in state.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`make gpu`: slices that go on after a kill between or in any of them, and what they do on devices that are there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import Slice, all_slices, main, report, rows, run_slices
+
+DRIVER = """
+import sys, pathlib
+from benchmarks.gpu import Slice, run_slices
+out = pathlib.Path(sys.argv[1])
+work = 'echo x >> {0}.ran; if [ ! -e {0}.killed ]; then touch {0}.killed; kill -9 $PPID; sleep 60; fi'
+run_slices([Slice(f"s/{k}", ("bash", "-c", work.format(out / str(k)))) for k in range(4)], out)
+"""
+
+
+def test_it_goes_on_after_a_kill_in_any_slice(tmp_path: Path) -> None:
+    codes = []
+    while not codes or codes[-1]:
+        codes.append(subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)]).returncode)
+        assert len(codes) < 9
+    assert codes == [-9] * 4 + [0]
+    assert {name: one["result"] for name, one in json.loads((tmp_path / "state.json").read_text()).items()} == {
+        f"s/{k}": "done" for k in range(4)
+    }
+    assert [(tmp_path / f"{k}.ran").read_text().count("x") for k in range(4)] == [2, 2, 2, 2]
+
+
+def test_what_fails_or_takes_too_long_is_noted_and_not_repeated(tmp_path: Path) -> None:
+    slices = [Slice("bad", ("false",)), Slice("long", ("sleep", "60")), Slice("good", ("true",))]
+    state = run_slices(slices, tmp_path, limit_s=0.3)
+    assert [one["result"] for one in state.values()] == ["exit status 1", "over 0 s", "done"]
+    assert run_slices(slices, tmp_path) == state
+    assert "| long | over 0 s |" in report(tmp_path)
+
+
+def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        out=tmp_path, device="cuda", size=(), campaign="gpu-billions", nvme_dir=tmp_path / "nvme", wheels=None
+    )
+    names = [one.name for one in all_slices(args)]
+    assert len(names) == len(set(names))
+    assert "tests/test_gpu" in names
+    assert names.index("machine") < names.index("campaign/" + rows("gpu-billions")[0])
+    sizes = {"opt-2048": 2048**2, "gpt2-2560": 2560**2, "llama-4096": 4096**2}
+    works = [sizes[row.split("/")[0]] * int(row.split("/")[1].split("-")[0]) for row in rows("gpu-billions")]
+    assert len(works) == 24
+    assert all(a <= b for a, b in pairwise(works))
+
+
+TINY = """
+name = "tiny"
+steps = 4
+turns = 1
+[[group]]
+name = "gpt2-32"
+depth_key = "n_layer"
+batch = 1
+seq = 16
+[group.config]
+model_type = "gpt2"
+n_embd = 32
+n_head = 2
+n_positions = 16
+vocab_size = 64
+[[group.run]]
+blocks = 2
+policy = "in-memory"
+[[group.run]]
+blocks = 2
+policy = "zero-offload"
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_all_of_it_on_devices_that_are_there(device: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    args = ["--out", str(tmp_path), "--device", device, "--tiny", "--campaign", str(tmp_path / "tiny.toml")]
+    assert main(args) == 0
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {one["result"] for one in state.values()} == {"done"}
+    assert main([*args, "--report"]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| all kept |" in page
+    assert device == "fake" or "zero-offload" in page
