@@ -282,7 +282,8 @@ class Bodies:
         run = batch_run.run_forward(index)
         assert run.recorder is not None
         sizes, spec = run.recorder.sizes, batch_run.specs[index]
-        kept = sum(size for k, size in enumerate(sizes) if k not in (*spec.recomputed, *spec.moved))
+        elsewhere = {*spec.recomputed, *spec.moved}
+        kept = sum(size for k, size in enumerate(sizes) if k not in elsewhere)
         for instance in call.writes:
             match content_of(instance):
                 case Input():
