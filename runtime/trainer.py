@@ -438,7 +438,7 @@ class Trainer:
     # ---- during the run ----
 
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
-        if self.reference_work is not None and m == 0:
+        if self.reference_work is not None:
             self.reference_work.on_step(step)
         batch = self._batches.next()
         if batch is None:

@@ -18,6 +18,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from scipy.stats import t as student
+from scipy.stats import trim_mean
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE
@@ -142,6 +143,12 @@ class Calibration:
         """Reads what `save` wrote. Raises `CalibrationError`."""
         made_by = "a calibration as `tierplan calibrate` writes it"
         return load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CalibrationError)
+
+
+def reference_mean_s(times_s: Sequence[float]) -> float:
+    """Of the reference work: the mean without the least and the largest tenth. A median would not see the moments in
+    which others had the core, of which a step has its part."""
+    return float(trim_mean(times_s, 0.1))
 
 
 def machine_sha256(machine: Machine) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +27,12 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import with_room
-from tierplan.validation.calibration.calibration import Calibration, calibrate, machine_sha256
+from tierplan.validation.calibration.calibration import (
+    Calibration,
+    calibrate,
+    machine_sha256,
+    reference_mean_s,
+)
 from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
@@ -155,7 +161,7 @@ class CalibrationSession:
             trace, skipped = training.trainer.result().trace, training.skipped_steps
             measurements[name] = measurement_of(schedule, trace, skipped, turns[name], typical_s, name == IN_MEMORY)
             assert training.trainer.reference_work is not None
-            times_s[len(schedule.streams) == 1] += training.trainer.reference_work.seconds.values()
+            times_s[len(schedule.streams) == 1] += chain(*training.trainer.reference_work.seconds.values())
         for name in others:
             self._trainings.pop(name).trainer.close()
-        return measurements, in_memory_s, (median(times_s[True]), median(times_s[False]))
+        return measurements, in_memory_s, (reference_mean_s(times_s[True]), reference_mean_s(times_s[False]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median
+from itertools import chain
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
 from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.calibration import steady_at
+from tierplan.validation.calibration.calibration import reference_mean_s, steady_at
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
 
@@ -31,7 +31,7 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     known_s = machine.basis.reference_s[len(schedule.streams) > 1]
     if not isinstance(times, Mapping) or not times or not known_s:
         return comparison
-    return with_slowdown(comparison, schedule, machine, median(float(s) for s in times.values()) / known_s)
+    return with_slowdown(comparison, schedule, machine, reference_mean_s([*chain(*times.values())]) / known_s)
 
 
 def with_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, slowdown: float) -> Comparison:

@@ -48,7 +48,11 @@ def folder(tmp_path: Path) -> Path:
     measured = simulate_on(unroll(schedule, 6), slower)
     run = tmp_path / "run"
     run.mkdir()
-    meta = {"bytes_per_step": schedule.bytes_moved(), "reference_s": {"1": 0.0062, "4": 0.0063}, "num_threads": 1}
+    meta = {
+        "bytes_per_step": schedule.bytes_moved(),
+        "reference_s": {"1": [0.0062], "4": [0.0062, 0.00635]},
+        "num_threads": 1,
+    }
     replace(measured, meta=meta).save(run / "trace.json")
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": 3.0 - i / 10}) + "\n" for i in range(6)))
     return tmp_path
@@ -106,7 +110,7 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
         (0.0050, CATALOG, {}, "rests on no calibration: run tierplan calibrate"),
         (0.0050, replace(CALIBRATED, half_width=0.5), {}, "lies in the predicted interval"),
     ):
-        as_timed = replace(trace, meta={"reference_s": {"1": seconds}})
+        as_timed = replace(trace, meta={"reference_s": {"1": [seconds]}})
         rated = replace(comparison, interval_s=basis.interval_s(comparison.step_s.predicted))
         assert wanted in what_to_do(at_slowdown(rated, schedule, machine, as_timed), basis, meta)
     good = replace(comparison, step_s=Pair(1.0, 1.01))
