@@ -53,6 +53,7 @@ class _Draft:
     rates: dict[str, dict[str, Rate]] = field(default_factory=dict)
     """By stream and kind of work."""
     latency_s: dict[str, float] = field(default_factory=dict)
+    beside_s: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     takes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """What each stream takes of shared limits: limit -> kind of work -> per unit of work."""
@@ -60,6 +61,9 @@ class _Draft:
     def stream(self, name: str, latency: str, rates: dict[str, Rate]) -> None:
         """Adds a stream whose latency is that of a key."""
         self.rates[name], self.latency_s[name] = rates, self.number(latency)
+        loaded = latency.replace(".", ".loaded_")
+        if loaded in KEYS and (loaded_s := self.description.number(loaded)) is not None:
+            self.beside_s[name] = max(0.0, loaded_s - self.latency_s[name])
 
     def share(self, limit: str, per_s: float, *takers: Taker) -> None:
         """Adds a limit that these load."""
@@ -155,6 +159,7 @@ def build_machine(description: Description) -> Machine:
                 name=name,
                 rates=by_kind,
                 latency_s=draft.latency_s[name],
+                beside_s=draft.beside_s.get(name, 0.0),
                 takes=draft.takes.get(name, {}),
                 share=shares.get(name, 1.0),
             )

@@ -28,7 +28,7 @@ from tierplan.runtime.execution.device import Device, device_named, open_device
 from tierplan.runtime.measure.limits import LimitPrior, Mix, fit_limits
 from tierplan.runtime.measure.loads import GIB, MIB, Load, Sizes, loads
 from tierplan.runtime.measure.report import Alone, describe, free_bytes
-from tierplan.runtime.measure.timing import StreamThreads
+from tierplan.runtime.measure.timing import OtherPrograms, StreamThreads, summary
 from tierplan.runtime.memory.files import Folders, paths_of
 
 Progress = Callable[[str, float], None]
@@ -47,6 +47,8 @@ CHECKS = (
 )
 """Mixes of more than two streams: measured where there is time, never fitted, compared with what the limits predict."""
 TYPICAL_OP_S = 0.03
+NARROW = 0.025
+"""A spread that is small enough: 95 % of measurements lie within twice that."""
 
 
 class MeasurementError(ValueError):
@@ -94,7 +96,8 @@ def measure_description(
             # twice: threads start, kernels are chosen, pages are touched
             op_s = {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
             left_s = budget_s - (time.monotonic() - began) - FIT_S
-            alone, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, report)
+            others = OtherPrograms()
+            alone, loaded, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, report)
         finally:
             threads.close()
     report("fitting shared limits", 0.97)
@@ -102,9 +105,11 @@ def measure_description(
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    source = f"tierplan machine measure, {date}, {num_rounds} rounds, torch {torch.__version__}"
+    taken = len(next(iter(alone.values())))
+    source = f"tierplan machine measure, {date}, {taken} rounds, torch {torch.__version__}"
+    remarks = (*notes, others.text())
     description = describe(
-        name, alone, fit, mixes, folders, chosen, sizes, dtype=kinds[0], source=source, remarks=notes
+        name, alone, loaded, fit, mixes, folders, chosen, sizes, dtype=kinds[0], source=source, remarks=remarks
     )
     report("done", 1.0)
     return description
@@ -157,8 +162,9 @@ def _rounds(
     num_rounds: int,
     budget_s: float,
     report: Progress,
-) -> tuple[Alone, list[Mix]]:
-    """Rates of each load alone, and the speeds of each pair of streams (and of `CHECKS`), by round."""
+) -> tuple[Alone, Alone, list[Mix]]:
+    """Rates of each load alone, of the least load of each stream beside busy cores, and the speeds of each pair of
+    streams (and of `CHECKS`), by round. Once all rates are known as well as is claimed, no more rounds are taken."""
     typical = _typical(all_loads, op_s)
     pairs: list[tuple[str, ...]] = list(itertools.combinations(sorted(typical), 2))
     if num_rounds > LEAST_ROUNDS + 1:
@@ -166,15 +172,22 @@ def _rounds(
     window_s = _window_s(all_loads, typical, len(pairs), op_s, budget_s / num_rounds)
     alone: Alone = {load: [] for load in all_loads}
     speeds: dict[tuple[str, ...], list[tuple[float, ...]]] = {pair: [] for pair in pairs}
+    least = {x.stream: x for x in sorted(all_loads, key=lambda x: -x.amount) if x.stream != COMPUTE}
+    loaded: Alone = {load: [] for load in least.values()}
     total, done = num_rounds * (len(all_loads) + len(pairs)), 0
     began = time.monotonic()
     for turn in range(num_rounds):
         if turn >= LEAST_ROUNDS and time.monotonic() - began > budget_s:
             break  # others use the machine, so that everything takes longer than it should
+        if turn > LEAST_ROUNDS and all(summary(rates)[1] <= NARROW for rates in alone.values()):
+            break
         for load in all_loads:
             report(f"{load.stream} alone", 0.05 + 0.9 * done / total)
             alone[load].append(threads.rates([load], window_s)[0])
             done += 1
+        for load in loaded:
+            report(f"{load.stream} beside busy cores", 0.05 + 0.9 * done / total)
+            loaded[load].append(threads.rates([load, typical[COMPUTE]], window_s)[0])
         for pair in pairs:
             report(" with ".join(pair), 0.05 + 0.9 * done / total)
             both = [typical[stream] for stream in pair]
@@ -182,7 +195,7 @@ def _rounds(
             together = threads.rates(both, 2 * window_s)
             speeds[pair].append(tuple(t / s for t, s in zip(together, single, strict=True)))
             done += 1
-    return alone, [Mix(pair, tuple(rows)) for pair, rows in speeds.items()]
+    return alone, loaded, [Mix(pair, tuple(rows)) for pair, rows in speeds.items()]
 
 
 def _window_s(
@@ -194,7 +207,8 @@ def _window_s(
     """
     ops_s = sum(2 * op_s[load.name] for load in all_loads)
     ops_s += sum(6 * op_s[load.name] for load in typical.values()) * (len(typical) - 1)
-    return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(all_loads) + 4 * num_pairs))
+    ops_s += 2 * len(typical) * op_s[typical[COMPUTE].name]
+    return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(all_loads) + len(typical) + 4 * num_pairs))
 
 
 def _typical(all_loads: Sequence[Load], op_s: dict[str, float]) -> dict[str, Load]:

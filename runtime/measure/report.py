@@ -35,6 +35,7 @@ KEYS = {
 def describe(
     name: str,
     alone: Alone,
+    loaded: Alone,
     fit: Fit,
     mixes: Sequence[Mix],
     folders: tuple[Path, ...],
@@ -51,10 +52,12 @@ def describe(
         rows = {load.amount: rates for load, rates in alone.items() if load.stream == stream}
         if rows:
             latency, values[key] = _latency_and_curve(rows, source)
-            section = key.split(".")[0]
-            known = values.get(f"{section}.latency")
-            if known is None or float(known.value) < float(latency.value):  # type: ignore[arg-type]  # numbers
-                values[f"{section}.latency"] = latency
+            beside = [_latency(load.amount, rates, source) for load, rates in loaded.items() if load.stream == stream]
+            for when, found in (("latency", [latency]), ("loaded_latency", beside)):
+                known = values.get(full := f"{key.split('.')[0]}.{when}")
+                for one in found:
+                    if known is None or float(known.value) < float(one.value):  # type: ignore[arg-type]  # numbers
+                        values[full] = one
     if NVME_LIMIT in fit.limits:
         values["nvme.mixed"] = Quantity(fit.limits[NVME_LIMIT], "measured", source, fit.limit_spread[NVME_LIMIT])
         values["nvme.read_share"] = Quantity(fit.shares[NVME_READ], "measured", source)
@@ -145,11 +148,16 @@ def free_bytes(folders: Sequence[Path]) -> int:
 def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:
     """The time of the smallest op, and the rates of the others beyond it."""
     (least, rates), *others = sorted(rows.items())
-    per_s, half = summary(rates)
-    latency_s = least / per_s
+    latency = _latency(least, rates, source)
+    latency_s = float(latency.value)  # type: ignore[arg-type]  # a number
     # an op is never taken to be more than half overhead, so that noise in the smallest cannot blow up the next
     net = {a: [a / max(a / r - latency_s, 0.5 * a / r) for r in rates] for a, rates in others}
-    return Quantity(latency_s, "measured", f"{source}: {least:,.0f} units of work", half), _curve(net, source)
+    return latency, _curve(net, source)
+
+
+def _latency(amount: float, rates: list[float], source: str) -> Quantity:
+    per_s, half = summary(rates)
+    return Quantity(amount / per_s, "measured", f"{source}: {amount:,.0f} units of work", half)
 
 
 def _curve(rows: dict[float, list[float]], source: str) -> Quantity:

@@ -5,12 +5,14 @@ Rates come from a window of wall-clock time; an op that straddles the window's e
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import log, sqrt
+from pathlib import Path
 
 from scipy.stats import t as student
 
@@ -86,3 +88,31 @@ def summary(values: Sequence[float]) -> tuple[float, float]:
     # 1.25: the median of a normal sample scatters by that much more than its mean
     half = float(student.ppf(0.975, n - 1)) * 1.25 * deviation * sqrt(2 / n)
     return middle, max(LEAST_SPREAD, min(MOST_SPREAD, half / 2))
+
+
+class OtherPrograms:
+    """How many cores other programs take, from when this is made."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def text(self) -> str:
+        """A sentence; it says what keeps spreads wide, if that is it."""
+        began, now = self._began, self._now()
+        if began is None or now is None or now[0] <= began[0]:
+            return "how much other programs worked meanwhile is not known here"
+        (wall_s, busy_s, own_s), cores = (b - a for a, b in zip(began, now, strict=True)), os.cpu_count() or 1
+        others = max(0.0, (busy_s - own_s) / wall_s)
+        if others < 0.05 * cores:
+            return "no other program worked meanwhile: what varies is the drive, the clocks, or other guests"
+        return f"other programs took {others:.1f} of {cores} cores meanwhile, which keeps spreads wide"
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds that have passed, that all cores were busy, and that this process was."""
+        try:
+            fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, soft, steal = (float(x) / os.sysconf("SC_CLK_TCK") for x in fields)
+        return time.monotonic(), user + nice + system + irq + soft + steal, time.process_time()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tierplan.hwmodels.keys import Key
     from tierplan.hwmodels.machine import Machine
 
-QUICK_S, THOROUGH_S = 60.0, 900.0
+QUICK_S, THOROUGH_S = 55.0, 900.0
 LISTED = (
     (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("USD", "price")),
     (("read", "read"), ("write", "write"), ("may be written", "endurance")),
@@ -196,9 +196,7 @@ def _measure(args: argparse.Namespace) -> int:
     noisy = [name for name, quantity in description.values.items() if (quantity.spread or 0.0) > NOISY]
     if noisy:
         print(f"{len(noisy)} numbers vary by more than a quarter: {', '.join(noisy)}")
-        print(
-            "other programs use this machine, or its drive and clocks change; measure when it is quiet, or --thorough"
-        )
+        print("measure again when it is quiet, or with --thorough")
     print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
     return 0
 

@@ -17,7 +17,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
 from tierplan.runtime.measure.machine import MeasurementError, measure_description
-from tierplan.runtime.measure.timing import LEAST_SPREAD, StreamThreads, summary
+from tierplan.runtime.measure.timing import LEAST_SPREAD, OtherPrograms, StreamThreads, summary
 from tierplan.sim.trace import write_atomically
 
 TINY = Sizes(
@@ -70,6 +70,12 @@ def test_the_measured_machine_is_complete_and_kept(config_folder: Path, tiny: No
     assert "cores" in machine.stream("gpu0.compute").takes
     assert not machine.nameplate
     assert load_machine("here") == machine
+    loaded = {k: v for k, v in load_description("here").values.items() if k.endswith("loaded_latency")}
+    assert set(loaded) == {"link.loaded_latency", "nvme.loaded_latency", "host.loaded_latency"}
+    for stream in machine.streams[1:]:
+        section = {"gpu0": "link"}.get(stream.name.split(".")[0], stream.name.split(".")[0])
+        wanted_s = loaded[f"{section}.loaded_latency"].value - stream.latency_s  # type: ignore[operator]  # a number
+        assert stream.beside_s == pytest.approx(max(0.0, wanted_s)), "paid where cores are busy"
     assert list(tmp_path.glob("tierplan*")) == []  # the file is gone
     description = load_description("here")  # every number has its spread
     rates = [k for k in description.values if k.split(".")[1] not in ("capacity", "reserve", "cores", "drives")]
@@ -168,3 +174,12 @@ def test_the_spread_grows_with_scatter_and_has_a_floor() -> None:
     assert 0.05 < half < 0.5
     assert summary([50.0, 100.0, 200.0])[1] > half
     assert summary([1.0])[1] == 1.0
+
+
+def test_other_programs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two cores that were busy for 20 s in 10, this process had 5 s."""
+    clock = iter([(100.0, 50.0, 7.0), (110.0, 70.0, 12.0), (100.0, 50.0, 7.0), (110.0, 55.0, 12.0)])
+    monkeypatch.setattr(OtherPrograms, "_now", staticmethod(lambda: next(clock)))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert OtherPrograms().text() == "other programs took 1.5 of 2 cores meanwhile, which keeps spreads wide"
+    assert OtherPrograms().text().startswith("no other program worked meanwhile")

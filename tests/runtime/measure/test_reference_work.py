@@ -9,7 +9,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import reference_work
 from tierplan.runtime.measure.reference_work import ReferenceWork
 
-CPU = Device(torch.device("cpu"))
+CPU = Device()
 
 
 def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

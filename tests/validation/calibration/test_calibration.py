@@ -197,6 +197,20 @@ def test_a_plan_is_predicted_from_the_others() -> None:
     assert steady_at(schedule, machine, 1.1 / 1.33).period_s == pytest.approx(wanted, rel=0.05)
 
 
+def test_latency_beside_busy_cores_is_not_counted_twice() -> None:
+    """A machine whose description has it is fitted to the same steps as one without."""
+    believed = with_ample_memory(machine_with_cores())
+    streams = [replace(s, beside_s=5e-3) if s.name in ("gpu0.h2d", "nvme.read") else s for s in believed.streams]
+    measured = measurements(changed(believed, {"nvme.read": 0.7}), believed, 1.0)
+    modelled = toy_workload(3, tied=False)
+    profiled = timed(modelled, believed)
+    plain, loaded = (
+        calibrate(modelled, profiled, machine, measured).on(machine)
+        for machine in (believed, replace(believed, streams=tuple(streams)))
+    )
+    assert loaded.streams == plain.streams
+
+
 def test_a_calibration_is_the_same_after_a_file(tmp_path: Path) -> None:
     believed = machine_with_cores()
     calibration = calibrated(believed, changed(believed, {"gpu0.h2d": 0.6}))
