@@ -113,6 +113,13 @@ def test_what_is_rented_costs_hours_at_its_price(advice: Advice) -> None:
     assert f"costs {advice.rented.usd_per_hour:g} USD an hour ({advice.rented.source}" in text
 
 
+def test_a_quick_answer_is_a_lower_bound_and_says_so(advice: Advice, point: Point) -> None:
+    assert advice.answer["tokens_per_s"] <= answer_point(point)["tokens_per_s"]  # type: ignore[operator]
+    text = " ".join(" ".join(advice_lines(advice)).split())
+    assert "Yes: at least " in text
+    assert "finds a plan for this machine that is at least as quick" in text
+
+
 def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:
     assert advice.costs is not None
     assert advice.costs.drive_life_s is not None

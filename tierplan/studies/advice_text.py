@@ -9,7 +9,7 @@ from typing import Any
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short, wrapped
-from tierplan.studies.advise import Advice, Change
+from tierplan.studies.advise import QUICK, Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.costs import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
@@ -83,9 +83,10 @@ def _answer(advice: Advice) -> str:
             return f"No: it does not fit, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
         return f"No: it does not fit. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
+    least = "at least " if advice.point.policy == QUICK else ""
     asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]), answer["dtype"])
     return (
-        f"Yes: {answer['tokens_per_s']:,.0f} tokens/s, {format_s(answer['step_s'])} per step ({asked}). "
+        f"Yes: {least}{answer['tokens_per_s']:,.0f} tokens/s, {format_s(answer['step_s'])} per step ({asked}). "
         f"Limited by {limited_text(_limits(advice))}."
     )
 

@@ -8,8 +8,9 @@ planned in the most promising one alone: it gives at least that much. Only what 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tierplan.hwmodels import Description, load_description
@@ -38,8 +39,12 @@ FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "pol
 ONE_DIVISION = "a purchase is planned in one division into micro-batches: it gives at least what is said here"
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
-QUICK_S = 0.4
-"""Time limit of the planner for a quick answer."""
+QUICK_S, QUICK_TODAY_S = 0.5, 1.0
+"""Time limits of the planner for a quick answer: with something bought, and for the machine as it is."""
+SHORT_SEARCH = (
+    "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
+    "what a purchase gains is rough, from plans of the same kind as that for the machine as it is"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +138,27 @@ def advise(
     job
         What is to be trained in all; by default one billion tokens.
     quick
-        The planner searches for a moment only, on both sides of every comparison, and no largest model is looked for.
+        The planner searches for a moment only, with something bought among plans of the same kind as that for the
+        machine as it is; no second card is planned, and no largest model is looked for.
     num_workers
         Processes, by default one per core.
     """
     prices, job = prices or PriceList(), job or TrainingJob()
-    if quick:
-        point = replace(point, planner_s=QUICK_S, policy=QUICK)
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     bought.sort(key=lambda b: "gpu.count" not in b.overrides)  # the longest searches first
-    points = [point, *(replace(b.applied(point), policy=BOUGHT) for b in bought)]
-    points.append(replace(point, policy=BOUGHT, machine=RENTED, overrides={}))
-    if not quick:
-        points.append(replace(point, policy=LARGEST))
-    answer, *answers = sweep(points, answer_point, num_workers=num_workers, progress=progress)
+    run = partial(sweep, num_workers=num_workers, progress=progress)
+    like = point
+    if quick:
+        point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
+        (answer,) = run([point], answer_point)
+        like, ask = _like(point, answer)
+    points = [replace(b.applied(like), policy=BOUGHT) for b in bought]
+    points.append(replace(like, policy=BOUGHT, machine=RENTED, overrides={}))
+    if quick:
+        answers = run(points, ask)
+    else:
+        answer, *answers = run([point, *points, replace(point, policy=LARGEST)], answer_point)
     if "error" in answer:
         raise ValueError(answer["error"])
     return Advice(
@@ -159,16 +170,36 @@ def advise(
         rented=rental_of(answers[len(bought)], job),
         largest_model="" if quick else str(answers[-1].get("largest_model", "")),
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
-        assumptions=(*((ONE_DIVISION,) if point.sequences else ()), *_assumptions(description, prices, bought)),
+        assumptions=(
+            *([SHORT_SEARCH] if quick else [ONE_DIVISION] if point.sequences else []),
+            *_assumptions(description, prices, bought),
+        ),
     )
 
 
-def answer_point(point: Point) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `QUICK` and `LARGEST` stand for."""
+def _like(point: Point, answer: Row) -> tuple[Point, Callable[[Point], dict[str, object]]]:
+    """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
+    worth a look: its order, its micro-batches and those of twice the size."""
+    point = replace(point, planner_s=min(point.planner_s or QUICK_S, QUICK_S))
+    if not answer.get("order"):
+        return point, answer_point
+    if point.sequences:
+        batch = answer["numbers_of"]["micro_batch"]
+        if answer["order"] == "vertical" and point.sequences % (2 * batch) == 0:
+            batch *= 2  # which is also cut into two
+        point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
+    return point, partial(answer_point, orders=(answer["order"],), policies=())
+
+
+def answer_point(point: Point, **only: Any) -> dict[str, object]:
+    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `QUICK` and `LARGEST` stand for.
+
+    `only` is as for `best_plan`.
+    """
     if point.policy == LARGEST:
         return {"largest_model": _largest_model(point)}
     try:
-        best = best_plan(point, only_one=point.policy in (BOUGHT, QUICK))
+        best = best_plan(point, only_one=point.policy in (BOUGHT, QUICK), **only)
     except InfeasiblePlan as error:
         return {"fits": False} if point.policy == BOUGHT else impossible_record(error)
     if point.policy == BOUGHT:

@@ -83,10 +83,11 @@ def workload_at(point: Point, machine: Machine, *, batch: int = 0, accumulation:
     return load_or_trace(point.model, training, exact=point.exact)
 
 
-def best_plan(point: Point, *, only_one: bool = False) -> BestPlan:
+def best_plan(point: Point, *, only_one: bool = False, **only: Any) -> BestPlan:
     """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits.
 
-    With `only_one`, only the most promising division into micro-batches is planned, where it is to be searched.
+    With `only_one`, only the most promising division into micro-batches is planned, where it is to be searched. Where
+    it is given, `only` restricts what `plan` tries: `orders`, `policies`.
     """
     from tierplan.planner.planning import plan
     from tierplan.planner.search.batches import plan_sequences
@@ -101,7 +102,7 @@ def best_plan(point: Point, *, only_one: bool = False) -> BestPlan:
     }
     if not point.sequences:
         workload = place.timed(workload_at(point, place.described))
-        return BestPlan(workload=workload, machine=machine, result=plan(workload, machine, **settings))
+        return BestPlan(workload=workload, machine=machine, result=plan(workload, machine, **settings, **only))
 
     def divided(batch: int, accumulation: int) -> Workload:
         return place.timed(workload_at(point, place.described, batch=batch, accumulation=accumulation))
