@@ -23,7 +23,7 @@ InputAction = Literal["keep", "host", "nvme"]
 Order = Literal["horizontal", "vertical"]
 WriteBack = Literal["at once", "delayed", "awaited"]
 UpdateOrder = Literal["forward", "backward"]
-PackForm = Literal["data", "pipeline"]
+PackForm = Literal["data", "pipeline", "resident"]
 Runs = tuple[tuple[int, int], ...]
 """Of units: the first one and the one after the last, of each run."""
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -211,7 +211,9 @@ class Packs:
     """
 
     form: PackForm
-    """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn."""
+    """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn.
+    Resident: each has one backward pack, which stays there and goes forward too, one forward and one backward in turns
+    (1F1B)."""
     devices: int
     forward: Runs
     """First unit and the one after the last, in order; together all units before the last backward pack."""
@@ -266,6 +268,15 @@ class PackPlan:
             raise PlanError(
                 f"plan {self.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
                 f"step's {total}; give a number that does"
+            )
+        if (
+            packs.form == "resident"
+            and not packs.devices == len(packs.backward) <= workload.training.gradient_accumulation_steps
+        ):
+            raise PlanError(
+                f"plan {self.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
+                f"{workload.training.gradient_accumulation_steps} micro-batches; give each device one stage, and the "
+                "step at least as many micro-batches"
             )
         if packs.late_updates and packs.form != "pipeline":
             raise PlanError(f"plan {self.policy!r} updates late in form {packs.form!r}; late updates need 'pipeline'")

@@ -18,6 +18,7 @@ from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
 from tierplan.planner.several_devices.paged import paged_schedule
 from tierplan.planner.several_devices.partition import partition
+from tierplan.planner.several_devices.resident import resident_schedule
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.schedule import Schedule, validate
@@ -49,6 +50,7 @@ class Lowering:
             case PackPlan():
                 is_run = plan.devices * plan.packs.rounds == 1 and not (plan.packs.streams or plan.packs.late_updates)
                 make = unitwise_pack_schedule if is_run else pack_schedule
+                make = resident_schedule if plan.packs.form == "resident" else make
                 columns = columns_of(make(plan, self.workload, self.machine))
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, self.workload, self.machine))

@@ -15,6 +15,7 @@ zero             states, gradients, parameters divided among devices (ZeRO-1, 2,
 fsdp             PyTorch's own: DDP, FSDP2, FSDP2 with CPU offload
 megatron         operators, or the chain of units, cut among devices (Megatron-LM)
 roundpipe        packs of blocks dispatched to the devices round robin (RoundPipe)
+mobius           stages in host memory, the same forward and backward (Mobius)
 ssdtrain         activations on NVMe (SSDTrain)
 harmony          packs of units that visit the devices in turn (Harmony)
 sliding_window   a window of blocks on the device (Superpipeline)

@@ -1,16 +1,26 @@
-"""Megatron-LM: `megatron-tp` cuts every operator among the devices (arXiv 1909.08053).
+"""Megatron-LM: operators, or the chain of blocks, cut among the devices.
 
-All devices work on the same micro-batches with their share of every matrix. Activations are summed over devices twice
-per block, forward, backward and again where a block is recomputed, and compute waits for that.
+`megatron-tp` cuts every operator (arXiv 1909.08053): all devices work on the same micro-batches with their share of
+every matrix. Activations are summed over devices twice per block, forward, backward and again where a block is
+recomputed, and compute waits for that. `megatron-pp` gives each device a stage of the chain (1F1B, arXiv 2104.04473),
+which is recomputed; where blocks do not divide evenly, the first and the last stage have fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, number, read_options, with_checkpointing
+from tierplan.planner.plan import PackPlan, Packs, Runs, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.policies.options import (
+    OptionError,
+    Policy,
+    bounded_semantics,
+    number,
+    read_options,
+    with_checkpointing,
+)
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {"checkpointing": "on", "devices": None, "semantics": None}
@@ -32,4 +42,26 @@ def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, o
     )
 
 
-VARIANTS = {"megatron-tp": _tensor_parallel}
+def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
+    name = "megatron-pp"
+    options = read_options(name, given, {"devices": None})
+    options["devices"] = options["devices"] or machine.num_devices
+    devices = int(number(name, options, "devices", low=1, high=machine.num_devices))
+    if devices > len(workload.blocks):
+        raise OptionError(
+            f"option 'devices' of policy {name!r} is {devices}, but the model has fewer blocks; use fewer"
+        )
+    stages = even_stages(len(workload.blocks), devices)
+    packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages)
+    return PackPlan(policy=name, packs=packs, options=options)
+
+
+def even_stages(blocks: int, count: int) -> Runs:
+    """As many blocks each; where that does not go, the first and the last stage have fewer, as they have more to do."""
+    each = -(-blocks // count)
+    first = (blocks - (count - 2) * each) // 2 if blocks % count and count > 2 else each
+    borders = [0, *(1 + min(first + each * k, blocks) for k in range(count - 1)), blocks + 2]
+    return tuple(pairwise(borders))
+
+
+VARIANTS: Mapping[str, Policy] = {"megatron-tp": _tensor_parallel, "megatron-pp": _pipeline_parallel}

@@ -18,7 +18,7 @@ from tierplan.planner.several_devices.pack_search import improve_packs
 
 NEED_SEVERAL_DEVICES = (
     "harmony-dp", "harmony-pp", "zero-1", "zero-2", "zero-3", "ddp", "fsdp", "fsdp-offload", "megatron-tp",
-    "roundpipe", "roundpipe-sync",
+    "roundpipe", "roundpipe-sync", "mobius", "megatron-pp",
 )  # fmt: skip
 """Policies that have nothing of their own on one device."""
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95

@@ -11,8 +11,11 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan, PlanError
+from tierplan.planner.policies import decide
+from tierplan.planner.policies.megatron import even_stages
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import columns_of
+from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Op
 
 BLOCK = 3 * MIB
@@ -113,3 +116,37 @@ def test_late_updates_use_the_gradients_of_the_step_before_and_nothing_waits_for
         replace(plan, packs=replace(plan.packs, form="data")).check(WORKLOAD)
     with pytest.raises(PlanError, match="3 rounds, which do not divide the step's 4"):
         replace(plan, packs=replace(plan.packs, rounds=3)).check(WORKLOAD)
+
+
+def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
+    """(M + n - 1) times a stage's forward, recomputation and backward, where links and updates cost next to nothing."""
+    works = {"block": ({"s": 1.0}, {"s": 2.0})}
+    units = [
+        replace(u, forward=dict(works.get(u.kind, ({}, {}))[0]), backward=dict(works.get(u.kind, ({}, {}))[1]))
+        for u in WORKLOAD.units
+    ]
+    workload = replace(WORKLOAD, units=tuple(units))
+    stages = ((0, 3), (3, 6))
+    plan = PackPlan(policy="t", packs=Packs(form="resident", devices=2, forward=stages[:-1], backward=stages))
+    schedule = lower(plan, workload, two_gpus())
+    assert simulate_on(schedule, two_gpus()).duration_s == pytest.approx((4 + 2 - 1) * 2 * (1 + 1 + 2), rel=0.02)
+    first = [op.key for op in schedule.ops if op.stream == "gpu0.compute" and op.kind != "recompute"]
+    assert first[:5] == [
+        f"{key}/embed-L1/mb{m}" for key, m in (("fwd", 0), ("fwd", 1), ("bwd", 0), ("fwd", 2), ("bwd", 1))
+    ]
+    with pytest.raises(PlanError, match="2 stages for 3 devices"):
+        replace(plan, packs=replace(plan.packs, devices=3)).check(workload)
+
+
+def test_a_round_of_mobius_begins_when_the_one_before_has_left() -> None:
+    plan = decide("mobius", WORKLOAD, two_gpus())
+    assert (plan.packs.rounds, plan.packs.flushes) == (2, True)  # type: ignore[union-attr]
+    spans = {span.key: span for span in simulate_on(lower(plan, WORKLOAD, two_gpus()), two_gpus()).spans}
+    backward = [span.end_ns for key, span in spans.items() if key.startswith("bwd/") and key[-1] in "01"]
+    assert min(s.start_ns for key, s in spans.items() if key.startswith("fwd/") and key[-1] in "23") >= max(backward)
+
+
+def test_megatrons_stages_have_fewer_blocks_at_the_ends() -> None:
+    assert [b - a for a, b in even_stages(28, 8)] == [2 + 1, 4, 4, 4, 4, 4, 4, 2 + 1]
+    assert [b - a for a, b in even_stages(32, 8)] == [5, *[4] * 6, 5]
+    assert even_stages(4, 2) == ((0, 3), (3, 6))

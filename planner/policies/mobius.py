@@ -1,0 +1,46 @@
+"""Mobius (ASPLOS 2023): a pipeline whose stages live in host memory and visit the GPUs in turn, as RoundPipe's do.
+
+Stages are the same forward and backward: `stages` of about as many blocks each, by default one per GPU, the embedding
+with the first and the head with the last. As many micro-batches as there are GPUs go through all stages and back, then
+the pipeline is empty and the next ones begin. The next stage of a GPU comes while one computes; host cores update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import gcd
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.policies.options import number, read_options
+from tierplan.sim.workloads.workload import Workload
+
+NAME = "mobius"
+OPTIONS: Mapping[str, object] = {"stages": None, "devices": None}
+
+
+def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
+    """Equal stages in rounds of one micro-batch per device, or the nearest number that divides the step's."""
+    options = read_options(NAME, given, OPTIONS)
+    options["devices"] = options["devices"] or machine.num_devices
+    devices = int(number(NAME, options, "devices", low=1, high=machine.num_devices))
+    options["stages"] = options["stages"] or min(devices, len(workload.blocks))
+    runs = equal_stages(workload, int(number(NAME, options, "stages", low=1, high=len(workload.blocks))))
+    total = workload.training.gradient_accumulation_steps
+    packs = Packs(
+        form="pipeline",
+        devices=devices,
+        forward=runs[:-1],
+        backward=runs,
+        rounds=max(total // devices, 1) if total % devices == 0 else total // gcd(total, devices),
+        flushes=True,
+        streams=True,
+    )
+    return PackPlan(policy=NAME, packs=packs, options=options)
+
+
+def equal_stages(workload: Workload, count: int) -> tuple[tuple[int, int], ...]:
+    """Runs of about as many blocks each, the embedding with the first and the head with the last."""
+    num = len(workload.units)
+    return tuple(pairwise([0, *(1 + (num - 2) * k // count for k in range(1, count)), num]))
