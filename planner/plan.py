@@ -65,6 +65,8 @@ class UnitPlan:
     """Where one unit's bytes live, and what happens to what its forward saves."""
 
     params: Place = "device"
+    frozen: Place | None = None
+    """Where parameters live that are not trained; None for where the others are."""
     grads: Place = "device"
     """Where gradients wait for the update (and accumulate). Backward makes them on the device."""
     states: Place = "device"
@@ -179,7 +181,7 @@ class UnitwisePlan(Shown):
             )
         seen = set()
         for unit, choice in zip(workload.units, self.units, strict=True):
-            if (alike := (unit.kind, len(unit.saved), choice)) not in seen:
+            if (alike := (unit.kind, len(unit.saved), unit.is_frozen, choice)) not in seen:
                 seen.add(alike)
                 _check_unit(unit, choice)
                 _check_update(self, unit, choice)
@@ -195,7 +197,7 @@ class UnitwisePlan(Shown):
         """One line: as many units as are alike, and where their parameters and states are."""
         places: dict[str, int] = {}
         for unit in self.units:
-            place = f"{unit.params}/{unit.states}"
+            place = f"{unit.params}/{unit.states}" + (f"/frozen {unit.frozen}" if unit.frozen else "")
             places[place] = places.get(place, 0) + 1
         alike = ", ".join(f"{number} x {place}" for place, number in places.items())
         parts = f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
@@ -283,6 +285,7 @@ class PackPlan:
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
+        _refuse_frozen(f"plan {self.policy!r} runs in packs", workload)
         _refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(
@@ -324,6 +327,7 @@ class PagedPlan:
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` for a wrong number of devices, or training that paging cannot do."""
         _check_number(self.policy, "devices", self.devices, 1)
+        _refuse_frozen(f"plan {self.policy!r} pages weights", workload)
         _refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
 
 
@@ -364,6 +368,15 @@ def _check_number(policy: str, name: str, value: object, least: int) -> None:
         raise PlanError(f"plan {policy!r}: {name} is {value!r}; it must be a whole number of {least} or more")
 
 
+def _refuse_frozen(whose: str, workload: Workload) -> None:
+    """For plans that move all parameters alike."""
+    if any(unit.num_frozen for unit in workload.units):
+        raise PlanError(
+            f"{whose}, which moves all parameters, their gradients and states, but some of {workload.name!r} are "
+            "frozen; use a unit-wise plan, which keeps frozen ones apart"
+        )
+
+
 def _refuse_clipping(whose: str, training: Training) -> None:
     """For plans that update each unit as its gradients arrive."""
     if training.max_grad_norm is not None:
@@ -381,6 +394,8 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
             f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
             "for it; give one action for all, or one per tensor"
         )
+    if choice.frozen not in (None, *PLACES):
+        raise PlanError(f"unit {unit.name!r} has frozen {choice.frozen!r}; choose among {', '.join(PLACES)}, or null")
     if choice.state_shards < 1 or (choice.state_shards > 1 and choice.states != "nvme"):
         raise PlanError(
             f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the "
@@ -408,6 +423,8 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
 
 def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
     """Whether what the unit's update reads can be where the update runs."""
+    if unit.is_frozen:
+        return
     if plan.semantics == "delayed-1" and (choice.grads == "nvme" or choice.states == "device"):
         raise PlanError(
             f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "

@@ -171,8 +171,8 @@ class ScheduleTrainer(transformers.Trainer):
         try:
             yield
         finally:
-            for unit in self._engine.units if is_taken_apart else ():
-                unit.unbind()
+            for part in (p for unit in self._engine.units if is_taken_apart for p in unit.parts):
+                part.unbind()
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
         with self._whole_model():

@@ -23,7 +23,7 @@ from tierplan.runtime.execution.executable import check_tokens, executable_step
 from tierplan.runtime.measure.reference_work import MOST_FRAC
 from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
-from tierplan.runtime.optim.groups import matching, without_decay
+from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.digest import digest
@@ -66,8 +66,6 @@ class Job:
     eps: float = 1e-8
     weight_decay: float = 0.01
     no_decay_on_norms: bool = False
-    freeze: tuple[str, ...] = ()
-    """Patterns of names of parameters that are not trained."""
     seed: int = 0
     device: str = "auto"
     num_threads: int | None = None
@@ -153,7 +151,6 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
         eps=job.eps,
         weight_decay=job.weight_decay,
         groups=(without_decay(model),) if job.no_decay_on_norms else (),
-        frozen=matching(model, job.freeze),
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
     predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)

@@ -77,9 +77,6 @@ def train_plainly(
     `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later.
     """
     settings = optimizer or OptimizerSettings()
-    for name, p in model.named_parameters():
-        if name in settings.frozen:
-            p.requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
     may_have = master_weights and optimizer_of(settings.name).keeps_master
     has_master = may_have and any(p.dtype != torch.float32 for p in parameters)

@@ -149,7 +149,7 @@ class Trainer:
         self._step = executable_step(self.schedule)
         training = self._step.training
         self._num_micro_batches = training.gradient_accumulation_steps
-        self._dtype = TORCH_DTYPES[training.dtype]
+        self._dtype = TORCH_DTYPES[training.dtype_of_trained]
         if self.optimizer.name != training.optimizer:
             raise TrainingError(
                 f"the schedule was made for optimizer {training.optimizer!r}, not {self.optimizer.name!r}; plan "
@@ -345,7 +345,7 @@ class Trainer:
         self.units = split_model(self.model, first)
         if self.reference_frac is not None:
             self.reference_work = ReferenceWork(self._device, self._dtype, self.reference_frac)
-        check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.parameters])
+        check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
         self._check_units()
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
@@ -391,27 +391,29 @@ class Trainer:
         if self._origin is None or self._resumed is None:
             self.placement.begin(self.weights)
         else:  # the bytes of the last commit go into their tiers, or are found there
-            for unit in self.units:
-                unit.unbind()
             if rng := self._origin.place(self._executor.carried, self._bodies, self.placement.fill):
                 self._device.set_rng_state(rng)
+            self.placement.begin_again(self.weights)
+            self._origin.check_frozen(self._bodies.frozen_sums)
         self._device.settle()
 
     def _check_units(self) -> None:
         for unit, spec in zip(self.units, self._step.units, strict=False):
-            if (unit.name, unit.num_parameters) != (spec.name, spec.num_parameters):
+            own, planned = (unit.num_trained, unit.frozen.size_bytes), (spec.num_parameters, spec.frozen_bytes)
+            if (unit.name, *own) != (spec.name, *planned):
                 raise TrainingError(
-                    f"the model has unit {unit.name!r} with {unit.num_parameters:,} parameters where the schedule has "
-                    f"{spec.name!r} with {spec.num_parameters:,}; make the schedule from this model"
+                    f"the model has unit {unit.name!r} with {own[0]:,} parameters that are trained and {own[1]:,} "
+                    f"bytes of others, where the schedule has {spec.name!r} with {planned[0]:,} and {planned[1]:,}; "
+                    "make the schedule from this model"
                 )
         if len(self.units) != len(self._step.units):
             raise TrainingError(
                 f"the model has {len(self.units)} units, the schedule {len(self._step.units)}; make it from this model"
             )
         for unit in self.units:
-            if unit.num_parameters and unit.dtype != self._dtype:
+            if unit.num_trained and unit.dtype != self._dtype:
                 raise TrainingError(
-                    f"unit {unit.name!r} has parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
+                    f"unit {unit.name!r} trains parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
                     "convert the model or plan again"
                 )
 

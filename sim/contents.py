@@ -39,6 +39,16 @@ class Params:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """Parameters of a unit that are not trained, in one flat buffer that nobody writes."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return _path("frozen", self.unit)
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """Optimizer states of a unit in one flat buffer, or one shard of them.
 
@@ -188,7 +198,9 @@ class Transient:
         return _path("work", self.key)
 
 
-Content = Params | States | Gradients | CastGradients | _OfMicroBatch | SavedActs | Shared | Norm | Clip | Transient
+Content = (
+    Params | Frozen | States | Gradients | CastGradients | _OfMicroBatch | SavedActs | Shared | Norm | Clip | Transient
+)
 _OF_MICRO_BATCH = {
     kind.FORM: kind for kind in (TiedGradients, Input, InputGradient, KeptActs, RecomputedActs, PackActs)
 }
@@ -213,6 +225,8 @@ def parse_content(text: str) -> Content:
             content = Shared(_number(batch))
         case "params", [unit, *copy]:
             content = Params(unit, _device_of(copy))
+        case "frozen", [unit]:
+            content = Frozen(unit)
         case "states", [unit, part, *copy] if match := _PART.fullmatch(part):
             content = States(unit, int(match[1]), int(match[2]), _device_of(copy))
         case "states", [unit, *copy]:

@@ -33,7 +33,9 @@ class UnitSpec:
 
     name: str
     num_parameters: Whole
-    """Those that it owns."""
+    """Those that it owns and trains."""
+    frozen_bytes: Whole = 0
+    """Of those that it owns and does not train."""
     saved: tuple[SavedTensorSpec, ...] = ()
     """In the order of `Unit.saved`."""
     late_update: bool = False
@@ -79,7 +81,8 @@ def unit_spec(unit: Unit, actions: Iterable[Action] | Action, *, late_update: bo
     each: Sequence[Action] = [actions] * len(unit.saved) if isinstance(actions, str) else tuple(actions)  # type: ignore[list-item]
     return UnitSpec(
         name=unit.name,
-        num_parameters=unit.num_parameters,
+        num_parameters=unit.num_trained,
+        frozen_bytes=unit.frozen_bytes,
         saved=tuple(
             SavedTensorSpec(size_bytes=tensor.size_bytes, action=action)
             for tensor, action in zip(unit.saved, each, strict=True)

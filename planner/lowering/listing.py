@@ -42,7 +42,11 @@ class Asked(NamedTuple):
     num_batches: int
     is_block: Bool
     is_owner: Bool
-    """Whether it has parameters."""
+    """Whether it has parameters that are trained."""
+    has_any: Bool
+    """Whether it has any."""
+    first_trained: int
+    """Units before that one have no backward."""
     is_late: Int64
     updates_here: Int64
     """Whether its update runs on the device."""
@@ -97,19 +101,22 @@ TURNS, COMPUTES, UPDATES = range(3)
 
 
 @compiled
-def compute_order(is_vertical: bool, num_units: int, num_batches: int) -> tuple[Bool, Int64, Int64]:
-    """Whether it is backward, unit and micro-batch: horizontal or vertical, the head's backward behind its forward."""
+def compute_order(is_vertical: bool, num_units: int, num_batches: int, below: int) -> tuple[Bool, Int64, Int64]:
+    """Whether it is backward, unit and micro-batch: horizontal or vertical, the head's backward behind its forward.
+
+    Units `below` have no backward.
+    """
     head, n = num_units - 1, 0
     backward = np.zeros(2 * num_units * num_batches, np.bool_)
     unit, batch = np.empty(len(backward), np.int64), np.empty(len(backward), np.int64)
     for outer in range(1 if is_vertical else num_batches):
         first, end = (0, num_batches) if is_vertical else (outer, outer + 1)
-        for k in range(2 * head + 1):
+        for k in range(2 * head + 1 - below):
             for m in range(first, end):
                 for again in range(2 if k == head else 1):
                     backward[n], unit[n], batch[n] = k > head or again == 1, min(k, 2 * head - k), m
                     n += 1
-    return backward, unit, batch
+    return backward[:n], unit[:n], batch[:n]
 
 
 @compiled
@@ -273,19 +280,20 @@ def listed(a: Asked) -> Turns:
     owners, blocks = np.flatnonzero(a.is_owner), np.flatnonzero(a.is_block)
     apart = float(a.num_batches if a.is_vertical else 1)  # compute turns of a unit
     for u in range(num_units):
-        if a.is_owner[u]:
+        if a.has_any[u]:
             _place(t, DECLARE, u, 0, 0, 0.0)
     for u in range(num_units):
         if a.is_owner[u] and a.is_late[u]:
             _update(a, t, u, (u - a.ahead_params - 1) * apart, True, apart, -1.0)
     _go_home(t, EMPTY)  # forward is to use what the last of them has made
-    backward, unit, batch = compute_order(a.is_vertical, num_units, a.num_batches)
+    backward, unit, batch = compute_order(a.is_vertical, num_units, a.num_batches, a.first_trained)
     for step in range(len(unit)):
         u, m = unit[step], batch[step]
         first, end = u, u + 1
         if a.segment_units > 1 and a.is_block[u]:
             first = u - (u - blocks[0]) % a.segment_units
             end = min(first + a.segment_units, blocks[-1] + 1)
+            first = max(first, min(u, a.first_trained))
         if backward[step]:
             _backward(a, t, u, m, first, end)
         else:

@@ -28,10 +28,12 @@ from tierplan.sim.columns import Int64, Works
 from tierplan.sim.step import Action, UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
-USED = ("params", "owner's params")
+USED = ("params", "owner's params", "frozen", "owner's frozen")
 CELLS: Mapping[str, tuple[str, str]] = {
     "params": ("params", "u"),
     "owner's params": ("params", "o"),
+    "frozen": ("frozen", "u"),
+    "owner's frozen": ("frozen", "o"),
     **{f"{name} in {turn}": (f"{name} in {turn}", "up") for name in USED for turn in ("fwd", "bwd", "turn")},
     "x": ("x", "um"),
     "next x": ("x", "nm"),
@@ -75,7 +77,9 @@ IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx",
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind((declare,), (*AT_HOME, "late_update"), ("params", "states*", "old grads")),
+    listing.DECLARE: TurnKind(
+        (declare,), (*AT_HOME, "frozen", "late_update"), ("params", "frozen", "states*", "old grads")
+    ),
     listing.FORWARD: TurnKind((forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
     listing.FETCH: TurnKind((fetch,), (), IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),
@@ -104,8 +108,10 @@ class Chain:
         number = {unit.name: u for u, unit in enumerate(units)}
         self.owner_of = np.array([number[unit.shares] if unit.shares else len(units) + 1 for unit in units], np.int64)
         self.is_block = np.array([unit.kind == "block" for unit in units], np.bool_)
-        self.is_owner = np.array([unit.num_parameters > 0 for unit in units], np.bool_)
-        alike = [(replace(unit, name=""), u == 0, u == len(units) - 1) for u, unit in enumerate(units)]
+        self.is_owner = np.array([unit.num_trained > 0 for unit in units], np.bool_)
+        self.has_any = np.array([unit.num_parameters > 0 for unit in units], np.bool_)
+        below = workload.first_trained
+        alike = [(replace(unit, name=""), u <= below, u == len(units) - 1) for u, unit in enumerate(units)]
         self._first = [alike.index(like) for like in alike]
         known: list[dict[UnitPlan, int]] = [{} for _ in units]
         self._known = [known[u] for u in self._first]

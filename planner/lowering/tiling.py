@@ -46,8 +46,11 @@ def cut_operators(workload: Workload, parts: int) -> Workload:
             continue
         tile = replace(_cut(unit, parts), input_bytes=unit.input_bytes, output_bytes=unit.output_bytes)
         for k in range(parts):
-            share = unit.num_parameters * (k + 1) // parts - unit.num_parameters * k // parts
-            units.append(replace(tile, name=tile_name(unit.name, k), num_parameters=share, shapes=()))
+            own = {
+                name: getattr(unit, name) * (k + 1) // parts - getattr(unit, name) * k // parts
+                for name in ("num_parameters", "num_frozen", "frozen_bytes")
+            }
+            units.append(replace(tile, name=tile_name(unit.name, k), shapes=(), **own))
     return replace(workload, units=tuple(units))
 
 

@@ -26,6 +26,7 @@ from tierplan.sim.contents import (
     CastGradients,
     Clip,
     Content,
+    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -46,6 +47,13 @@ from tierplan.sim.contents import (
 from tierplan.sim.workloads.workload import Amounts, total_work
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
+USES = (
+    ("params", Params, False),
+    ("owner's params", Params, True),
+    ("frozen", Frozen, False),
+    ("owner's frozen", Frozen, True),
+)
+"""Parameters that a turn may compute with: the cell, its content, and whether they are those of the unit it shares."""
 FP32_BYTES = 4
 """Bytes per parameter of a gradient in fp32."""
 NORM_BYTES = 4096
@@ -54,14 +62,18 @@ NORM_BYTES = 4096
 
 def declare(s: Sketch) -> None:
     """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
-    name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
-    s.put("params", s.buffer(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params", initial=True))
-    if t.states_bytes(s.unit):
+    name, n, t = s.unit.name, s.unit.num_trained, s.workload.training
+    if n:
+        s.put("params", s.buffer(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params", initial=True))
+    if size_bytes := s.unit.frozen_bytes:
+        place = s.choice.frozen or s.choice.params
+        s.put("frozen", s.buffer(Frozen(name), TIER_OF[place], size_bytes, "params", initial=True))
+    if n and t.states_bytes(s.unit):
         for k, part in enumerate(t.state_parts(s.unit, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), t.states_bytes(s.unit, part)
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.buffer(content, tier, size_bytes, "states", initial=True))
-    if s.plan.semantics == "delayed-1" or s.choice.late_update:
+    if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
         s.put("old grads", s.buffer(Gradients(name, 0), HOST, n * t.grad_bytes, "grads", initial=True))
 
 
@@ -86,15 +98,15 @@ def _params(s: Sketch, phase: str) -> list[str | None]:
     turn = "turn" if s.unit.kind == "head" else phase
     batch = "" if s.plan.order == "vertical" else micro_batch_name(s.m)
     found = []
-    for cell, owner in (("params", s.unit.name), ("owner's params", s.unit.shares)):
-        home = s.get(cell)
+    for cell, kind, is_shared in USES:
+        owner, home = s.unit.shares if is_shared else s.unit.name, s.get(cell)
         if home is not None and s.tier(home) != DEVICE:
             fetched = f"{cell} in {turn}"
             home = s.get(fetched)
             if home is None:
                 of = () if owner == s.unit.name else (s.unit.name,)
                 for_turn = "" if of and turn == "turn" else turn
-                what = op_key(Params(str(owner)), *of, for_turn, batch)
+                what = op_key(kind(str(owner)), *of, for_turn, batch)
                 home = s.put(fetched, _to_device(s, what, s.made(cell), "params", PARAMS, PARAMS_EARLY))
         found.append(home)
     return found
@@ -190,7 +202,7 @@ def backward(s: Sketch) -> None:
         _recompute(s, params + inputs, acts, [])
     reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]
     writes = []
-    if s.u > 0:
+    if s.u > s.workload.first_trained:
         writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), DEVICE, unit.input_bytes, "acts")))
     gradients, work_bytes = _gradients(s, reads, writes)
     _compute(s, backward_key(unit.name, s.m), "backward", unit.backward, reads, writes, work_bytes)
@@ -213,23 +225,23 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
     tied, accumulated = s.get("tied"), s.get("grads") if s.choice.grads == "device" else None
     if tied is not None or accumulated is not None:
         work_bytes = max(work_bytes, unit.accumulating_work_bytes)
-    if unit.shares:
+    if unit.shares and unit.adds_to_shared:
         earlier = s.get("owner's tied")  # of another unit that shares them
         if earlier is None:
             owner = next(other for other in s.workload.units if other.name == unit.shares)
-            size_bytes = owner.num_parameters * grad_bytes
+            size_bytes = owner.num_trained * grad_bytes
             total = s.buffer(TiedGradients(unit.shares, s.m), DEVICE, size_bytes, "grads")
         else:
             reads.append(earlier)
             total = s.over(earlier)
             work_bytes += s.buffers[earlier].size_bytes
         writes.append(s.put("owner's tied", total))
-    if unit.num_parameters:
+    if unit.num_trained:
         reads += [tied, accumulated]
         if accumulated is not None:
             made = s.over(accumulated)
         else:
-            size_bytes = unit.num_parameters * grad_bytes
+            size_bytes = unit.num_trained * grad_bytes
             made = s.buffer(Gradients(unit.name, s.m), DEVICE, size_bytes, "grads", reuses=tied)
         writes.append(made)
     return made, work_bytes
@@ -243,7 +255,7 @@ def _leave(s: Sketch, made: str) -> None:
         if accumulated is not None:
             arrived, made = made, s.over(accumulated)
             key = op_key("accumulate", s.unit.name, micro_batch_name(s.m))
-            work = {"elementwise_bytes": 3 * s.unit.num_parameters * s.workload.training.grad_bytes}
+            work = {"elementwise_bytes": 3 * s.unit.num_trained * s.workload.training.grad_bytes}
             reads = [accumulated, arrived]
             s.op(key, HOST_ADAM, "accumulate", work=work, reads=reads, writes=[made], m=s.m, rank=UPDATES)
     s.put("grads", made)
@@ -251,7 +263,7 @@ def _leave(s: Sketch, made: str) -> None:
 
 def _complete(s: Sketch) -> None:
     """After the last micro-batch: the norm if one is wanted, and the way to where the update finds them."""
-    name, n, t, choice = s.unit.name, s.unit.num_parameters, s.workload.training, s.choice
+    name, n, t, choice = s.unit.name, s.unit.num_trained, s.workload.training, s.choice
     grads = s.made("grads")
     if choice.states != "device" and choice.grads == "device":
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
@@ -319,7 +331,7 @@ def update(s: Sketch) -> None:
     With states in parts, each part is an update of its own: its states come, are updated and go while those of the
     next come. Gradients and parameters are whole: the parts update them in place, one after the other.
     """
-    name, n, t = s.unit.name, s.unit.num_parameters, s.workload.training
+    name, n, t = s.unit.name, s.unit.num_trained, s.workload.training
     reads, writes, states = [s.get("due"), _coefficient(s)], [], s.get("old states")
     if states is not None:
         reads.append(states)

@@ -74,6 +74,8 @@ class UnitwiseStep:
             num_batches=self.num_batches,
             is_block=chain.is_block,
             is_owner=chain.is_owner,
+            has_any=chain.has_any,
+            first_trained=self.workload.first_trained,
             is_late=is_late,
             updates_here=updates_here,
             num_parts=self.num_parts,
@@ -204,7 +206,7 @@ class UnitwiseStep:
                 buffers.append(BufferLabel(name, made.content, made.kind))
         meta = facts_of(plan, workload, machine, order=plan.order, config=dict(workload.config))
         specs = [
-            unit_spec(unit, choice.acts, late_update=choice.late_update)
+            unit_spec(unit, choice.acts, late_update=choice.late_update and not unit.is_frozen)
             for unit, choice in zip(workload.units, plan.units, strict=True)
         ]
         step = StepSpec(training=workload.training, semantics=plan.semantics, units=tuple(specs))

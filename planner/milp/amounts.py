@@ -7,13 +7,13 @@ Everything is in GB and s, since solvers fail on bytes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import Order, Place
+from tierplan.planner.plan import PLACES, Order, Place
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
@@ -38,14 +38,17 @@ class Mode:
     params: Place
     states: Place
     grads: Place
+    frozen: Place | None = None
+    """Where frozen parameters live, of a unit that has any."""
 
 
-MODES: tuple[Mode, ...] = (
+_MODES: tuple[Mode, ...] = (
     Mode("device", "device", "device"),
     *(Mode(p, s, "host") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
     *(Mode(p, s, "device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
     *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
 )
+MODES = (*_MODES, *(replace(mode, frozen=frozen) for frozen in PLACES for mode in _MODES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,11 @@ class UnitAmounts:
     name: str
     is_block: bool
     params_gb: float
+    frozen_gb: float
     grads_gb: float
     states_gb: float
     gparams: float
-    """Parameters, in units of 1e9."""
+    """Trained parameters, in units of 1e9."""
     fetched_from: int
     """The unit whose parameters it reads: itself, or the owner of tied ones; -1 for none."""
     fwd_s: float
@@ -186,12 +190,20 @@ class Problem:
 
     def modes(self, unit: int) -> list[int]:
         """Numbers of the placements that this unit may have."""
-        if self.units[unit].gparams == 0.0:
+        has_frozen, is_trained = self.units[unit].frozen_gb > 0.0, self.units[unit].gparams > 0.0
+        if not is_trained and not has_frozen:
             return [0]
         several = len(self.blocks) > 1
         chosen = []
         for k, mode in enumerate(MODES):
-            if "nvme" in (mode.params, mode.states, mode.grads) and not self.has_nvme:
+            if (mode.frozen is not None) != has_frozen or (not is_trained and k % len(_MODES)):
+                continue
+            if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not self.has_nvme:
+                continue
+            if mode.frozen == "host" and self.host_gb == 0.0:
+                continue
+            if not is_trained:
+                chosen.append(k)
                 continue
             if self.semantics == "delayed-1" and mode.states == "device":
                 continue
@@ -284,17 +296,21 @@ def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str,
 
 
 def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, int]) -> UnitAmounts:
-    t, n = workload.training, unit.num_parameters
+    t, n = workload.training, unit.num_trained
     is_first = names[unit.name] == 0
-    owner = names[unit.shares] if unit.shares else (names[unit.name] if n else -1)
+    owner = names[unit.shares] if unit.shares else (names[unit.name] if unit.num_parameters else -1)
     work_gb = unit.forward_work_bytes / GB
     transient_input = 0 if is_first else unit.input_bytes
     groups = _groups(unit, machine, is_first)
     has_input = any(not group.slots for group in groups)
+    below = workload.first_trained
+    passed_back = 0 if names[unit.name] <= below else unit.input_bytes
+    taken_back = unit.output_bytes if names[unit.name] >= below else 0
     return UnitAmounts(
         name=unit.name,
         is_block=unit.kind == "block",
         params_gb=n * t.param_bytes / GB,
+        frozen_gb=unit.frozen_bytes / GB,
         grads_gb=n * t.grad_bytes / GB,
         states_gb=t.states_bytes(unit) / GB,
         gparams=n / 1e9,
@@ -311,11 +327,13 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         groups=groups,
         saved_gb=unit.saved_bytes / GB,
         fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if has_input else transient_input)) / GB,
-        bwd_fixed_gb=(unit.backward_work_bytes + unit.output_bytes + transient_input) / GB,
+        bwd_fixed_gb=(unit.backward_work_bytes + taken_back + passed_back) / GB,
         adding_gb=max(0, unit.accumulating_work_bytes - unit.backward_work_bytes) / GB,
         input_gb=transient_input / GB,
         output_gb=unit.output_bytes / GB,
-        tied_gb=workload.units[names[unit.shares]].num_parameters * t.grad_bytes / GB if unit.shares else 0.0,
+        tied_gb=workload.units[names[unit.shares]].num_trained * t.grad_bytes / GB
+        if unit.shares and unit.adds_to_shared
+        else 0.0,
         fwd_reads_params=owner >= 0,
         bwd_reads_params=owner >= 0 and unit.saves_parameters,
     )
@@ -364,8 +382,8 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     t = workload.training
     sizes = {
         "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
-        "params": {u.num_parameters * t.param_bytes for u in workload.units},
-        "grads": {u.num_parameters * t.grad_bytes for u in workload.units},
+        "params": {n for u in workload.units for n in (u.num_trained * t.param_bytes, u.frozen_bytes)},
+        "grads": {u.num_trained * t.grad_bytes for u in workload.units},
         "states": {t.states_bytes(u) // num for u in workload.units for num in STATE_SHARDS},
     }
     streams = {s.name for s in machine.streams}
@@ -384,10 +402,10 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         else 0.0
         for u in workload.units
     ]
-    adam = max((u.num_parameters / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
+    adam = max((u.num_trained / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
     chain: dict[str, list[float]] = {"host": [], "nvme": []}
     for u, seconds in zip(workload.units, adam_s, strict=True):
-        n = u.num_parameters
+        n = u.num_trained
         arrive = _seconds(machine, D2H, {"bytes": n * t.grad_bytes})
         home = _seconds(machine, H2D, {"bytes": n * t.param_bytes})
         moved = {"bytes": n * t.param_bytes}
@@ -400,7 +418,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
 def _loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:
     """Of each shared limit, what a GB or 1e9 parameters on each stream take; where units differ, the least."""
     found: dict[str, dict[str, float]] = {}
-    owners = [(u.num_parameters, workload.training.host_work(u)["parameters"]) for u in workload.units]
+    owners = [(u.num_trained, workload.training.host_work(u)["parameters"]) for u in workload.units]
     work = min((work / num for num, work in owners if num), default=1.0)
     for stream in machine.streams:
         for limit, weights in stream.takes.items():

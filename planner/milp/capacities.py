@@ -92,7 +92,7 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
     def stored(where: str) -> Terms:
         return cols.over_units(
             lambda u: [
-                *cols.placed(u, "params", where, units[u].params_gb),
+                *cols.params_on(u, where),
                 *cols.placed(u, "states", where, units[u].states_gb),
             ]
         )

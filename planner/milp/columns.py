@@ -183,6 +183,18 @@ class Columns:
         """scale x the share that is not on the device."""
         return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) != "device"]
 
+    def params_on(self, u: int, where: str) -> Terms:
+        """GB of unit u's parameters, trained and frozen, that are `where`."""
+        unit = self.units[u]
+        frozen = self.placed(u, "frozen", where, unit.frozen_gb) if unit.frozen_gb else []
+        return [*self.placed(u, "params", where, unit.params_gb), *frozen]
+
+    def params_away(self, u: int) -> Terms:
+        """GB of unit u's parameters, trained and frozen, that are not on the device."""
+        unit = self.units[u]
+        frozen = self.away(u, "frozen", unit.frozen_gb) if unit.frozen_gb else []
+        return [*self.away(u, "params", unit.params_gb), *frozen]
+
     def acted(self, u: int, wheres: tuple[str, ...], *, inputs: bool, scale: float = 1.0) -> Terms:
         """scale x GB of unit u's saved tensors (`inputs`: of its input) that wait there."""
         columns = self.choices[u].inputs if inputs else self.choices[u].saved

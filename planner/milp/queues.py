@@ -181,11 +181,10 @@ def parameters_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms]:
     owner = unit.fetched_from
     if not (unit.fwd_reads_params if phase == "fwd" else unit.bwd_reads_params):
         return [], []
-    need = cols.away(owner, "params", cols.units[owner].params_gb)
-    need_read = cols.placed(owner, "params", "nvme", cols.units[owner].params_gb)
-    if u == len(cols.units) - 1 and unit.name != cols.units[owner].name and unit.gparams:
-        need += cols.away(u, "params", unit.params_gb)
-        need_read += cols.placed(u, "params", "nvme", unit.params_gb)
+    need, need_read = cols.params_away(owner), cols.params_on(owner, "nvme")
+    if u == len(cols.units) - 1 and unit.name != cols.units[owner].name and (unit.gparams or unit.frozen_gb):
+        need += cols.params_away(u)
+        need_read += cols.params_on(u, "nvme")
     return need, need_read
 
 
@@ -198,8 +197,8 @@ def update_queues(cols: Columns) -> Updates:
         return found
     single = len(p.blocks) == 1
     grad_gb = float(p.workload.training.grad_bytes)  # per 1e9 parameters
-    owners = [u for u in p.workload.units if u.num_parameters]
-    state_gb = min((p.workload.training.states_bytes(u) / u.num_parameters for u in owners), default=0.0)
+    owners = [u for u in p.workload.units if u.num_trained]
+    state_gb = min((p.workload.training.states_bytes(u) / u.num_trained for u in owners), default=0.0)
     parked = _parked(cols)
     for name in ("gW", "gR") if parked else ():
         for flows in cols.flows:

@@ -25,8 +25,8 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
     """The plan nearest to the solution's shares, in the sense of the module's docstring."""
     modes = _diffuse(
         shares.place,
-        [max(u.gparams, 1e-12) for u in problem.units],
-        [u.gparams for u in problem.units],
+        [max(u.gparams + u.frozen_gb, 1e-12) for u in problem.units],
+        [(u.gparams, u.frozen_gb) for u in problem.units],
     )
     num_groups = max((len(groups) for groups in shares.action), default=0)
     actions: list[list[str]] = [[] for _ in problem.units]
@@ -52,7 +52,7 @@ def _without_late_uploads(plan: UnitwisePlan) -> UnitwisePlan:
     Their way home is the last thing that the link does in a step, and waits for the last updates; the next forward's
     fetches are listed behind it. So one such unit would keep the whole next forward waiting for all updates.
     """
-    fetched = [u for u, choice in enumerate(plan.units) if choice.params != "device"]
+    fetched = [u for u, choice in enumerate(plan.units) if {choice.params, choice.frozen} & {"host", "nvme"}]
     if not fetched:
         return plan
     return replace(
@@ -114,6 +114,7 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
             acts[slot] = action  # type: ignore[call-overload]
     return UnitPlan(
         params=where.params,
+        frozen=where.frozen,
         grads=where.grads,
         states=where.states,
         input=x,  # type: ignore[arg-type]

@@ -71,7 +71,9 @@ class PlanSimulator:
         self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
         training = workload.training
-        self.sizes = [(u.num_parameters * training.param_bytes, training.states_bytes(u)) for u in workload.units]
+        self.sizes = [
+            (u.num_trained * training.param_bytes, u.frozen_bytes, training.states_bytes(u)) for u in workload.units
+        ]
         """Of each unit's parameters and states, in bytes."""
 
     def __call__(self, plan: PlanT) -> Candidate[PlanT]:
@@ -140,8 +142,9 @@ class PlanSimulator:
         held = {"device": 0, "host": 0, "nvme": 0}
         match plan:
             case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.sizes):
-                for (params_bytes, states_bytes), choice in zip(self.sizes, choices, strict=True):
+                for (params_bytes, frozen_bytes, states_bytes), choice in zip(self.sizes, choices, strict=True):
                     held[choice.params] += params_bytes
+                    held[choice.frozen or choice.params] += frozen_bytes
                     in_host = int(states_bytes * choice.host_frac) if choice.host_shards else 0
                     held["host"] += in_host
                     held[choice.states] += states_bytes - in_host

@@ -17,7 +17,9 @@ SHORT_CHAIN = 6
 
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
+Placement = tuple[Place, Place, Place, Place | None]
 RANK = {"device": 0, "host": 1, "nvme": 2}
+PARTS = ("states", "params", "frozen")
 
 
 def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -26,19 +28,23 @@ def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     def up(u: int, part: str) -> Move:
         def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
-            now = RANK[getattr(choice, part)]
-            other = "params" if part == "states" else "states"
-            for k in sorted(problem.modes(u), key=lambda k: -RANK[getattr(MODES[k], part)]):
+            now = _rank(choice, part)
+            others = [other for other in PARTS if other != part]
+            for k in sorted(problem.modes(u), key=lambda k: -_rank(MODES[k], part)):
                 mode = MODES[k]
-                if RANK[getattr(mode, part)] < now and RANK[getattr(mode, other)] <= RANK[getattr(choice, other)]:
+                if _rank(mode, part) < now and all(_rank(mode, other) <= _rank(choice, other) for other in others):
                     return with_placement(plan, u, mode)
             return None
 
         return move
 
-    for part in ("states", "params"):
+    for part in PARTS if any(unit.frozen_gb for unit in problem.units) else PARTS[:2]:
         for u in spread(len(plan.units)):
             yield up(u, part)
+
+
+def _rank(where: UnitPlan | Mode, part: str) -> int:
+    return RANK[getattr(where, part) or where.params]
 
 
 def _kept(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -136,7 +142,7 @@ def _swaps(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
             def move(plan: UnitwisePlan, u: int = u, v: int = v) -> UnitwisePlan | None:
                 a, b = plan.units[u], plan.units[v]
-                if (a.params, a.states, a.grads, a.late_update) == (b.params, b.states, b.grads, b.late_update):
+                if placement_of(a) == placement_of(b) and a.late_update == b.late_update:
                     return None
                 return _with_unit(_with_unit(plan, u, _placed_like(a, b)), v, _placed_like(b, a))
 
@@ -205,9 +211,13 @@ def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
     """The choice of one of the plan's units with this placement."""
     late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
     shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
-    return in_shards(
-        replace(choice, params=mode.params, grads=mode.grads, states=mode.states, late_update=late), shards
-    )
+    places = {"params": mode.params, "grads": mode.grads, "states": mode.states, "frozen": mode.frozen}
+    return in_shards(replace(choice, **places, late_update=late), shards)  # type: ignore[arg-type]
+
+
+def placement_of(where: UnitPlan | Mode) -> Placement:
+    """Where parameters, states, gradients and frozen parameters live."""
+    return where.params, where.states, where.grads, where.frozen
 
 
 def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
@@ -215,6 +225,7 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
     return replace(
         choice,
         params=other.params,
+        frozen=other.frozen,
         states=other.states,
         grads=other.grads,
         late_update=other.late_update,
@@ -259,8 +270,8 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
     """The plan in the problem's order and sub-batches, with gradients where its turns leave them."""
     units = list(plan.units)
     for u, choice in enumerate(units):
-        able = [MODES[k] for k in problem.modes(u)]
-        if choice.states != "device" and Mode(choice.params, choice.states, choice.grads) not in able:
+        able = [placement_of(MODES[k])[:3] for k in problem.modes(u)]
+        if choice.states != "device" and placement_of(choice)[:3] not in able:
             other: Place = "host" if choice.grads == "device" else "device"
             units[u] = replace(choice, grads=other)
     return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)

@@ -19,7 +19,15 @@ from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
-from tierplan.planner.search.moves import GENERAL_FAMILIES, acting, placed, spread, with_host_shards
+from tierplan.planner.search.moves import (
+    GENERAL_FAMILIES,
+    Placement,
+    acting,
+    placed,
+    placement_of,
+    spread,
+    with_host_shards,
+)
 
 ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: [units[k] for k in spread(len(units))],
@@ -69,9 +77,13 @@ class StreamPrices:
     problem: Problem
     shares: Mapping[str, float]
 
-    def of_placement(self, unit: UnitAmounts, params: str, states: str) -> float:
+    def of_placement(self, unit: UnitAmounts, params: str, states: str, frozen: str = "device") -> float:
         """A step's traffic and updates of one unit that lives there."""
         found, passes = 0.0, 2.0 * len(self.problem.blocks)
+        if frozen != "device":
+            found += self._of(H2D, passes * unit.frozen_gb)
+        if frozen == "nvme":
+            found += self._of(NVME_READ, passes * unit.frozen_gb)
         if params != "device":
             found += self._of(H2D, passes * unit.params_gb)
         if params == "nvme":
@@ -124,26 +136,28 @@ def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str, prices: Stream
 
 
 def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
-    present = dict.fromkeys((c.params, c.states, c.grads) for c in plan.units)
+    present = dict.fromkeys(placement_of(choice) for choice in plan.units)
     allowed = dict.fromkeys(chain.from_iterable(problem.modes(u) for u in range(len(problem.units))))
     able = [set(problem.modes(u)) for u in range(len(problem.units))]
     unit = max(problem.units, key=lambda u: u.gparams)
     for old in present:
         for k in allowed:
             mode = MODES[k]
-            if (mode.params, mode.states, mode.grads) == old:
+            new = placement_of(mode)
+            if new == old:
                 continue
 
-            def change(u: int, choice: UnitPlan, old: tuple[str, str, str] = old, k: int = k) -> UnitPlan | None:
-                if (choice.params, choice.states, choice.grads) != old or k not in able[u]:
+            def change(u: int, choice: UnitPlan, old: Placement = old, k: int = k) -> UnitPlan | None:
+                if placement_of(choice) != old or k not in able[u]:
                     return None
                 return placed(plan, choice, MODES[k])
 
             frees: dict[str, float] = {}
-            for before, after, gb in ((old[0], mode.params, unit.params_gb), (old[1], mode.states, unit.states_gb)):
+            homes = [(params, states, frozen or params) for params, states, _, frozen in (old, new)]
+            for before, after, gb in zip(*homes, (unit.params_gb, unit.states_gb, unit.frozen_gb), strict=True):
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
-            cost_s = prices.of_placement(unit, mode.params, mode.states) - prices.of_placement(unit, *old[:2])
+            cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])
             yield Shift(f"place {old} {k}", change, frees, cost_s)
 
 
@@ -367,6 +381,8 @@ class _Descent:
             in_host_gb = choice.host_frac * unit.states_gb
             parts: list[tuple[str, float]] = [(choice.params, unit.params_gb), ("host", in_host_gb)]
             parts.append((choice.states, unit.states_gb - in_host_gb))
+            if unit.frozen_gb:
+                parts.append((choice.frozen or choice.params, unit.frozen_gb))
             if choice.late_update:
                 parts.append(("host", unit.grads_gb))
             for group in unit.groups:

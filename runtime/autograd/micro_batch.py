@@ -29,7 +29,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
-from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
 from tierplan.sim.step import UnitSpec
 
@@ -205,7 +205,7 @@ class MicroBatchRun:
                 return saved.storage
             tensor = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
             if tensor is None:
-                raise AbsentError(f"a recomputation needs the parameters of {params[k].name!r}; the op must read them")
+                raise AbsentError(f"a recomputation needs {params[k].parameters[0][0]!r}; the op must read them")
             return tensor.untyped_storage()
 
         def keep(k: int, storage: torch.UntypedStorage) -> None:
@@ -365,9 +365,9 @@ class MicroBatchRun:
         self._recording = None
         self._recorder.close()
 
-    def _params_of(self, index: int) -> list[ModelUnit]:
+    def _params_of(self, index: int) -> list[FlatParameters]:
         unit = self.units[index]
-        return [unit, *(u for u in self.units if u.name == unit.shares)]
+        return [part for u in (unit, *(u for u in self.units if u.name == unit.shares)) for part in u.parts]
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
@@ -387,12 +387,7 @@ class MicroBatchRun:
             roots = self.runs[index - 1].roots
             flat = self._cut(flat, roots, is_passed_on=True)
             self._check_cut(index - 1, roots)
-            if not roots:  # a frozen embedding: its output stands for it all the same
-                first = next(k for k, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.is_floating_point())
-                flat[first] = flat[first].detach().requires_grad_()  # type: ignore[attr-defined]
-                run.leaves = [flat[first]]  # type: ignore[list-item]
-            else:
-                run.leaves = [leaf for _, leaf in roots]
+            run.leaves = _handed(roots, flat)
             self._yield()
         args, kwargs = tree_unflatten(flat, spec)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -407,7 +402,7 @@ class MicroBatchRun:
         flat = self._cut(flat, run.roots)
         self._check_cut(index, run.roots)
         following = self.runs[index + 1]
-        following.leaves = [leaf for _, leaf in run.roots]
+        following.leaves = _handed(run.roots, flat)
         if self._holds_results:
             run.result = (flat, spec)
         self._yield()
@@ -456,6 +451,12 @@ class MicroBatchRun:
             seen.update(following)
             waiting += following
         self.hooks.checked.add((index, len(roots)))
+
+
+def _handed(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]:
+    """The leaves that a unit hands over; where all before is frozen, its first result, of which none has a gradient."""
+    first = (t for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return [leaf for _, leaf in roots] or [next(first)]
 
 
 def _addresses(values: object) -> set[int]:

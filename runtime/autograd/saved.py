@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.autograd.units import FlatParameters
 
 
 class AbsentError(RuntimeError):
@@ -42,7 +42,7 @@ class _Reference:
 
     __slots__ = ("dtype", "offset_bytes", "size", "source", "stride")
 
-    def __init__(self, source: SavedStorage | ModelUnit | torch.Tensor, t: torch.Tensor) -> None:
+    def __init__(self, source: SavedStorage | FlatParameters | torch.Tensor, t: torch.Tensor) -> None:
         self.source = source
         """A saved tensor, a unit's parameters, or a leaf."""
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
@@ -52,11 +52,11 @@ class _Reference:
     def tensor(self) -> torch.Tensor:
         """The tensor, from wherever its bytes are now. Raises `AbsentError` where they are not on the device."""
         source, begin_bytes = self.source, 0
-        if isinstance(source, ModelUnit):
+        if isinstance(source, FlatParameters):
             if source.bound is None:
                 raise AbsentError(
-                    f"backward needs the parameters of {source.name!r}, but the schedule has not brought them to "
-                    "the device for it; the op must read them"
+                    f"backward needs parameters such as {source.parameters[0][0]!r}, but the schedule has not brought "
+                    "them to the device for it; the op must read them"
                 )
             storage = source.bound.untyped_storage()
         elif isinstance(source, torch.Tensor):
@@ -82,8 +82,8 @@ def _begin_bytes(t: torch.Tensor) -> int:
 class _Saver:
     """Tells references from saved tensors, and numbers the latter."""
 
-    params: Sequence[ModelUnit]
-    """Units whose parameters this forward uses."""
+    params: Sequence[FlatParameters]
+    """Parameters that this forward uses."""
     inputs: Sequence[torch.Tensor]
     """The unit's differentiable inputs, as leaves."""
     external: set[int]

@@ -6,8 +6,9 @@ decoder's embedding), else to `head`; which of these is found by running a copy 
 watching which modules are called when. A parameter of `embed` that is used again later stays there, and those that use
 it share it.
 
-A unit's parameters lie in one flat buffer, in the model's order, except that those whose size is not a multiple of 16
-elements come last: so nearly all of them start on a boundary of 64 bytes with no padding between.
+A unit's trained parameters lie in one flat buffer, in the model's order, except that those whose size is not a
+multiple of 16 elements come last: so nearly all of them start on a boundary of 64 bytes with no padding between. Those
+that are not trained lie in another one, in the same order, but wider types first.
 
 Shapes: `n` parameters of a unit.
 
@@ -34,40 +35,22 @@ class ModelError(ValueError):
 
 
 @dataclass(eq=False)
-class ModelUnit:
-    """One unit's modules and parameters, and where its parameters lie in a flat buffer."""
+class FlatParameters:
+    """Parameters of a unit that lie in one flat buffer, of bytes."""
 
-    name: str
-    block: nn.Module | None
-    """None for what lies outside of blocks: embed, head, and what is between them."""
-    parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Those it owns, by name in the model, in flat order."""
-    shares: str | None = None
-    shapes: tuple[torch.Size, ...] = ()
-    dtype: torch.dtype = torch.float32
+    parameters: tuple[tuple[str, nn.Parameter], ...] = ()
+    """By name in the model, in flat order."""
     bound: torch.Tensor | None = field(default=None, repr=False)
     """The flat tensor that the parameters are views of now."""
 
-    def __post_init__(self) -> None:
-        self.shapes = tuple(p.shape for _, p in self.parameters)
-        dtypes = {p.dtype for _, p in self.parameters}
-        if len(dtypes) > 1:
-            raise ModelError(
-                f"unit {self.name!r} has parameters in {sorted(map(str, dtypes))}; they must be of one dtype"
-            )
-        self.dtype = dtypes.pop() if dtypes else torch.float32
-
     @property
-    def lengths(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(self.lengths)
+    def size_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for _, p in self.parameters)
 
     def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a flat tensor with one element per parameter, in their shapes."""
-        return [part_n.view(shape) for part_n, shape in zip(flat_n.split(self.lengths), self.shapes, strict=True)]
+        """The parameters' parts of a flat tensor, in their types and shapes."""
+        parts = flat_n.split([p.numel() * p.element_size() for _, p in self.parameters])
+        return [part.view(p.dtype).view(p.shape) for part, (_, p) in zip(parts, self.parameters, strict=True)]
 
     def bind(self, flat_n: torch.Tensor) -> None:
         """Makes the model's parameters views of this flat tensor."""
@@ -79,9 +62,54 @@ class ModelUnit:
 
     def unbind(self) -> None:
         """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""
-        for (_, p), shape in zip(self.parameters, self.shapes, strict=True):
-            p.data = placeholder(shape, self.dtype, p.device)
+        for _, p in self.parameters:
+            p.data = placeholder(p.shape, p.dtype, p.device)
         self.bound = None
+
+
+@dataclass(eq=False)
+class ModelUnit(FlatParameters):
+    """One unit's modules and parameters. Those that it trains lie in a flat buffer of their type."""
+
+    name: str = ""
+    block: nn.Module | None = None
+    """None for what lies outside of blocks: embed, head, and what is between them."""
+    frozen: FlatParameters = field(default_factory=FlatParameters)
+    """Those that it owns and does not train."""
+    shares: str | None = None
+    shapes: tuple[torch.Size, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        self.shapes = tuple(p.shape for _, p in self.parameters)
+        dtypes = {p.dtype for _, p in self.parameters}
+        if len(dtypes) > 1:
+            raise ModelError(
+                f"unit {self.name!r} trains parameters in {sorted(map(str, dtypes))}; they must be of one dtype"
+            )
+        self.dtype = dtypes.pop() if dtypes else torch.float32
+
+    @property
+    def lengths(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def parts(self) -> tuple[FlatParameters, FlatParameters]:
+        """What it trains, and what it does not."""
+        return self, self.frozen
+
+    @property
+    def all_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """Of both parts."""
+        return (*self.parameters, *self.frozen.parameters)
+
+    def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
+        """The trained parameters' parts of a flat tensor with one element per parameter, in their shapes."""
+        return [part_n.view(shape) for part_n, shape in zip(flat_n.split(self.lengths), self.shapes, strict=True)]
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -174,7 +202,15 @@ def _is_compiled(module: nn.Module) -> bool:
 def _unit(
     name: str, block: nn.Module | None, parameters: Sequence[tuple[str, nn.Parameter]], shares: str | None = None
 ) -> ModelUnit:
-    return ModelUnit(name, block, tuple(in_flat_order(parameters, lambda item: item[1].shape)), shares)
+    ordered = in_flat_order(parameters, lambda item: item[1].shape)
+    frozen = sorted(((key, p) for key, p in ordered if not p.requires_grad), key=lambda item: -item[1].element_size())
+    trained = tuple((key, p) for key, p in ordered if p.requires_grad)
+    return ModelUnit(trained, name=name, block=block, frozen=FlatParameters(tuple(frozen)), shares=shares)
+
+
+def first_trained(units: Sequence[ModelUnit]) -> int:
+    """The first unit with a backward, as in `Workload.first_trained`."""
+    return next(u for u, unit in enumerate(units) if unit.parameters or not unit.frozen.parameters)
 
 
 def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:

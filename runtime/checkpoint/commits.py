@@ -76,6 +76,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How the store's data is dealt out to its folders."""
     store_bytes: Count = 0
     """The store's address space."""
+    frozen: Mapping[str, Hexadecimal] = {}
+    """By content, checksums of what is not trained, and so is no part of the commit."""
     rng: tuple[Hexadecimal, ...] = ()
     """States of PyTorch's generators, where the run draws from them."""
 

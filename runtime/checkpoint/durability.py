@@ -23,7 +23,7 @@ from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
-from tierplan.sim.contents import States
+from tierplan.sim.contents import Frozen, States
 
 Fill = Callable[[Instance, torch.Tensor], None]
 """Gives an instance these bytes, in its tier."""
@@ -77,8 +77,9 @@ class Durability:
         if self.last is not None and self.last.num_steps == num_steps:
             return  # its files stand under this number
         self._has_failed = True
-        places = {x.buffer.content: p for x in carried.values() if isinstance(p := value_of(x).place, Extent)}
-        contents, resident = _to_memory((x for x in carried.values() if x.buffer.content not in places), bodies)
+        written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
+        places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
+        contents, resident = _to_memory((x for x in written if x.buffer.content not in places), bodies)
         seal = None
         if bodies.store is not None:
             seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
@@ -92,6 +93,7 @@ class Durability:
             settings=self._settings,
             losses=losses,
             seal=seal,
+            frozen=dict(bodies.frozen_sums),
             folders=tuple(str(path.parent.resolve()) for path in bodies.store.paths) if bodies.store else (),
             stripes=bodies.store.pattern if bodies.store else (),
             store_bytes=bodies.store.size_bytes if bodies.store else 0,
@@ -137,6 +139,8 @@ class Durability:
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
             committed = commit.contents.get(content)
             states = content_of(instance)
+            if isinstance(states, Frozen):  # what was not trained: the model has it
+                continue
             if committed is None and isinstance(states, States):
                 fill(instance, self._cut_otherwise(states, bodies))
                 continue
@@ -152,6 +156,15 @@ class Durability:
                 fill(instance, self._committed(content, bodies))
         bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
+
+    def check_frozen(self, sums: Mapping[str, str]) -> None:
+        """Raises `CommitError` unless what the model does not train is what it was in the last commit."""
+        assert self.last is not None
+        if other := sorted(content for content, found in sums.items() if self.last.frozen.get(content) != found):
+            raise CommitError(
+                f"{other[0]} is not what it was in the run that was committed in {self.folder}: the weights that are "
+                "not trained are no part of a commit; load those that the run began with"
+            )
 
     def _committed(self, content: str, bodies: Bodies) -> torch.Tensor:
         """The bytes of one content of the last commit, in host memory."""
@@ -206,9 +219,19 @@ def save_copy(
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()
     try:
-        contents, resident = _to_memory(carried.values(), bodies)
+        written = (x for x in carried.values() if x.buffer.content not in bodies.frozen_sums)
+        contents, resident = _to_memory(written, bodies)
         contents.update(log.write_resident(run_id, num_steps, resident))
-        log.write(Commit(num_steps=num_steps, run_id=run_id, contents=contents, settings=settings, losses=losses))
+        log.write(
+            Commit(
+                num_steps=num_steps,
+                run_id=run_id,
+                contents=contents,
+                settings=settings,
+                losses=losses,
+                frozen=dict(bodies.frozen_sums),
+            )
+        )
     finally:
         os.close(lock)
 

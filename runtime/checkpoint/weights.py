@@ -25,7 +25,7 @@ from torch import nn
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
 from tierplan.runtime.memory.files import naming
 from tierplan.runtime.tracing.models import build_model
-from tierplan.sim.contents import Params
+from tierplan.sim.contents import Frozen, Params
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
 
@@ -87,8 +87,8 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         kept = torch.get_rng_state()
         torch.manual_seed(seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name))
-        wanted = {id(p) for _, p in unit.parameters}
-        for _, p in unit.parameters:
+        wanted = {id(p) for _, p in unit.all_parameters}
+        for _, p in unit.all_parameters:
             p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
         for p in model.parameters():
             p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
@@ -101,12 +101,12 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
                     else:
                         getattr(module, "reset_parameters", lambda: None)()
         torch.set_rng_state(kept)
-        for name, p in unit.parameters:
+        for name, p in unit.all_parameters:
             if torch.isnan(p).any():
                 raise WeightsError(
                     f"{type(model).__name__} has no rule to initialise {name!r}; start from a checkpoint"
                 )
-        return [p.detach() for _, p in unit.parameters]
+        return [p.detach() for _, p in unit.all_parameters]
 
     return weights
 
@@ -128,8 +128,8 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         tensors = []
-        for (name, _), shape in zip(unit.parameters, unit.shapes, strict=True):
-            key = key_of(name)
+        for name, p in unit.all_parameters:
+            key, shape = key_of(name), p.shape
             with _tensors_in(files[key]) as file:
                 tensor = file.get_tensor(key)
             if tensor.shape != shape:
@@ -137,7 +137,7 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
                     f"{key!r} in {files[key]} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}; is "
                     "the config.json that of this checkpoint?"
                 )
-            tensors.append(tensor.to(unit.dtype))
+            tensors.append(tensor.to(p.dtype))
         return tensors
 
     return weights
@@ -191,15 +191,18 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
-    owners = [unit for unit in trainer.units if unit.num_parameters]
+    owners = [unit for unit in trainer.units if unit.all_parameters]
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, unit in enumerate(owners, 1):
         name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
-        memory = trainer.placement.content(Params(unit.name))
-        write_flat(target / name, unit, memory)
+        parts = [(part, kind) for part, kind in zip(unit.parts, (Params, Frozen), strict=True) if part.parameters]
+        memory = trainer.placement.content(parts[0][1](unit.name))
+        if len(parts) > 1:
+            memory = torch.cat([memory, trainer.placement.content(Frozen(unit.name))])
+        write_flat(target / name, [p for part, _ in parts for p in part.parameters], memory)
         total_bytes += memory.numel()
-        weight_map.update(dict.fromkeys((key for key, _ in unit.parameters), name))
+        weight_map.update(dict.fromkeys((key for key, _ in unit.all_parameters), name))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_atomically(target / INDEX_NAME, json.dumps(index, indent=2))
     model: Any = trainer.model
@@ -209,13 +212,13 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
                 getattr(model, part).save_pretrained(target)
 
 
-def write_flat(path: Path, unit: ModelUnit, memory: torch.Tensor) -> None:
-    """A safetensors file of a unit's flat parameters, which lie in the file as they lie in memory."""
+def write_flat(path: Path, parameters: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor) -> None:
+    """A safetensors file of flat parameters, which lie in the file as they lie in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    borders = itertools.accumulate((n * unit.dtype.itemsize for n in unit.lengths), initial=0)
-    for (name, _), shape, (begin, end) in zip(unit.parameters, unit.shapes, itertools.pairwise(borders), strict=True):
-        dtype = SAFETENSORS_DTYPES[unit.dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    borders = itertools.accumulate((p.numel() * p.element_size() for _, p in parameters), initial=0)
+    for (name, p), (begin, end) in zip(parameters, itertools.pairwise(borders), strict=True):
+        dtype = SAFETENSORS_DTYPES[p.dtype]
+        header[name] = {"dtype": dtype, "shape": list(p.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     write_atomically(path, struct.pack("<Q", len(text)), text, memory.numpy().data)

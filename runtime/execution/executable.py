@@ -14,9 +14,20 @@ from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.kernels import KERNELS
-from tierplan.sim.contents import ContentError, Input, Params, States, is_tile, parse_content, parse_key, part_ranges
+from tierplan.sim.contents import (
+    ContentError,
+    Frozen,
+    Input,
+    Params,
+    States,
+    is_tile,
+    parse_content,
+    parse_key,
+    part_ranges,
+)
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
+from tierplan.sim.workloads.workload import DTYPE_BYTES
 
 COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVME_WRITE: (HOST, NVME)}
 """From where to where each stream copies."""
@@ -107,7 +118,7 @@ def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
     training = step.training
     num_tokens = training.per_device_train_batch_size * training.sequence_length
     most = max((b.size_bytes for b in schedule.buffers if isinstance(parse_content(b.content), Input)), default=0)
-    if most and num_tokens * training.param_bytes > most:
+    if most and num_tokens * DTYPE_BYTES[training.dtype] > most:
         return (
             f"a micro-batch has {num_tokens:,} tokens, but no more than {most:,} bytes go from unit to unit; a token "
             "takes one value at least"
@@ -137,6 +148,8 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> 
         wanted = len(ranges[content.part]) * training.flat_state_bytes
     elif isinstance(content, Params):
         wanted = num_parameters * training.param_bytes
+    elif isinstance(content, Frozen):
+        wanted = owner.frozen_bytes
     else:
         return
     if b.size_bytes != wanted:

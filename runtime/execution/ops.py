@@ -13,7 +13,7 @@ import torch
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
@@ -33,6 +33,7 @@ from tierplan.runtime.optim.states import layout_of
 from tierplan.sim.contents import (
     CastGradients,
     Clip,
+    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -85,11 +86,14 @@ class Bodies:
 
     committed: set[Extent] = field(default_factory=set)
     """Extents that the last commit needs: neither written nor freed."""
+    frozen_sums: dict[str, str] = field(default_factory=dict)
+    """By content, checksums of what is not trained: it is no part of commits, which name them alone."""
     commits_after: int | None = None
     """The number of steps after which the next commit is expected: what the last of them leaves gets checksums."""
 
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
+        self._first_trained = first_trained(self.units)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
         dtype, spec = {dtype: name for name, dtype in TORCH_DTYPES.items()}.get(self.dtype, ""), self.optimizer.name
@@ -116,10 +120,7 @@ class Bodies:
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._take_gradient)
-            for u in self.units
-            for _, p in u.parameters
-            if p.requires_grad
+            p.register_post_accumulate_grad_hook(self._take_gradient) for u in self.units for _, p in u.parameters
         ]
 
     def __call__(self, call: Call) -> None:
@@ -209,9 +210,9 @@ class Bodies:
 
     def _unbind(self, block: Block) -> None:
         address = block.pages.data_ptr()
-        for unit in self.units:
-            if unit.bound is not None and unit.bound.data_ptr() == address:
-                unit.unbind()
+        for part in (part for unit in self.units for part in unit.parts):
+            if part.bound is not None and part.bound.data_ptr() == address:
+                part.unbind()
 
     # ---- copies ----
 
@@ -271,6 +272,8 @@ class Bodies:
                 value.handle.use(value)
             if isinstance(content, Params):
                 self.units[self._index[content.unit]].bind(value_of(instance).block.data.view(self.dtype))
+            elif isinstance(content, Frozen):
+                self.units[self._index[content.unit]].frozen.bind(value_of(instance).block.data)
 
     def _forward(self, call: Call) -> None:
         index = self._index[call.op.unit]
@@ -333,7 +336,7 @@ class Bodies:
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
                 instance.value = InputHandle(leaves, is_gradient=True).begin()
         self._finish_gradients(call)
-        if index == 0:
+        if index == self._first_trained:
             del self._runs[key]
 
     # ---- gradients ----
@@ -407,8 +410,8 @@ class Bodies:
         with threads_here(self.num_threads):
             norms = {
                 self._position[id(p)]: torch.linalg.vector_norm(part, 2.0)
-                for (name, p), part in zip(unit.parameters, parts, strict=True)
-                if p.requires_grad and name not in self.optimizer.frozen and part is not None
+                for (_, p), part in zip(unit.parameters, parts, strict=True)
+                if part is not None
             }
         on_host = self.device.to_host(torch.stack(list(norms.values()))) if norms else ()
         call.writes[0].value = BufferValue(norms=list(zip(norms, on_host, strict=True)))
@@ -451,7 +454,7 @@ class Bodies:
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.gradients is not None:
-            assert len(part) == unit.num_parameters, "states travel in parts, but not on the device"
+            assert len(part) == unit.num_trained, "states travel in parts, but not on the device"
             gradient = [t.view(-1) for t in grads.gradients if t is not None]
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)

@@ -7,10 +7,11 @@ TrainingError(ValueError)   schedule, model and settings do not fit together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.executor import Executor
@@ -21,11 +22,20 @@ from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import update_states
-from tierplan.sim.contents import Content, Gradients, Params, States
+from tierplan.sim.contents import Content, Frozen, Gradients, Params, States
+
+Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
+"""A unit's parameters, in the order of `ModelUnit.all_parameters`."""
 
 
 class TrainingError(ValueError):
     """Schedule, model and settings do not fit together."""
+
+
+def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tensor]]:
+    """The unit's parameters: those that it trains, and the others."""
+    found = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
+    return [found[: len(unit.parameters)], found[len(unit.parameters) :]]
 
 
 @dataclass(eq=False)
@@ -39,19 +49,19 @@ class Placement:
 
     # ---- in ----
 
-    def begin(self, weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None) -> None:
+    def begin(self, weights: Weights | None) -> None:
         """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit.
 
-        `weights` gives a unit's parameters where the model has none in memory.
+        `weights` gives all of a unit's parameters where the model has none in memory.
         """
         by_content = self._by_content()
         for unit in self.bodies.units:
-            if unit.num_parameters == 0:
-                continue
-            parts = weights(unit) if weights is not None else [p.detach() for _, p in unit.parameters]
-            flat_n = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts])
+            parts = _parts(unit, weights)
+            flat_n = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts[0]] or [torch.empty(0)])
+            self._place_frozen(unit, parts.pop(), by_content)
             del parts
-            unit.unbind()
+            if not unit.num_trained:
+                continue
             self.fill(by_content[Params(unit.name)], flat_n.view(torch.uint8))
             for content in states_of(unit.name, by_content):
                 layout = self.bodies.layouts[unit.name]
@@ -63,6 +73,23 @@ class Placement:
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
                 grads.value = BufferValue(self.bodies.allocate(grads), is_absent=True)
+
+    def begin_again(self, weights: Weights | None) -> None:
+        """Moves what is not trained into its tiers, which no commit holds; the rest is to come from one."""
+        by_content = self._by_content()
+        for unit in self.bodies.units:
+            self._place_frozen(unit, _parts(unit, weights)[1] if unit.frozen.parameters else (), by_content)
+
+    def _place_frozen(
+        self, unit: ModelUnit, tensors: Sequence[torch.Tensor], by_content: Mapping[Content, Instance]
+    ) -> None:
+        """Fills in what a unit does not train; the model has none of the unit's parameters afterwards."""
+        memory = torch.cat([t.to("cpu").reshape(-1).view(torch.uint8) for t in tensors]) if tensors else None
+        for part in unit.parts:
+            part.unbind()
+        if memory is not None:
+            self.bodies.frozen_sums[str(Frozen(unit.name))] = xxh3_64_hexdigest(memory.numpy().data)
+            self.fill(by_content[Frozen(unit.name)], memory)
 
     def fill(self, instance: Instance, memory: torch.Tensor) -> None:
         """Gives an initial buffer these bytes, in its tier."""
@@ -84,20 +111,26 @@ class Placement:
         """Every parameter is in ordinary memory again."""
         for instance in self.executor.carried.values():
             content = content_of(instance)
+            if isinstance(content, Frozen):
+                part = self._unit(content.unit).frozen
+                memory = self._as_it_is(content)
+                part.unbind()
+                for (_, p), view in zip(part.parameters, part.views(memory), strict=True):
+                    p.data = view.clone()
             if isinstance(content, Params):
                 unit = self._unit(content.unit)
-                flat_n = torch.empty(unit.num_parameters, dtype=self.bodies.dtype)
+                flat_n = torch.empty(unit.num_trained, dtype=self.bodies.dtype)
                 flat_n.view(torch.uint8).copy_(self.content(content))
                 unit.unbind()
                 for (_, p), view in zip(unit.parameters, unit.views(flat_n), strict=True):
                     p.data = view.clone()
 
-    def content(self, content: Params | States) -> torch.Tensor:
-        """A copy of a unit's parameters or of all its states, in host memory; uint8.
+    def content(self, content: Params | Frozen | States) -> torch.Tensor:
+        """A copy of a unit's parameters, trained or frozen, or of all its states, in host memory; uint8.
 
         A unit whose last update is still to come is given as it is after that.
         """
-        if content.unit not in self.late_updates:
+        if content.unit not in self.late_updates or isinstance(content, Frozen):
             return self._states(content.unit) if isinstance(content, States) else self._as_it_is(content)
         params, states = self._after_late_update(content.unit)
         if isinstance(content, Params):

@@ -26,6 +26,7 @@ from tierplan.runtime.trainer import Trainer
 from tierplan.sim.builder import Builder
 from tierplan.sim.contents import (
     Content,
+    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -121,11 +122,11 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
     builder = Builder()
     units = workload.units
-    params = {
-        u.name: builder.home(Params(u.name), DEVICE, u.num_parameters * training.param_bytes, "params")
-        for u in units
-        if u.num_parameters
-    }
+    params: dict[str, list[str]] = {u.name: [] for u in units}
+    for u in units:
+        for content, size_bytes in ((Params, u.num_trained * training.param_bytes), (Frozen, u.frozen_bytes)):
+            if size_bytes:
+                params[u.name].append(builder.home(content(u.name), DEVICE, size_bytes, "params"))
 
     def acts_of(content: Content, size_bytes: int) -> list[str]:
         return [builder.buffer(content, DEVICE, size_bytes, "acts")] if size_bytes else []
@@ -134,7 +135,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         builder.op(key, COMPUTE, kind, work={}, reads=reads, writes=writes, unit=unit.name)
 
     shared = acts_of(Shared(0), workload.shared_bytes)
-    used = [[params[name] for name in (unit.name, unit.shares) if name in params] for unit in units]
+    used = [[*params[unit.name], *params.get(unit.shares or "", ())] for unit in units]
     inputs: list[list[str]] = [[]]
     acts: list[list[str]] = []
     for i, unit in enumerate(units):
@@ -146,25 +147,26 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         inputs.append(following)
     dx: list[str] = []
     tied: dict[str, str] = {}
-    for i, unit in reversed(list(enumerate(units))):
+    below = workload.first_trained
+    for i, unit in reversed(list(enumerate(units))[below:]):
         reads = [*(used[i] if i else []), *inputs[i]]
         if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
             recomputed = acts_of(RecomputedActs(unit.name, 0), dropped)
             compute(recompute_key(unit.name, 0), "recompute", unit, [*reads, *acts[i], *shared], recomputed)
             acts[i] += recomputed
         reads += [*acts[i], *dx, *(shared if i else [])]
-        dx = [builder.buffer(InputGradient(unit.name, 0), DEVICE, unit.input_bytes, "acts")] if i else []
+        dx = [builder.buffer(InputGradient(unit.name, 0), DEVICE, unit.input_bytes, "acts")] if i > below else []
         writes = [*dx]
-        if unit.shares:
+        if unit.shares and unit.adds_to_shared:
             owner = next(u for u in units if u.name == unit.shares)
-            size_bytes = owner.num_parameters * training.grad_bytes
+            size_bytes = owner.num_trained * training.grad_bytes
             earlier = tied.get(owner.name)  # of another unit that shares them: added to
             reads += [earlier] if earlier else []
             tied[owner.name] = builder.buffer(TiedGradients(owner.name, 0), DEVICE, size_bytes, "grads", reuses=earlier)
             writes.append(tied[owner.name])
-        if unit.num_parameters:
+        if unit.num_trained:
             reads += [tied[unit.name]] if unit.name in tied else []
-            size_bytes = unit.num_parameters * training.grad_bytes
+            size_bytes = unit.num_trained * training.grad_bytes
             writes.append(builder.buffer(Gradients(unit.name, 0), DEVICE, size_bytes, "grads"))
         compute(backward_key(unit.name, 0), "backward", unit, reads, writes)
     step = StepSpec(
@@ -194,14 +196,16 @@ def with_times(
     for unit in workload.units:
         alike.setdefault(_unit_likeness(unit), []).append(unit.name)
     units = []
-    for unit in workload.units:
+    for u, unit in enumerate(workload.units):
         names = alike[_unit_likeness(unit)]
-        forward = _seconds(kept, forward_key, names, num_kept)
-        backward = _seconds(kept, backward_key, names, num_kept)
-        spread = max(_relative_spread(forward), _relative_spread(backward))
-        unit = replace(unit, spread=spread, forward={"s": median(forward)}, backward={"s": median(backward)})
+        times_of = {"forward": _seconds(kept, forward_key, names, num_kept)}
+        if u >= workload.first_trained:
+            times_of["backward"] = _seconds(kept, backward_key, names, num_kept)
+        spread = max(_relative_spread(found) for found in times_of.values())
+        seconds: dict[str, Any] = {phase: {"s": median(found)} for phase, found in times_of.items()}
+        unit = replace(unit, spread=spread, **seconds)
         if unit.kind == "block" and unit.saved_bytes:
-            drift = median(_seconds(again, forward_key, names, num_again)) / median(forward)
+            drift = median(_seconds(again, forward_key, names, num_again)) / median(times_of["forward"])
             total_s = median(_seconds(again, recompute_key, names, num_again)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
             before = next(u for u in workload.units if u.name == unit.name)

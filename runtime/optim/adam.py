@@ -52,7 +52,6 @@ class Segment:
     length: int
     weight_decay: float
     lr_factor: float = 1.0
-    is_frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +65,6 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     groups: tuple[ParameterGroup, ...] = ()
     """See `tierplan.runtime.optim.groups`."""
-    frozen: tuple[str, ...] = ()
-    """Names of parameters that are not updated, and whose gradients count for no norm. Gradients are made for them all
-    the same, so that a plan of the whole model fits; the numbers are those of `requires_grad=False`."""
 
 
 def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> Mapping[str, torch.Tensor]:
@@ -114,7 +110,7 @@ def update_states(
         own = params[view.begin - part.start :][: view.length]
         target = view.tensors.get("master", own)
         size = CODED_ELEMENTS if view.formats and layout.optimizer.grain else view.length
-        for begin in () if segment.is_frozen else range(0, view.length, size):
+        for begin in range(0, view.length, size):
             end = min(begin + size, view.length)
             k = bisect_right(starts, view.begin + begin) - 1
             grad = grads[k][view.begin + begin - starts[k] :][: end - begin]
@@ -191,10 +187,6 @@ def update_flat(
         for grad, start in zip(grads, starts, strict=False):
             for place, in_vector in _overlaps(piece, slice(start, start + grad.numel())):
                 part = slice(place.start - begin, place.stop - begin)
-                if segment.is_frozen:
-                    if master is not None:
-                        params[part].copy_(master[part])  # the working copy may be in new memory
-                    continue
                 own = grad[place.start - start : place.stop - start]
                 if clip is not None:
                     own = own * clip

@@ -1,7 +1,6 @@
-"""Which parameters the optimizer treats how: groups with a weight decay or a rate of their own, and frozen parameters.
+"""Which parameters the optimizer treats how: groups with a weight decay or a rate of their own.
 
     OptimizerSettings(weight_decay=0.1, groups=(without_decay(model),))
-    OptimizerSettings(frozen=matching(model, ["transformer.wte.*"]))
 
 `segments` cuts a unit's flat buffer where the treatment changes. A parameter that is not whole vectors is a segment of
 its own, since the fused kernel rounds the end of a tensor differently (see `tierplan.runtime.optim.adam`).
@@ -9,11 +8,9 @@ its own, since the fused kernel rounds the end of a tensor differently (see `tie
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from tierplan.runtime.autograd.units import ModelUnit
@@ -38,28 +35,8 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, known) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 
-def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Names of the model's parameters that match shell patterns, of which each must match one."""
-    names = [name for name, _ in model.named_parameters()]
-    chosen: set[str] = set()
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise GroupError(
-                f"no parameter of {type(model).__name__} matches {pattern!r}; its names are such as {names[0]!r} and "
-                f"{names[-1]!r}, a tied parameter has the one where it comes first, and * stands for any characters"
-            )
-        chosen.update(matched)
-    return tuple(name for name in names if name in chosen)
-
-
 def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
     """Raises `GroupError` unless every name that is given is one of the model's, and in one group only."""
-    for name in settings.frozen:
-        if name not in names:
-            raise GroupError(f"{name!r} is to be frozen, but the model has no such parameter")
-    if len(set(settings.frozen)) == len(names):
-        raise GroupError("all parameters are to be frozen; there is nothing to train")
     seen: set[str] = set()
     for group in settings.groups:
         for name in group.names:
@@ -76,8 +53,8 @@ def check_groups(settings: OptimizerSettings, names: Collection[str]) -> None:
 def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...]:
     """The unit's flat buffer in runs of parameters that are updated alike, in order."""
     joined: list[Segment] = []
-    for (name, p), length in zip(unit.parameters, unit.lengths, strict=True):
-        segment = _treatment(name, p, length, settings)
+    for (name, _), length in zip(unit.parameters, unit.lengths, strict=True):
+        segment = _treatment(name, length, settings)
         is_odd = length % VECTOR_ELEMENTS != 0
         before = joined[-1] if joined else None
         if before and not is_odd and replace(before, length=length) == segment and before.length % VECTOR_ELEMENTS == 0:
@@ -87,10 +64,8 @@ def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...
     return tuple(joined)
 
 
-def _treatment(name: str, p: torch.Tensor, length: int, settings: OptimizerSettings) -> Segment:
+def _treatment(name: str, length: int, settings: OptimizerSettings) -> Segment:
     group = next((group for group in settings.groups if name in group.names), None)
     decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
     factor = 1.0 if group is None else group.lr_factor
-    return Segment(
-        length=length, weight_decay=decay, lr_factor=factor, is_frozen=not p.requires_grad or name in settings.frozen
-    )
+    return Segment(length=length, weight_decay=decay, lr_factor=factor)

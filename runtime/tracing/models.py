@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import warnings
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.execution.device import TORCH_DTYPES
+from tierplan.sim.workloads.adapters import Adapters, read_adapters
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 MAPPINGS = [f"MODEL_FOR_{task}_LM_MAPPING" for task in ("CAUSAL", "SEQ_TO_SEQ_CAUSAL", "MASKED")]
@@ -79,7 +82,52 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
         model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
     set_loss_chunks(model, training.loss_chunks)
     model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
-    return model.train()  # type: ignore[no-any-return]
+    return tuned(model.train(), training)
+
+
+def tuned(model: Any, training: Training) -> nn.Module:
+    """The model with only those parameters trained that the training asks for: with adapters, or parts of it frozen."""
+    if training.lora:
+        model = _with_adapters(model, read_adapters(training.lora))
+    for name in matching(model, filter(None, training.freeze.split(","))):
+        model.get_parameter(name).requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def _with_adapters(model: Any, adapters: Adapters) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise WorkloadError("adapters are those of peft, which is not installed; install tierplan[adapters]") from error
+    targets = (adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets)) or None
+    common: dict[str, Any] = {"target_modules": targets}
+    if not model.config.is_encoder_decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        common["task_type"] = "CAUSAL_LM"
+    if adapters.method != "ia3":
+        common |= {"r": adapters.r, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout}
+        common["use_dora"] = adapters.method == "dora"
+    kind = peft.IA3Config if adapters.method == "ia3" else peft.LoraConfig
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what peft sets by itself for the family
+            return peft.get_peft_model(model, kind(**common))
+    except ValueError as error:
+        raise WorkloadError(f"peft cannot adapt {type(model).__name__}: {error}") from error
+
+
+def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the model's parameters that match shell patterns, of which each must match one."""
+    names = [name for name, _ in model.named_parameters()]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise WorkloadError(
+                f"no parameter of {type(model).__name__} matches {pattern!r}; its names are such as {names[0]!r} and "
+                f"{names[-1]!r}, a tied parameter has the one where it comes first, and * stands for any characters"
+            )
+        chosen.update(matched)
+    return tuple(name for name in names if name in chosen)
 
 
 def example_batch(config: Any, training: Training, *, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -10,10 +10,9 @@ operation, every saved tensor and every release of memory. 175 billion parameter
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
+from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
@@ -54,8 +54,11 @@ def trace_config(
     at: Callable[[Training], Workload] | None = None,
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
-    with FakeTensorMode(allow_non_fake_inputs=True), backend_rules(training):
-        model = build_model(raw, training)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # peft converts types in place, which fake parameters do not stand
+    adapted = fake_twin(hollow_model(raw, training), mode) if training.lora else None
+    with mode, backend_rules(training):
+        model = adapted or build_model(raw, training)
         try:
             blocks = [block for _, block in find_blocks(model)]
             shape = (training.per_device_train_batch_size, training.sequence_length)
@@ -101,12 +104,7 @@ def trace_module(
     inputs.
     """
     name = type(module).__name__
-    dtypes = {p.dtype for p in module.parameters()}
-    if dtypes - {TORCH_DTYPES[training.dtype]}:
-        raise WorkloadError(
-            f"{name} has parameters in {', '.join(sorted(map(str, dtypes)))}, but training is in {training.dtype!r}; "
-            "convert the model, or change `dtype`"
-        )
+    training = _with_trained_dtype(name, module, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_cache(module):
         twin = fake_twin(module, mode)
@@ -127,6 +125,20 @@ def trace_module(
     return Workload(
         name=name, model_type="module", training=training, units=tuple(units), shared_bytes=tracer.shared_bytes
     )
+
+
+def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Training:
+    """`training` with the type of the parameters that are trained, where some are frozen and it is another."""
+    dtypes = {p.dtype for p in module.parameters()}
+    trained = {p.dtype for p in module.parameters() if p.requires_grad}
+    own = next((known for known, dtype in TORCH_DTYPES.items() if trained == {dtype}), None)
+    if TORCH_DTYPES[training.dtype] not in dtypes or (dtypes == trained and len(trained) > 1) or own is None:
+        raise WorkloadError(
+            f"{name} has parameters in {', '.join(sorted(map(str, dtypes)))}, of which those in "
+            f"{', '.join(sorted(map(str, trained))) or 'none'} are trained, but training is in {training.dtype!r}; "
+            "convert the model, or change `dtype`. Trained parameters are of one type, which may be another"
+        )
+    return replace(training, trained_dtype=None if own == training.dtype else own)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -157,7 +169,7 @@ class _Tracer:
     def __post_init__(self) -> None:
         self.parameters_of_model = list(self.model.parameters())
         self.parameters = {p.untyped_storage()._cdata: n for n, p in self.model.named_parameters()}
-        self.shapes = {n: tuple(p.shape) for n, p in self.model.named_parameters()}
+        self.of_name = dict(self.model.named_parameters())
         self.names = {id(m): n for n, m in self.model.named_modules()}
         self.scopes: list[str] = []
         self.prefix = ""
@@ -229,10 +241,8 @@ class _Tracer:
                     "such as a residual; let blocks do that"
                 )
             name, kind = ("embed", "embed") if i == 0 else (f"between{i}", "block")
-            handed = [] if produced else [t for t in tensors if t.is_floating_point()][:1]  # by a frozen embedding
+            handed = [] if produced else [t for t in tensors if _is_floating(t)][:1]  # by a frozen embedding
             self._finish(name, kind, produced, passed_on=tensors, handed=handed)
-            for t in handed:
-                self.cuts[id(t)] = (t, t.detach().requires_grad_())
         else:
             self._stop()
         for t in tensors:  # what the block gets becomes leaves: the cut between units
@@ -251,8 +261,9 @@ class _Tracer:
             position = {id(x): j for j, x in enumerate(mine) if isinstance(x, torch.Tensor)}
             looks = [_look(x, position) for x in out_leaves]
             results = [x for x in out_leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+            handed = [] if results else [x for x in out_leaves if _is_floating(x)][:1]
             del out, out_leaves
-            unit = self._finish(f"L{i}", "block", results)
+            unit = self._finish(f"L{i}", "block", results, handed=handed)
             part = self.known[key] = _Part(unit, looks, out_structure)
         else:
             self.units.append(replace(part.unit, name=f"L{i}"))
@@ -328,16 +339,16 @@ class _Tracer:
         self.shared |= {at: self.candidates[at][1] for at in recorder.outside if at in self.candidates}
         for parameter in recorder.parameters_used:
             self.owner.setdefault(parameter, name)
-        own = (p for p in self.shapes if p in recorder.parameters_used and self.owner[p] == name)
-        shapes = tuple(in_flat_order((self.shapes[p] for p in own), lambda shape: shape))
+        own = self._owned(p for p in self.of_name if p in recorder.parameters_used and self.owner[p] == name)
+        own["shapes"] = tuple(in_flat_order(own["shapes"], lambda shape: shape))
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
         granted = before + out_bytes + shared_grad_bytes + grad_bytes
         unit = Unit(
             name=name,
             kind=kind,  # type: ignore[arg-type]
-            num_parameters=sum(map(prod, shapes)),
-            shapes=shapes,
+            **own,
             shares=self.owner[borrowed[0]] if borrowed else None,
+            adds_to_shared=any(self.of_name[p].requires_grad for p in borrowed) or not borrowed,
             forward=total_work(o.work for o in recorder.operations),
             backward=total_work(recorder.backward_work),
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
@@ -373,11 +384,24 @@ class _Tracer:
 
     def _own_the_rest(self) -> None:
         """Parameters that no part used belong to the head, so that the count is the model's."""
-        rest = tuple(shape for name, shape in self.shapes.items() if name not in self.owner)
-        if rest:
-            head = self.units[-1]
-            num_parameters = head.num_parameters + sum(map(prod, rest))
-            self.units[-1] = replace(head, num_parameters=num_parameters, shapes=(*head.shapes, *rest))
+        head = self.units[-1]
+        rest = self._owned(name for name in self.of_name if name not in self.owner)
+        self.units[-1] = replace(head, **{name: getattr(head, name) + more for name, more in rest.items()})
+
+    def _owned(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a unit says of the parameters that it owns."""
+        owned = [self.of_name[name] for name in names]
+        frozen = [p for p in owned if not p.requires_grad]
+        return {
+            "num_parameters": sum(p.numel() for p in owned),
+            "num_frozen": sum(p.numel() for p in frozen),
+            "frozen_bytes": sum(p.numel() * p.element_size() for p in frozen),
+            "shapes": tuple(tuple(p.shape) for p in owned if p.requires_grad),
+        }
+
+
+def _is_floating(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 _Look = Callable[[list[object]], object]

@@ -1,6 +1,7 @@
 """What is trained, as amounts, without torch:
 
 workload  the record: units, their operations, parameters and saved tensors
+adapters  what is added to a frozen model, as text
 formats   how values lie in a tier: bits, blocks, scales
 models    from a config to a workload by closed forms, in milliseconds
 optimizers  what an optimizer keeps, and what its update costs

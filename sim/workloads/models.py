@@ -141,6 +141,8 @@ def load_workload(model: str | Path, training: Training) -> Workload:
 def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     """The same for a config that is at hand."""
     family, config = family_of(raw), Config(raw)
+    if training.lora or training.freeze:
+        raise NotCovered("adapters and frozen parameters are not covered by the closed forms; use tracing (--exact)")
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)

@@ -18,6 +18,7 @@ import msgspec
 from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
+from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.formats import FORMATS
 from tierplan.sim.workloads.optimizers import (
     FLOPS_PER_HOST_UPDATE,
@@ -57,6 +58,9 @@ class Training:
     sequence_length: Count = 1024
     dtype: DType = "bf16"
     """Of parameters, activations and gradients."""
+    trained_dtype: DType | None = None
+    """Of the parameters that are trained and of their gradients, where it is another; None for `dtype`, and for fp32
+    where there are adapters, as PEFT has them."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
     optimizer: str = "adamw"
@@ -68,6 +72,10 @@ class Training:
     """Parts of a micro-batch's tokens whose logits are made one after the other; 1: those of all tokens at once."""
     backend: Literal["cpu", "cuda"] = "cuda"
     """Whose kernels run: PyTorch saves different tensors for backward on each."""
+    lora: str = ""
+    """Adapters to train, such as `r=16,targets=all-linear` (`adapters.read_adapters`); all else is frozen."""
+    freeze: str = ""
+    """Patterns of names of parameters that are not trained, with commas between."""
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
@@ -76,16 +84,20 @@ class Training:
                 raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
             if name != "sequence_length" and value > MAX_SEQUENCES:
                 raise WorkloadError(f"{name} is {value:,}; no step has so many, give {MAX_SEQUENCES:,} or fewer")
-        if self.dtype not in DTYPE_BYTES:
-            raise WorkloadError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        for name in ("dtype", "trained_dtype"):
+            value = getattr(self, name)
+            if value not in DTYPE_BYTES and (name, value) != ("trained_dtype", None):
+                raise WorkloadError(f"{name} is {value!r}; choose one of {', '.join(DTYPE_BYTES)}")
         try:
             object.__setattr__(self, "optimizer", self.optim.spec)
+            if self.lora:
+                read_adapters(self.lora)
         except ValueError as error:
             raise WorkloadError(str(error)) from None
-        if not self.optim.keeps_master and self.dtype != "bf16":
+        if not self.optim.keeps_master and self.dtype_of_trained != "bf16":
             raise WorkloadError(
-                f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but dtype is "
-                f"{self.dtype!r}; give dtype bf16, or another format of states"
+                f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but that of trained "
+                f"weights is {self.dtype_of_trained!r}; give dtype bf16, or another format of states"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise WorkloadError(
@@ -99,52 +111,57 @@ class Training:
     @property
     def has_master(self) -> bool:
         """Whether the states hold an fp32 copy of the parameters."""
-        return self.master_weights and self.dtype != "fp32" and self.optim.keeps_master
+        return self.master_weights and self.dtype_of_trained != "fp32" and self.optim.keeps_master
+
+    @property
+    def dtype_of_trained(self) -> DType:
+        """Of the parameters that are trained, and of their gradients."""
+        return self.trained_dtype or ("fp32" if self.lora else self.dtype)
 
     @property
     def updated_dtype(self) -> str:
         """Of what the optimizer updates."""
-        return "fp32" if self.has_master else self.dtype
+        return "fp32" if self.has_master else self.dtype_of_trained
 
     @property
     def param_bytes(self) -> int:
-        """Bytes per parameter of the working copy."""
-        return DTYPE_BYTES[self.dtype]
+        """Bytes per trained parameter of the working copy."""
+        return DTYPE_BYTES[self.dtype_of_trained]
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes per parameter of a gradient as backward makes it."""
-        return DTYPE_BYTES[self.dtype]
+        """Bytes per trained parameter of a gradient as backward makes it."""
+        return self.param_bytes
 
     @property
     def flat_state_bytes(self) -> int:
-        """Of one parameter, where states lie region by region."""
+        """Of one trained parameter, where states lie region by region."""
         return self.optim.flat_bytes + (4 if self.has_master else 0)
 
     def states_bytes(self, unit: Unit, part: range | None = None) -> int:
         """Of a unit's optimizer states, or of those of some of its parameters: master copy (if any) and moments."""
-        num, master, optim = len(part or range(unit.num_parameters)), 4 if self.has_master else 0, self.optim
+        num, master, optim = len(part or range(unit.num_trained)), 4 if self.has_master else 0, self.optim
         if optim.is_flat:
             return num * self.flat_state_bytes
-        return states_bytes(optim, unit.owned, part or range(unit.num_parameters), self.updated_dtype, master)
+        return states_bytes(optim, unit.owned, part or range(unit.num_trained), self.updated_dtype, master)
 
     def state_parts(self, unit: Unit, num_parts: int) -> Sequence[range]:
         """The parameters of each part in which a unit's states travel."""
-        flat = num_parts == 1 or self.optim.is_flat
-        return part_ranges(unit.num_parameters, num_parts) if flat else state_parts(self.optim, unit.owned, num_parts)
+        flat = num_parts == 1 or self.optim.is_flat or not unit.num_trained
+        return part_ranges(unit.num_trained, num_parts) if flat else state_parts(self.optim, unit.owned, num_parts)
 
     def update_work(self, unit: Unit) -> Amounts:
         """Of a unit's update on a device: states and parameters both ways, the gradient once, and matrix products."""
-        moved = 2 * self.states_bytes(unit) + unit.num_parameters * (self.grad_bytes + 2 * self.param_bytes)
-        flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, range(unit.num_parameters))
+        moved = 2 * self.states_bytes(unit) + unit.num_trained * (self.grad_bytes + 2 * self.param_bytes)
+        flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, range(unit.num_trained))
         return {"elementwise_bytes": moved, **({"matmul_bf16_flops": flops} if flops else {})}
 
     def host_work(self, unit: Unit, part: range | None = None) -> Amounts:
         """Of the same, or of a part of it, on the host's cores, in parameters of fp32 Adam."""
-        num, optim = len(part or range(unit.num_parameters)), self.optim
+        num, optim = len(part or range(unit.num_trained)), self.optim
         if optim.is_flat:
             return {"parameters": num if optim.host_work == 1 else num * optim.host_work}
-        flops = update_flops(optim, unit.owned, part or range(unit.num_parameters))
+        flops = update_flops(optim, unit.owned, part or range(unit.num_trained))
         return {"parameters": num * optim.host_work + flops / FLOPS_PER_HOST_UPDATE}
 
     @property
@@ -185,8 +202,14 @@ class Unit:
     kind: Literal["embed", "block", "head"]
     num_parameters: int
     """Parameters that this unit owns. A tied head owns none of the shared matrix."""
+    num_frozen: int = 0
+    """Those of them that are not trained: read, and never written. They have no gradients and no states."""
+    frozen_bytes: int = 0
+    """What these take, as they lie in a tier."""
     shares: str | None = None
     """Name of the unit whose parameters this one also uses (a tied head: `embed`)."""
+    adds_to_shared: bool = True
+    """Backward makes a gradient of what it shares; not so where that is frozen."""
     forward: Mapping[str, float]
     """Work by kind: `matmul_bf16_flops`, `attention_bf16_flops`, `elementwise_bytes`; or `s` where it was measured."""
     backward: Mapping[str, float]
@@ -194,7 +217,7 @@ class Unit:
     """Work of making all saved tensors again, where it is known to be less than the whole forward: what comes after the
     last saved tensor need not run again."""
     shapes: tuple[Shape, ...] = ()
-    """Of these parameters, in flat order; empty where nobody knows them."""
+    """Of the parameters that are trained, in flat order; empty where nobody knows them."""
     saved: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     """Activations that the unit before hands over (token ids for `embed`: 0)."""
@@ -215,13 +238,22 @@ class Unit:
     """Relative standard deviation of measured times; 0 where they are modelled."""
 
     @property
+    def num_trained(self) -> int:
+        return self.num_parameters - self.num_frozen
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing of it is trained."""
+        return 0 < self.num_frozen == self.num_parameters
+
+    @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
 
     @property
     def owned(self) -> Owned:
-        """Its parameters, as an optimizer looks at them."""
-        return Owned(self.shapes or ((self.num_parameters,),), self.kind == "block")
+        """The parameters that it trains, as an optimizer looks at them."""
+        return Owned(self.shapes or ((self.num_trained,),), self.kind == "block")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +272,8 @@ class Workload(Shown):
     def __post_init__(self) -> None:
         if not self.units:
             raise WorkloadError(f"workload {self.name!r} has no units; a model needs at least one")
+        if all(u.is_frozen or not u.num_parameters for u in self.units) and any(u.is_frozen for u in self.units):
+            raise WorkloadError(f"all parameters of {self.name!r} are frozen; there is nothing to train")
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
@@ -252,6 +286,20 @@ class Workload(Shown):
     @property
     def states_bytes(self) -> int:
         return sum(self.training.states_bytes(u) for u in self.units)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(u.num_trained for u in self.units)
+
+    @property
+    def params_bytes(self) -> int:
+        """Of all parameters, trained and frozen."""
+        return self.num_trained * self.training.param_bytes + sum(u.frozen_bytes for u in self.units)
+
+    @property
+    def first_trained(self) -> int:
+        """The first unit with a backward: below it all is frozen, so nobody wants a gradient of what these make."""
+        return next(u for u, unit in enumerate(self.units) if not unit.is_frozen)
 
     def rows(self) -> list[dict[str, object]]:
         """The units."""

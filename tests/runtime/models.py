@@ -10,7 +10,7 @@ from torch import nn
 
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
-from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.autograd.units import ModelUnit, first_trained, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.sim.step import UnitSpec
@@ -125,15 +125,17 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     batch_run = MicroBatchRun(
         hooks=hooks,
         units=units,
-        specs=[UnitSpec(name=unit.name, num_parameters=unit.num_parameters) for unit in units],
+        specs=[UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
         forward=lambda: loss_of(model, batch, None),
         external=batch_addresses(batch, model),
         device=Device(),
         seed=1,
     )
     for unit in units:
-        if unit.num_parameters:
+        if unit.num_trained:
             unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
+        if frozen := [p.detach().reshape(-1).view(torch.uint8) for _, p in unit.frozen.parameters]:
+            unit.frozen.bind(torch.cat(frozen))
     runs = [batch_run.run_forward(i) for i in range(len(units))]
     handed, shared_bytes = [], 0
     for i, run in enumerate(runs):
@@ -150,9 +152,12 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
             Unit(
                 name=unit.name,
                 kind="embed" if i == 0 else "head" if i + 1 == len(units) else "block",
-                num_parameters=unit.num_parameters,
                 shapes=tuple(map(tuple, unit.shapes)),
+                num_parameters=sum(p.numel() for _, p in unit.all_parameters),
+                num_frozen=sum(p.numel() for _, p in unit.frozen.parameters),
+                frozen_bytes=unit.frozen.size_bytes,
                 shares=unit.shares,
+                adds_to_shared=not unit.shares or all(p.requires_grad for _, p in tied_of(units, unit, model)),
                 forward={"matmul_fp32_flops": 1e6},
                 backward={"matmul_fp32_flops": 2e6},
                 saved=tuple(
@@ -166,14 +171,21 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
                 output_bytes=handed[i + 1] if i + 1 < len(units) else 0,
             )
         )
-    for i in reversed(range(len(units))):
+    for i in reversed(range(first_trained(units), len(units))):
         batch_run.run_backward(i)
     model.zero_grad()
     hooks.remove()
     changed.close()
     for unit in units:
-        for _, p in unit.parameters:
+        for _, p in unit.all_parameters:
             p.data = p.data.clone()
     return Workload(
         name="observed", model_type="test", training=training, units=tuple(described), shared_bytes=shared_bytes
     )
+
+
+def tied_of(units: list[ModelUnit], unit: ModelUnit, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The output matrix, where another unit owns it."""
+    owner = next(u for u in units if u.name == unit.shares)
+    tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if "head" in name or "decoder" in name}
+    return [(name, p) for name, p in owner.all_parameters if id(p) in tied]

@@ -61,10 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(training, "--eps EPS", "of AdamW", finite(above=0), 1e-8)
     option(training, "--weight-decay D", "per unit of rate", finite(least=0), 0.01)
     option(training, "--no-decay-on-norms", "no weight decay for biases and the parameters of norms")
-    option(
-        training, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
-        "repeated", repeat=True,
-    )  # fmt: skip
     option(training, "--seed N", "of weights, order of data, and dropout", whole(0), 0)
     machine = parser.add_argument_group("machine")
     add_device(machine)
@@ -98,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
         read_back=not args.no_read_back,
         export=not args.no_export,
         betas=tuple(args.betas),
-        freeze=tuple(args.freeze),
         num_threads=args.threads,
         **{name: getattr(args, name) for name in alike},
     )

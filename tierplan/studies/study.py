@@ -49,6 +49,10 @@ class Point:
     seq: int = 1024
     dtype: str = "auto"
     optimizer: str = "adamw"
+    lora: str = ""
+    """Adapters to train, as `adapters.read_adapters` reads them."""
+    freeze: str = ""
+    """Patterns of names of parameters that are not trained, with commas between."""
     master_weights: bool = True
     semantics: str = ""
     """Empty for the policy's own."""
@@ -81,7 +85,9 @@ class Point:
 
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
+    **dict.fromkeys(
+        ("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention", "lora", "freeze"), str
+    ),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }

@@ -24,7 +24,7 @@ from tierplan.sim.workloads.workload import Training
 def spec_of(unit: ModelUnit, dropped: frozenset[int]) -> UnitSpec:
     actions: list[Action] = ["recompute" if k in dropped else "keep" for k in range(max(dropped, default=-1) + 1)]
     saved = tuple(SavedTensorSpec(size_bytes=1, action=action) for action in actions)
-    return UnitSpec(name=unit.name, num_parameters=unit.num_parameters, saved=saved)
+    return UnitSpec(name=unit.name, num_parameters=unit.num_trained, saved=saved)
 
 
 def gradients(
@@ -39,7 +39,7 @@ def gradients(
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     for unit in units:
-        if unit.num_parameters:
+        if unit.num_trained:
             flat = torch.cat([p.detach().reshape(-1) for _, p in unit.parameters])
             unit.bind(flat)
     hooks = ModelHooks(units)

@@ -147,18 +147,18 @@ def test_peaks_are_those_of_pytorchs_memory_tracker(family: str, size: int) -> N
 def predicted_peaks(workload: Workload) -> tuple[int, int]:
     """Peaks of forward, and of forward and backward, of one micro-batch with everything kept, from the units."""
     grad_bytes, units = workload.training.grad_bytes, workload.units
-    held = workload.num_parameters * workload.training.param_bytes + workload.shared_bytes
+    held, below = workload.params_bytes + workload.shared_bytes, workload.first_trained
     kept = [u.output_bytes if behind.saves_input else 0 for u, behind in pairwise(units)]
     peak = 0
     for unit, kept_bytes in zip(units, [*kept, 0], strict=True):
         peak = max(peak, held + unit.saved_bytes + unit.output_bytes + unit.forward_work_bytes)
         held += unit.saved_bytes + kept_bytes
     forward_peak = peak
-    for i in reversed(range(len(units))):
+    for i in reversed(range(below, len(units))):
         unit = units[i]
-        borrowed = next((u.num_parameters for u in units if u.name == unit.shares), 0)
-        gradients = unit.num_parameters * grad_bytes
-        now = gradients + borrowed * grad_bytes + unit.output_bytes + unit.input_bytes + unit.backward_work_bytes
+        borrowed = next((u.num_trained for u in units if u.name == unit.shares and unit.adds_to_shared), 0)
+        gradients, passed_back = unit.num_trained * grad_bytes, unit.input_bytes if i > below else 0
+        now = gradients + borrowed * grad_bytes + unit.output_bytes + passed_back + unit.backward_work_bytes
         peak = max(peak, held + now)
         held += gradients + borrowed * grad_bytes - unit.saved_bytes - (kept[i - 1] if i else 0)
     return forward_peak, peak

@@ -100,5 +100,5 @@ def test_what_cannot_be_traced_says_why() -> None:
         trace_module(Residual("end"), batch, CPU)
     with pytest.raises(WorkloadError, match=r"has no nn\.ModuleList"):
         trace_module(nn.Linear(2, 2), batch, CPU)
-    with pytest.raises(WorkloadError, match=r"parameters in torch.bfloat16, but training is in 'fp32'"):
+    with pytest.raises(WorkloadError, match=r"are trained, but training is in 'fp32'"):
         trace_module(make_model("gpt2", dtype="bf16"), batch, CPU)

@@ -72,6 +72,14 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     )  # fmt: skip
     kept = f"whose states are kept: {', '.join(OPTIMIZERS)}, with options as in adamw:states=8bit, sgd:momentum=0.9"
     option(what, "--optimizer NAME[:OPTIONS]", kept, optimizer, "adamw")
+    option(
+        what, "--lora ADAPTERS", "train adapters of PEFT's on a frozen model, such as r=16,targets=all-linear (also "
+        "method=dora or ia3, alpha=, dropout=)",
+    )  # fmt: skip
+    option(
+        what, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
+        "repeated", repeat=True,
+    )  # fmt: skip
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = "fused, or written out in matrix products, which needs --exact"
     option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
@@ -100,6 +108,8 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         batch=args.batch or 1,
         accumulation=args.accumulation or 1,
         sequences=_sequences(args),
+        lora=given.get("lora") or "",
+        freeze=",".join(given.get("freeze") or ()),
         master_weights=not args.no_master_weights,
         semantics=given.get("semantics") or "",
         planner_s=given.get("time_limit"),

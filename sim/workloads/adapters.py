@@ -1,0 +1,51 @@
+"""Adapters as text, `r=16,targets=all-linear`: the one place where it is read.
+
+Names and defaults are PEFT's. What an adapter adds to a model is PEFT's own code (`tierplan.runtime.tracing.models`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+METHODS = ("lora", "dora", "ia3")
+FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What is added to a model whose own parameters are frozen."""
+
+    method: str = "lora"
+    r: int = 8
+    alpha: float = 8.0
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, or `all-linear`: all but the output matrix; none for PEFT's choice for the family."""
+    dropout: float = 0.0
+
+
+def read_adapters(text: str) -> Adapters:
+    """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
+    given: dict[str, Any] = {}
+    kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
+    kinds |= {"targets": _names, "method": str}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        try:
+            given[key] = kinds[key](value)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"adapters {text!r} have {part!r}; write them as {FORM}, or parts of it") from error
+    found = Adapters(**{"targets": () if given.get("method") == "ia3" else ("all-linear",), **given})
+    if found.method not in METHODS or found.r < 1 or not 0 <= found.dropout < 1 or found.alpha <= 0:
+        raise ValueError(
+            f"adapters {text!r}: the method is one of {', '.join(METHODS)}, r is 1 or more, alpha above 0, and dropout "
+            "at least 0 and below 1"
+        )
+    return found
+
+
+def _names(value: str) -> tuple[str, ...]:
+    if not value:
+        raise ValueError("no targets")
+    return tuple(value.split("+"))

@@ -1,0 +1,79 @@
+"""Training adapters of PEFT's on a schedule is training them plainly, wherever the frozen base lives."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model
+from tests.runtime.test_trainer import CPU, check, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.checkpoint.commits import CommitError
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import Trainer
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::Warning:peft")]
+PLANS = {
+    "base in host": UnitPlan(frozen="host"),
+    "base on NVMe": UnitPlan(frozen="nvme", acts="recompute"),
+    "all away": UnitPlan(params="host", frozen="nvme", grads="host", states="nvme", acts="host", input="nvme"),
+}
+
+
+def adapted(family: str, dtype: str = "bf16", **settings: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    return get_peft_model(make_model(family, dtype=dtype), config)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("which", PLANS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lora_is_trained_as_plainly(family: str, dtype: str, which: str, tmp_path: Path) -> None:
+    model = adapted(family, dtype, lora_dropout=0.0 if family == "mixtral" else 0.1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=2, max_grad_norm=1.0)  # type: ignore[arg-type]
+    workload = trace_module(model, make_batches(1)[0], training)
+    schedule = check(model, workload.training, PLANS[which], tmp_path, workload=workload)
+    assert {n for n, p in model.named_parameters() if not p.equal(before[n])} == {n for n in before if "lora" in n}
+    assert {op.stream for op in schedule.ops if "frozen" in op.key} <= {"gpu0.h2d", "nvme.read"}
+
+
+def test_a_resumed_run_takes_the_base_from_the_model(tmp_path: Path) -> None:
+    model, batches = adapted("llama"), make_batches(4)
+    training = replace(CPU, dtype="bf16")
+    workload = trace_module(model, batches[0], training)
+    schedule = lower(uniform_plan(workload, PLANS["all away"]), workload, machine())
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    again = copy.deepcopy(model)
+    settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2)}
+    losses = train_plainly(plain, batches, steps=4, **settings)
+    settings |= {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out"}
+    with Trainer(schedule, model, **settings) as trainer:
+        trainer.run(batches, 2)
+    committed = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert committed < 100_000 + sum(12 * u.num_trained for u in workload.units), "the base is in the commit"
+    with Trainer(schedule, again, resume=True, **settings) as trainer:
+        trainer.run(batches, 2)
+        assert trainer.result().losses == tuple(losses)
+        trainer.restore_model()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+    with torch.no_grad():
+        next(p for p in other.parameters() if not p.requires_grad).zero_()
+    with (
+        pytest.raises(CommitError, match="frozen/embed is not what it was in the run"),
+        Trainer(schedule, other, resume=True, **settings) as trainer,
+    ):
+        trainer.run(batches, 1)
