@@ -99,7 +99,7 @@ def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--lora"], "LoRA is not planned yet: all parameters are trained here; nearest: --optimizer sgd --no-master"),
+        (["--peft"], "adapters: --lora r=16,targets=all-linear"),
         (["--optimizer", "adamw8bit"], "did you mean 'adamw:states=8bit'? choose among adamw, sgd, lion"),
         (["--dtype", "fp8"], "quantised weights are not planned yet"),
         (["--load-in-4bit"], "quantised weights are not planned yet"),

@@ -74,12 +74,11 @@ IN_FORWARD_TOO = (*IN_FORWARD, "x", "next x", "shared", "kept", "left*")
 REMADE = (*IN_BACKWARD, "x", "next x", "shared", "remade")
 GRADIENTS = ("tied", "owner's tied", "grads", "norm")
 IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
+DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind(
-        (declare,), (*AT_HOME, "frozen", "late_update"), ("params", "frozen", "states*", "old grads")
-    ),
+    listing.DECLARE: TurnKind((declare,), (*AT_HOME, "frozen", "late_update"), DECLARED),
     listing.FORWARD: TurnKind((forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
     listing.FETCH: TurnKind((fetch,), (), IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),

@@ -110,7 +110,7 @@ class UnitwiseStep:
         where = (turn, turns.flag, pattern, turns.unit, turns.batch, chain.owner_of, refs, turns.computed_in)
         step = Step(*where, template[:num], first_op, first_buffer, first_held, held, ids, forms)
         key, start = np.empty(chain.longest_key + 1, np.int64), 0
-        for end in (int(chain.is_owner.sum()), num):  # what exists before the step comes first
+        for end in (int(chain.has_any.sum()), num):  # what exists before the step comes first
             while (start := walk(start, end, step, chain.table, key)) < end:
                 found = key[: key[-1]].copy()
                 chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).template(chain.works))

@@ -160,7 +160,7 @@ class Durability:
     def check_frozen(self, sums: Mapping[str, str]) -> None:
         """Raises `CommitError` unless what the model does not train is what it was in the last commit."""
         assert self.last is not None
-        if other := sorted(content for content, found in sums.items() if self.last.frozen.get(content) != found):
+        if other := sorted(content for content, xxh3 in sums.items() if self.last.frozen.get(content) != xxh3):
             raise CommitError(
                 f"{other[0]} is not what it was in the run that was committed in {self.folder}: the weights that are "
                 "not trained are no part of a commit; load those that the run began with"

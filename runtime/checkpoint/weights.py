@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
+from tierplan.runtime.execution.placement import Weights
 from tierplan.runtime.memory.files import naming
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.contents import Frozen, Params
@@ -32,7 +33,6 @@ from tierplan.sim.workloads.workload import Training
 if TYPE_CHECKING:
     from tierplan.runtime.trainer import Trainer
 
-Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
 INDEX_NAME = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -34,8 +34,8 @@ class TrainingError(ValueError):
 
 def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tensor]]:
     """The unit's parameters: those that it trains, and the others."""
-    found = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
-    return [found[: len(unit.parameters)], found[len(unit.parameters) :]]
+    both = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
+    return [both[: len(unit.parameters)], both[len(unit.parameters) :]]
 
 
 @dataclass(eq=False)

@@ -201,8 +201,8 @@ def with_times(
         times_of = {"forward": _seconds(kept, forward_key, names, num_kept)}
         if u >= workload.first_trained:
             times_of["backward"] = _seconds(kept, backward_key, names, num_kept)
-        spread = max(_relative_spread(found) for found in times_of.values())
-        seconds: dict[str, Any] = {phase: {"s": median(found)} for phase, found in times_of.items()}
+        spread = max(_relative_spread(each) for each in times_of.values())
+        seconds: dict[str, Any] = {phase: {"s": median(each)} for phase, each in times_of.items()}
         unit = replace(unit, spread=spread, **seconds)
         if unit.kind == "block" and unit.saved_bytes:
             drift = median(_seconds(again, forward_key, names, num_again)) / median(times_of["forward"])

@@ -36,13 +36,13 @@ def read_adapters(text: str) -> Adapters:
             given[key] = kinds[key](value)
         except (KeyError, ValueError) as error:
             raise ValueError(f"adapters {text!r} have {part!r}; write them as {FORM}, or parts of it") from error
-    found = Adapters(**{"targets": () if given.get("method") == "ia3" else ("all-linear",), **given})
-    if found.method not in METHODS or found.r < 1 or not 0 <= found.dropout < 1 or found.alpha <= 0:
+    adapters = Adapters(**{"targets": () if given.get("method") == "ia3" else ("all-linear",), **given})
+    if adapters.method not in METHODS or adapters.r < 1 or not 0 <= adapters.dropout < 1 or adapters.alpha <= 0:
         raise ValueError(
             f"adapters {text!r}: the method is one of {', '.join(METHODS)}, r is 1 or more, alpha above 0, and dropout "
             "at least 0 and below 1"
         )
-    return found
+    return adapters
 
 
 def _names(value: str) -> tuple[str, ...]:

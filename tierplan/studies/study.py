@@ -85,9 +85,8 @@ class Point:
 
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention", "lora", "freeze"), str
-    ),
+    **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
+    **dict.fromkeys(("lora", "freeze"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }

@@ -105,7 +105,7 @@ def test_the_refined_order_keeps_streams_and_never_needs_more_memory() -> None:
 
 def test_compute_visits_each_unit_once_per_micro_batch_and_direction() -> None:
     for is_vertical in (False, True):
-        turns = list(zip(*(column.tolist() for column in compute_order(is_vertical, 5, 2)), strict=True))
+        turns = list(zip(*(column.tolist() for column in compute_order(is_vertical, 5, 2, 0)), strict=True))
         assert sorted(turns) == sorted(product((False, True), range(5), range(2)))
     assert turns[:4] == [(False, 0, 0), (False, 0, 1), (False, 1, 0), (False, 1, 1)]
     assert turns[8:12] == [(False, 4, 0), (True, 4, 0), (False, 4, 1), (True, 4, 1)]

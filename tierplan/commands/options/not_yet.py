@@ -6,10 +6,7 @@ import re
 from collections.abc import Mapping
 
 NOT_YET: Mapping[str, str] = {
-    "lora|peft|adapter": (
-        "LoRA is not planned yet: all parameters are trained here; nearest: --optimizer sgd --no-master-weights, "
-        "whose memory and time LoRA stays below"
-    ),
+    "lora|peft|adapter": "adapters: --lora r=16,targets=all-linear",
     "4.?bit|8.?bit|nf4|int[48]|fp8|quant": "quantised weights are not planned yet: nearest: --dtype bf16",
     r"^mi\d{3}|^rx|^w[67]9|radeon|amd|rocm": (
         "AMD's GPUs are not in the catalog, and no plan was executed on one; nearest: their data sheet on a machine "
