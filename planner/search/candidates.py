@@ -74,7 +74,7 @@ class PlanSimulator:
         self.sizes = [
             (u.num_trained * training.param_bytes, u.frozen_bytes, training.states_bytes(u)) for u in workload.units
         ]
-        """Of each unit's parameters and states, in bytes."""
+        """Of each unit's trained and frozen parameters and states, in bytes."""
 
     def __call__(self, plan: PlanT) -> Candidate[PlanT]:
         """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason."""
