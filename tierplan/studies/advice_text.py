@@ -8,7 +8,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
-from tierplan.sim.output.text import columns, format_bytes, format_count, format_s, in_short, wrapped
+from tierplan.sim.output.text import columns, digits, format_bytes, format_count, format_s, in_short, wrapped
 from tierplan.studies.advise import QUICK, Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.costs import SOON_S
@@ -52,7 +52,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
             ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
             ("Speed", f"{format_count(answer['tokens_per_s'])} tokens/s", _flops(answer)),
             ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice))),
-            (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{costs.total_usd:,.0f} USD"),
+            (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{_usd(costs.total_usd)} USD"),
         ]
         parts += [
             cards(figures),
@@ -116,30 +116,32 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
     costs, answer = advice.costs, advice.answer
     if costs is not None:
-        money = f"{_usd(costs.total_usd)}: electricity {costs.energy_usd:,.0f}, machine {costs.machine_usd:,.0f}"
-        money += f", drives {costs.drives_usd:,.0f}" if costs.drives_usd else ""
+        money = f"{_usd(costs.total_usd)} USD: electricity {_usd(costs.energy_usd)}, machine {_usd(costs.machine_usd)}"
+        money += f", drives {_usd(costs.drives_usd)}" if costs.drives_usd else ""
         peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())
         figures += [
             ("parameters", format_count(answer["num_parameters"])),
-            (f"{format_count(costs.tokens)} tokens", f"{format_s(costs.seconds)}, {costs.energy_kwh:,.0f} kWh"),
+            (f"{format_count(costs.tokens)} tokens", f"{format_s(costs.seconds)}, {digits(costs.energy_kwh)} kWh"),
             ("  cost", money),
             ("peak memory", peaks),
         ]
         if advice.rented is not None:
             rented = advice.rented
             by_hour = f"{rented.machine}, {rented.usd_per_hour:g} USD/h"
-            figures.insert(3, ("  or rented", f"{_usd(rented.usd)}, {format_s(rented.seconds)} ({by_hour})"))
+            figures.insert(3, ("  or rented", f"{_usd(rented.usd)} USD, {format_s(rented.seconds)} ({by_hour})"))
             for change in advice.changes[:1]:
                 hours = f"costs as much as {change.bought.price_usd / rented.usd_per_hour:,.0f} h of that"
                 figures.insert(4, ("  or bought", f"{change.bought.what} {hours}"))
         if costs.drive_life_s is not None:
             figures.append(("drives live", f"{format_s(costs.drive_life_s)} of training without pause"))
-    figures.append(("largest model", advice.largest_model or "not looked for, or none of the named ones"))
+    if advice.largest_model:
+        figures.append(("largest model", f"{advice.largest_model}, by any system, one sequence at a time"))
     return figures
 
 
 def _usd(amount: float) -> str:
-    return f"{amount:,.2f} USD" if amount < 10 else f"{amount:,.0f} USD"
+    """Cents where they matter, so that parts add up."""
+    return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
 
 
 def _limits(advice: Advice) -> list[Sensitivity]:
