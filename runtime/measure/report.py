@@ -53,9 +53,9 @@ def describe(
         if rows:
             latency, values[key] = _latency_and_curve(rows, source)
             beside = [_latency(load.amount, rates, source) for load, rates in loaded.items() if load.stream == stream]
-            for when, found in (("latency", [latency]), ("loaded_latency", beside)):
+            for when, latencies in (("latency", [latency]), ("loaded_latency", beside)):
                 known = values.get(full := f"{key.split('.')[0]}.{when}")
-                for one in found:
+                for one in latencies:
                     if known is None or float(known.value) < float(one.value):  # type: ignore[arg-type]  # numbers
                         values[full] = one
     if NVME_LIMIT in fit.limits:
