@@ -11,8 +11,10 @@ Errors:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -29,8 +31,8 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
-from tierplan.planner.search.moves import with_shape_of
-from tierplan.planner.search.race import Racer, race
+from tierplan.planner.search.moves import loosened, with_shape_of
+from tierplan.planner.search.race import Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
@@ -48,6 +50,8 @@ GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
+SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
+"""Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
 SUB_BATCHES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
 SUB_BATCH_PENALTY = 1.005
@@ -67,7 +71,7 @@ def plan(
     orders: Iterable[Order] | None = None,
     batches: Batches | None = None,
     drive_lifetime_years: float | None = None,
-    beat_s: float = float("inf"),
+    beat_s: float = inf,
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
@@ -80,6 +84,7 @@ def plan(
         Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
         simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
         `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s.
+        Searching one order alone spends that order's share of it.
     policies
         Names of the policies to compare with; all by default.
     orders
@@ -98,11 +103,40 @@ def plan(
     InfeasiblePlan
         When nothing fits, with what is missing; or when nothing that fits spares the drives.
     """
-    write_limit = float("inf")
+    write_limit = inf
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
     loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s)
     return loop.run(policies, orders)
+
+
+@dataclass(eq=False)
+class _Chain:
+    """The search of one order of micro-batches, which knows nothing of the other's."""
+
+    problems: list[Problem]
+    bounds: list[Bound]
+    from_program: ProgramPlans
+    share: float
+    """Of the budget, whatever else is searched."""
+    spent_ops: float
+    racers: list[Racer]
+    race: Iterator[None]
+    more_ops: float = 0.0
+    """What it may spend beyond its share."""
+    is_over: bool = False
+
+    @property
+    def found(self) -> Incumbents:
+        return self.from_program.incumbents
+
+    @property
+    def best_s(self) -> float:
+        return min((r.best_s for r in self.racers), default=inf)
+
+    @property
+    def least_s(self) -> float:
+        return min((r.bound_s for r in self.racers), default=inf)
 
 
 class _Loop:
@@ -114,10 +148,10 @@ class _Loop:
         time_limit_s: float | None,
         seed: int,
         batches: Batches | None = None,
-        write_limit_bytes_per_s: float = float("inf"),
-        beat_s: float = float("inf"),
+        write_limit_bytes_per_s: float = inf,
+        beat_s: float = inf,
     ) -> None:
-        if time_limit_s is not None and not 0 < time_limit_s < float("inf"):
+        if time_limit_s is not None and not 0 < time_limit_s < inf:
             raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
         self.workload, self.machine, self.seed = workload, machine, seed
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
@@ -135,29 +169,35 @@ class _Loop:
             workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s
         )
         self.bound_s = 0.0
-        self.solver = Solver(seed=seed)
-        self.incumbents = Incumbents(self.batches, workload.training.gradient_accumulation_steps)
-        self.from_program = ProgramPlans(self.solver, self.simulate_plan, self.incumbents)
-        self.notes = self.from_program.notes
+        self.incumbents = self._no_incumbents()
+        self.notes: list[str] = []
+        self.chains: list[_Chain] = []
+        self.has_all_orders = True
+
+    def _no_incumbents(self) -> Incumbents:
+        return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps)
 
     def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
-        problems = [
-            self._problem(self.semantics, order, num)
-            for order, num in self._shapes(tuple(orders) if orders is not None else ("horizontal", "vertical"))
-        ]
-        bounds = [self._bound(p) for p in problems]
         status: Status = "searched"
-        compared: dict[str, Callable[[], PolicyResult]] = {}
+        compared, seeds = self._compare(frozenset(POLICIES if policies is None else policies))
+        shapes = self._shapes(seeds.by_shape)
+        wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
+        if self.workload.training.gradient_accumulation_steps == 1:
+            wanted = ("horizontal", *wanted)  # one micro-batch has no order
+        for order in [order for order in shapes if order in wanted]:
+            share = SHARES[order] if len(shapes) > 1 else 1.0
+            self.chains.append(self._chain(order, shapes[order], seeds.by_shape, share))
+        self.has_all_orders = len(self.chains) == len(shapes)
+        problems = [p for chain in self.chains for p in chain.problems]
+        bounds = [bound for chain in self.chains for bound in chain.bounds]
         try:
-            compared = self._compare(POLICIES if policies is None else policies)
             if self.num_devices > 1:
                 self.budget.restart()  # their schedules are several times longer than the budget was measured for
                 if bound_of_packs(problems[0], self.num_devices) < self.beat_s:
-                    search_packs(self.incumbents, self.simulate_plan, seed=self.seed)
-            if (shape := self._shape_of_best()) and all(shape != (p.order, p.sub_batches) for p in problems):
-                problems.append(self._problem(self.semantics, *shape))
-                bounds.append(self._bound(problems[-1]))
-            self._race(problems, bounds)
+                    search_packs(seeds, self.simulate_plan, seed=self.seed)
+                    if seeds.packed is not None:
+                        self.incumbents.consider(seeds.packed)
+            self._search()
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
@@ -174,27 +214,40 @@ class _Loop:
             status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
         return self._result(best, bound, compared, status)
 
-    def _bound(self, p: Problem) -> Bound:
+    def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
+        """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
+        training = self.workload.training
+        batch = training.per_device_train_batch_size
+        some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+        shapes: dict[Order, list[int]] = {"horizontal": [1], "vertical": [num for num in some if batch % num == 0]}
+        if training.gradient_accumulation_steps > 1:
+            shapes["vertical"].insert(0, 1)
+        if seeds:
+            order, num = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
+            shapes[order] = list(dict.fromkeys([*shapes[order], num]))
+        return {order: nums for order, nums in shapes.items() if nums}
+
+    def _chain(
+        self, order: Order, nums: Sequence[int], seeds: Mapping[Shape, Candidate[UnitwisePlan]], share: float
+    ) -> _Chain:
+        solver, incumbents = Solver(seed=self.seed), self._no_incumbents()
+        problems = [self._problem(self.semantics, order, num) for num in nums]
+        left = self.budget.ops_left
+        bounds = [self._bound(p, solver) for p in problems]
+        from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
+        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+        pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+        racers = [Racer(self._tried(from_program, p, bound, seeds), bound.step_s) for p, bound in pairs]
+        going = race(racers, self.budget, good_frac=GOOD_FRAC)
+        return _Chain(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
+
+    def _bound(self, p: Problem, solver: Solver) -> Bound:
         started = time.perf_counter()
-        bound = lower_bound(p, solver=self.solver)
+        bound = lower_bound(p, solver=solver)
         self.bound_s += time.perf_counter() - started
         if bound.solution is not None:
             self.budget.ops_left -= bound.solution.work_ops
         return bound
-
-    def _shapes(self, orders: tuple[Order, ...]) -> list[tuple[Order, int]]:
-        """The orders of micro-batches, and the sub-batches that they are cut into, which are worth a look."""
-        training = self.workload.training
-        shapes: list[tuple[Order, int]] = []
-        if "horizontal" in orders or training.gradient_accumulation_steps == 1:
-            shapes.append(("horizontal", 1))
-        if "vertical" in orders:
-            if training.gradient_accumulation_steps > 1:
-                shapes.append(("vertical", 1))
-            batch = training.per_device_train_batch_size
-            some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
-            shapes += [("vertical", num) for num in some if batch % num == 0]
-        return shapes
 
     def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
@@ -206,7 +259,7 @@ class _Loop:
             return bound_by_compute(problems[0], plan, 1)
         own = self._problem(plan.semantics, plan.order, plan.sub_batches)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
-            bounds = [*bounds, self._bound(own)]
+            bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]
         return min(bounds, key=lambda b: b.step_s)
 
     def _problem(self, semantics: Semantics, order: Order, sub_batches: int) -> Problem:
@@ -219,9 +272,14 @@ class _Loop:
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
 
-    def _compare(self, names: Iterable[str]) -> dict[str, Callable[[], PolicyResult]]:
-        """What each published system reaches. To say why one does not fit takes a while: it is said when asked for."""
+    def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[[], PolicyResult]], Incumbents]:
+        """What the policies that were asked for reach; and of all policies, the best plans for the search.
+
+        The search is the same whatever it is compared with, so comparing with more never makes it worse. To say why one
+        does not fit takes a while: it is said when asked for.
+        """
         compared: dict[str, Callable[[], PolicyResult]] = {}
+        seeds = self._no_incumbents()
 
         def without(why: str) -> Callable[[], PolicyResult]:
             return lambda: PolicyResult(step_s=None, reason=why)
@@ -231,12 +289,12 @@ class _Loop:
                 step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=found.plan.num_batches
             )
 
-        for name in names:
+        for name, decide in POLICIES.items():
             if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
                 compared[name] = without("needs several devices; this machine has one")
                 continue
             try:
-                plan = POLICIES[name](self.workload, self.machine, {})
+                plan = decide(self.workload, self.machine, {})
             except (PlanError, MachineError, WorkloadError) as error:
                 compared[name] = without(str(error))
                 continue
@@ -244,56 +302,90 @@ class _Loop:
             same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
             compared[name] = of(candidate, same)
             if same:
-                self.incumbents.consider(candidate)
-        return compared
+                seeds.consider(candidate)
+                if name in names:
+                    self.incumbents.consider(candidate)
+        self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
+        return {name: result for name, result in compared.items() if name in names}, seeds
 
-    def _race(self, problems: list[Problem], bounds: list[Bound]) -> None:
-        """The search of each shape, until the budget is spent; longer only while nothing fits. (Of plans of one device,
-        which `on_all_devices` takes to all, none is the best where each device has micro-batches of its own.)"""
-        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
-        pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
-        racers = [Racer(self._tried(p, bound), bound.step_s) for p, bound in pairs]
-        if all(r.bound_s >= self.beat_s for r in racers):
-            return
-        for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
-            fits = self.incumbents.best is not None or self.incumbents.plain is not None
-            if self.budget.is_out_of_time or (self.budget.ops_left <= 0 and fits):
+    def _search(self) -> None:
+        """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is
+        for the best. So all orders together do all that one alone does, and more work does all that less does.
+        """
+        left = self.budget.ops_left / self.budget.num_ops if self.num_devices > 1 else 1.0  # beside plans in packs
+        goal_ops = 0.0
+        for ops in rounds(left * self.budget.num_ops):
+            goal_ops += ops
+            able = [c for c in self.chains if not c.is_over and c.least_s < self._to_beat_s()]
+            for chain in able:
+                self._go_on(chain, chain.share * goal_ops + chain.more_ops)
+            if able and self.has_all_orders:
+                best = min(able, key=lambda c: c.best_s)
+                best.more_ops += ops * (1 - sum(c.share for c in able))
+                self._go_on(best, best.share * goal_ops + best.more_ops)
+            if self.budget.is_out_of_time:
                 return
-            if all(r.is_over or r.bound_s >= self.beat_s for r in racers):
-                return
+        for chain in self.chains:
+            if chain.found.plain is None and chain.least_s < self._to_beat_s():
+                self._go_on(chain, inf)
 
-    def _tried(self, p: Problem, bound: Bound) -> Iterator[float]:
-        """Plans of one shape: the program's, then local moves from the best of these, of policies and other shapes."""
+    def _go_on(self, chain: _Chain, ops: float) -> None:
+        """The search of one chain until it has spent so much; without end, until it has found something that fits."""
+        while not chain.is_over and chain.spent_ops < ops and not self.budget.is_out_of_time:
+            before = self.budget.ops_left
+            chain.is_over = next(chain.race, chain) is chain or all(
+                r.is_over or r.bound_s >= self.beat_s for r in chain.racers
+            )
+            chain.spent_ops += before - self.budget.ops_left
+            # of plans of one device, which `on_all_devices` takes to all, none may be the best of several devices
+            if chain.found.plain is not None:
+                self.incumbents.consider(chain.found.plain)
+                if ops == inf:
+                    return
+
+    def _tried(
+        self, from_program: ProgramPlans, p: Problem, bound: Bound, seeds: Mapping[Shape, Candidate[UnitwisePlan]]
+    ) -> Iterator[float]:
+        """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
         goal_s = bound.step_s * (1 + GOOD_FRAC)
         shape: Shape = (p.order, p.sub_batches)
-        for _ in self.from_program.tried(p, bound, goal_s=goal_s):
-            yield self._best_s(shape)
-        start = self.incumbents.by_shape.get(shape)
-        if start is None:
+        found = from_program.incumbents
+
+        def best_s() -> float:
+            best = found.by_shape.get(shape)
+            return inf if best is None or best.step_s is None else best.step_s
+
+        def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
+            for other in others:
+                same = with_shape_of(other.plan, p)
+                for changed in (same, loosened(same)):
+                    found.consider(self.simulate_plan(changed))
+                    yield best_s()
+
+        yield from reshaped(seeds.values())
+        for _ in from_program.tried(p, bound, goal_s=goal_s):
+            yield best_s()
+        yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
+        if shape not in found.by_shape:
             return
-        descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [descend]
         if len(p.units) > LONG_CHAIN:
-            where = 0 if len(p.units) > MANY_UNITS else 1  # of so many, changing one is not worth a try at first
-            descents.insert(where, partial(descend_by_shifts, bound=bound))
-        descents.append(partial(descend_with_restarts, seed=self.seed))
+            descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [
+                partial(descend_by_shifts, bound=bound, seed=self.seed)
+            ]
+        else:
+            descents = [descend, partial(descend_with_restarts, seed=self.seed)]
         for descent in descents:
-            for other in [c for of, c in self.incumbents.by_shape.items() if of != shape]:
-                self.incumbents.consider(self.simulate_plan(with_shape_of(other.plan, p)))
-                yield self._best_s(shape)
-            for best in descent(p, self.incumbents.by_shape[shape], self.simulate_plan, goal_s=goal_s):
-                self.incumbents.consider(best)
-                yield self._best_s(shape)
+            for best in descent(p, found.by_shape[shape], self.simulate_plan, goal_s=goal_s):
+                found.consider(best)
+                yield best_s()
 
-    def _shape_of_best(self) -> Shape | None:
-        best = self.incumbents.plain
-        return None if best is None else self.incumbents.shape(best.plan)
-
-    def _best_s(self, shape: Shape) -> float:
-        best = self.incumbents.by_shape.get(shape)
-        return float("inf") if best is None or best.step_s is None else best.step_s
+    def _to_beat_s(self) -> float:
+        """What a bound has to be below, for its chain to be worth searching."""
+        best = self.incumbents.best if self.num_devices == 1 else None
+        return self.beat_s if best is None or best.step_s is None else min(self.beat_s, best.step_s)
 
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
-        if self.beat_s < float("inf"):
+        if self.beat_s < inf:
             why = f"none that was tried does, and no other is quicker than the {self.beat_s:.3g} s of one that is known"
             return InfeasiblePlan(self.workload, self.machine, (), why)
         if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
@@ -321,7 +413,7 @@ class _Loop:
         return PlanResult(
             prediction=predicted(best.plan, columns, steady, self.workload, self.machine),
             lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
-            solve_s=self.bound_s + self.from_program.solve_s,
+            solve_s=self.bound_s + sum(chain.from_program.solve_s for chain in self.chains),
             total_s=time.perf_counter() - self.started,
             status=status,
             policies={name: result() for name, result in compared.items()},
@@ -331,5 +423,5 @@ class _Loop:
             solver=SOLVER,
             seed=self.seed,
             notes=tuple(self.notes),
-            milp_gap=self.from_program.milp_gap,
+            milp_gap=next((c.from_program.milp_gap for c in sorted(self.chains, key=lambda c: c.best_s)), None),
         )

@@ -6,6 +6,7 @@ time while the simulated step gets shorter, and goes round the knobs until none 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -35,6 +36,8 @@ WORTH_A_ROUND = 0.99
 CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
 """Margins in host memory, late updates and shards, which trade the same bytes: walking along one of them alone may not
 get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
+NUM_SCATTERED = 18
+"""Settings from all over that are tried too: walks from them all would take longer than they bring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +80,10 @@ def tune(trial: Trial, *, goal_s: float, stretch: float = 1.5) -> Iterator[tuple
     if found is None:
         return
     start, best_s = best, _ = found
-    for host, late, shards in CORNERS:
+    corners = [replace(start, host=host, stretch=late, shards=shards) for host, late, shards in CORNERS]
+    for corner in [*corners, *scattered(NUM_SCATTERED)]:
         if best_s <= goal_s:
             return
-        corner = replace(start, host=host, stretch=late, shards=shards)
         best, best_s = _shorter(corner, trial(corner), (best, best_s))
         yield best, best_s
     stale = 0
@@ -94,6 +97,19 @@ def tune(trial: Trial, *, goal_s: float, stretch: float = 1.5) -> Iterator[tuple
         stale = 0 if best_s < before_s * WORTH_A_ROUND else stale + 1
         if stale >= len(SETTINGS):
             return
+
+
+def scattered(num: int) -> list[Knobs]:
+    """Settings from all over, the same for every question."""
+    rng = random.Random(0)
+    settings = {**SETTINGS, "rate_frac": [f for f in SETTINGS["rate_frac"] if f >= 0.15]}
+    found: list[Knobs] = []
+    for i in range(num):
+        drawn = Knobs(**{name: rng.choice(some) for name, some in settings.items()})
+        if i % 3:  # of one solution of the program several plans
+            drawn = replace(drawn, device=found[-1].device, host=found[-1].host, rate_frac=found[-1].rate_frac)
+        found.append(drawn)
+    return found
 
 
 def _shorter(knobs: Knobs, tried: Candidate[UnitwisePlan] | None, best: tuple[Knobs, float]) -> tuple[Knobs, float]:
@@ -126,18 +142,16 @@ def _first_that_fits(trial: Trial, first_stretch: float) -> Iterator[tuple[Knobs
 
 
 def _along(name: str, knobs: Knobs, step_s: float, trial: Trial) -> Iterator[tuple[Knobs, float]]:
-    """Walks along one knob's settings from where it stands, both ways, with one setting of patience."""
+    """Walks along one knob's settings from where it stands, both ways, as long as that helps."""
     settings = list(SETTINGS[name])
     at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
     best = knobs, step_s
     for ahead in (settings[at + 1 :], settings[:at][::-1]):
-        patience = 2
         for setting in ahead:
-            if patience == 0:
-                break
             changed, before = replace(knobs, **{name: setting}), best
             best = _shorter(changed, trial(changed), best)
-            patience = 2 if best is not before else patience - 1
             yield best
+            if best is before:
+                break
         if best[0] is not knobs:
             break

@@ -72,10 +72,8 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
-    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
-    free = {"strict_windows": False, "updates_in_flight": 0, "write_back": "at once", "hold_updates": False}
-    yield lambda plan: replace(plan, **free)  # type: ignore[arg-type]
-    yield lambda plan: with_shards(replace(plan, **free), STATE_SHARDS[0])  # type: ignore[arg-type]
+    yield loosened
+    yield lambda plan: with_shards(loosened(plan), STATE_SHARDS[0])
 
 
 def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -275,6 +273,11 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
             other: Place = "host" if choice.grads == "device" else "device"
             units[u] = replace(choice, grads=other)
     return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)
+
+
+def loosened(plan: UnitwisePlan) -> UnitwisePlan:
+    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
+    return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from tierplan.planner.search.budget import Budget
 
+LEAST_OPS, GROWTH, MOST_OPS = 1_000, 1.5, 100_000
+"""Of a round in which all orders of micro-batches have their turn: the first, how they grow, and the last."""
 FIRST_OPS = 90_000
 """Of work that each search may do in the first round. In each later one the better half does twice as much."""
 
@@ -28,9 +30,10 @@ class Racer:
 
     def run(self, ops: float, budget: Budget) -> Iterator[None]:
         """Goes on for some work."""
-        end = budget.ops_left - ops
-        while not self.is_over and budget.ops_left > end:
+        while not self.is_over and ops > 0:
+            before = budget.ops_left
             found = next(self.tried, None)
+            ops -= before - budget.ops_left
             self.is_over = found is None
             self.best_s = self.best_s if found is None else found
             yield
@@ -50,3 +53,12 @@ def race(racers: list[Racer], budget: Budget, *, good_frac: float) -> Iterator[N
                 yield
         running = sorted((r for r in running if not r.is_over), key=lambda r: r.best_s)
         num, ops = (num + 1) // 2, 2 * ops
+
+
+def rounds(num_ops: float) -> Iterator[float]:
+    """Sizes of rounds that together are about so much work: the first of much work are those of little."""
+    ops = 0.0
+    while num_ops > ops / 2 or not ops:
+        ops = min(MOST_OPS, GROWTH * ops or LEAST_OPS)
+        yield ops
+        num_ops -= ops

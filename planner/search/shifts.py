@@ -1,15 +1,16 @@
 """Moves of many units at once, for chains too long to be changed one by one.
 
 A *shift* takes some of the units that have one choice to another: a placement, an action on one group of saved tensors,
-an update that is late or not. The search tries half of them, a quarter, and so on down to one; spread over the chain,
-or from either end. Where a shift runs out of memory, it is tried again with a second one that frees what is short.
+an update that is late or not. The search tries half of them, a quarter, or down to one; spread over the chain, from
+either end, or neighbours. Where a shift runs out of memory, it is tried again with a second one that frees what is
+short.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from math import ceil
 
@@ -39,6 +40,12 @@ HOLDS = {"keep": "device", "host": "host", "nvme": "nvme"}
 """Kind of tier that holds a tensor, by the action on it."""
 MISJUDGED = 0.02
 """By so much of a tier's capacity, estimates of what is free there may be wrong."""
+STALE = 400
+"""Draws in a row that do not help, after which the search ends."""
+OF_ALL_UNITS = 0.08
+"""Of the draws, those of a move of all units."""
+FORGETS = 0.7
+"""What is left of what a shift has saved after it has not helped."""
 NUM_RELIEFS = 3
 """Ways to free memory that are tried for one shift."""
 
@@ -222,23 +229,28 @@ def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> 
 
 
 def descend_by_shifts(
-    problem: Problem, start: Candidate[UnitwisePlan], simulate_plan: PlanSimulator, *, bound: Bound, goal_s: float = 0.0
+    problem: Problem,
+    start: Candidate[UnitwisePlan],
+    simulate_plan: PlanSimulator,
+    *,
+    bound: Bound,
+    goal_s: float = 0.0,
+    seed: int = 0,
 ) -> Iterator[Candidate[UnitwisePlan]]:
     """From `start` along shifts and moves of all units, until a step of `goal_s`; after each one, the best so far.
 
-    Goes from coarse to fine: at each level a smaller part of the units that have a choice is changed, until at the
-    finest each shift changes one. What helped last is tried first, then what should by the prices of the bound. Ends
-    when a whole round has helped nothing.
+    What is changed, in how many units and in which, is drawn at random, by the seed: what helped last, and what should
+    by the prices of the bound, more often. A change that helps is made again. Ends when many in a row have not helped.
     """
-    for best in _Descent(problem, simulate_plan, bound).run(start):
+    for best in _Descent(problem, simulate_plan, bound, random.Random(seed)).run(start):
         yield best
         if _step_s(best) <= goal_s:
             return
 
 
 class _Descent:
-    def __init__(self, problem: Problem, simulate_plan: PlanSimulator, bound: Bound) -> None:
-        self.problem, self.simulate_plan = problem, simulate_plan
+    def __init__(self, problem: Problem, simulate_plan: PlanSimulator, bound: Bound, rng: random.Random) -> None:
+        self.problem, self.simulate_plan, self.rng = problem, simulate_plan, rng
         self.prices, self.s_per_gb = StreamPrices(problem, bound.shares), bound.s_per_gb
         self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
         self.of_plan: UnitwisePlan | None = None
@@ -252,36 +264,50 @@ class _Descent:
         """By shift: what it has saved lately, in seconds."""
 
     def run(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
-        before = None
-        while before is not best:
+        for better in self._of_all_units(best):
+            best = better
+            yield best
+        stale = 0
+        while stale < STALE:
             before = best
-            for level in range(1, len(self.problem.units).bit_length() + 1):
-                for part in (self._of_all_units, partial(self._level, level=level)):
-                    for better in part(best):
-                        best = better
-                        yield best
+            for better in (
+                self._of_all_units(best, only_one=True) if self.rng.random() < OF_ALL_UNITS else self._of_some(best)
+            ):
+                best = better
+                yield best
+            stale = 0 if best is not before else stale + 1
 
-    def _of_all_units(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
-        for family in GENERAL_FAMILIES:
-            for move in family(self.problem, best.plan):
-                changed = move(best.plan)
-                if changed is not None:
-                    best = self._better(best, self.simulate_plan(changed))
-                    yield best
+    def _of_all_units(
+        self, best: Candidate[UnitwisePlan], *, only_one: bool = False
+    ) -> Iterator[Candidate[UnitwisePlan]]:
+        """Every move that changes all units alike, or one of them."""
+        moves = [move for family in GENERAL_FAMILIES for move in family(self.problem, best.plan)]
+        for move in [self.rng.choice(moves)] if only_one else moves:
+            changed = move(best.plan)
+            if changed is not None:
+                best = self._better(best, self.simulate_plan(changed))
+                yield best
 
-    def _level(self, best: Candidate[UnitwisePlan], level: int) -> Iterator[Candidate[UnitwisePlan]]:
+    def _of_some(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
+        """One shift of some units, and as long as it helps of more."""
         ranked = sorted(self._menu(best.plan), key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
-        for shift in ranked:
-            for order in ORDERS:
-                while units := self._units(best.plan, shift):
-                    before = best
-                    for tried in self._tries(before, shift, order(units)[: max(1, len(units) >> level)]):
-                        best = tried
-                        yield best
-                    if best is before:
-                        self.gains[shift.name] = self.gains.get(shift.name, 0.0) / 2
-                        break
-                    self.gains[shift.name] = _step_s(before) - _step_s(best)
+        able = [shift for shift in ranked if self._units(best.plan, shift)]
+        shift = able[min(int(self.rng.expovariate(len(ORDERS) / len(able))), len(able) - 1)]
+        part = 2 ** self.rng.randint(1, len(self.problem.units).bit_length())
+        order = self.rng.choice([*ORDERS, self._from_somewhere])
+        while units := self._units(best.plan, shift):
+            before = best
+            for tried in self._tries(before, shift, order(units)[: max(1, len(units) // part)]):
+                best = tried
+                yield best
+            if best is before:
+                self.gains[shift.name] = self.gains.get(shift.name, 0.0) * FORGETS
+                return
+            self.gains[shift.name] = _step_s(before) - _step_s(best)
+
+    def _from_somewhere(self, units: Sequence[int]) -> Sequence[int]:
+        at = self.rng.randrange(len(units))
+        return [*units[at:], *units[:at]]
 
     def _tries(
         self, best: Candidate[UnitwisePlan], shift: Shift, units: Sequence[int]

@@ -59,7 +59,7 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], policy: str
 ) -> None:
     """Other orders, other semantics of the same numbers, packs and pages: what was searched has bounds of its own."""
-    monkeypatch.setattr(planning._Loop, "_race", lambda *args: None)
+    monkeypatch.setattr(planning._Loop, "_search", lambda *args: None)
     for device_mib in (200, 400):
         workload = toy_workload(4, gradient_accumulation_steps=3)
         machine = toy_machine(device_bytes=device_mib * MIB)
@@ -73,7 +73,7 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
 
 def test_one_micro_batch_has_one_search_whatever_order_a_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[int] = []
-    monkeypatch.setattr(planning, "race", lambda racers, *_, **__: raced.append(len(racers)) or ())
+    monkeypatch.setattr(planning, "race", lambda racers, *_, **__: raced.append(len(racers)) or iter(()))
     found = plan(toy_workload(4), toy_machine(device_bytes=200 * MIB), time_limit_s=1, policies=["vertical"])
     assert isinstance(found.plan, UnitwisePlan)
     assert found.plan.order == "vertical"
@@ -119,6 +119,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
 
 def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(from_program, "tune", _interrupt)
+    monkeypatch.setattr(planning, "POLICIES", {})
     with pytest.raises(KeyboardInterrupt):
         plan(toy_workload(4), toy_machine(), policies=())
 

@@ -1,0 +1,89 @@
+"""A wider search begins with exactly what each narrower one does: never worse by construction, not by luck."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.planner.instances import MB, chain, random_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.planning import plan
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.search import budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.sim.workloads.workload import Workload
+
+INSTANCES = [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 40))]
+
+
+def drawn(seed: int) -> tuple[Workload, Machine]:
+    """A chain short or long enough for shifts, with micro-batches and sub-batches."""
+    rng = random.Random(seed)
+    num = rng.choice((4, 10))
+    workload = chain(
+        forward_s=[rng.uniform(0.002, 0.02)] * num,
+        parameters=[rng.randint(1, 6) * MB] * num,
+        saved_mb=[[rng.uniform(2, 20), rng.uniform(1, 10)]] * num,
+        recompute_s=[[0.001, 0.004]] * num,
+        border_mb=4,
+        accumulation=rng.choice((1, 2)),
+        batch=4,
+    )
+    return workload, random_machine(rng, workload)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every plan that is simulated."""
+    monkeypatch.setattr(budget, "OPS_PER_S", 250)
+    found: list[Any] = []
+    simulate = PlanSimulator._simulate
+
+    def listed(self: PlanSimulator, made: object) -> object:
+        found.append(made)
+        return simulate(self, made)
+
+    monkeypatch.setattr(PlanSimulator, "_simulate", listed)
+    return found
+
+
+@pytest.mark.parametrize("seed", INSTANCES)
+def test_both_orders_begin_with_all_that_one_does(seed: int, tried: list[Any]) -> None:
+    workload, machine = drawn(seed)
+
+    def searched(**asked: object) -> tuple[float, list[Any]]:
+        tried.clear()
+        try:
+            step_s = plan(workload, machine, time_limit_s=100, **asked).step_s  # type: ignore[arg-type]
+        except InfeasiblePlan:
+            step_s = float("inf")
+        return step_s, list(tried)
+
+    both_s, of_both = searched()
+    for order in ("horizontal", "vertical"):
+        alone_s, alone = searched(orders=(order,))
+        assert both_s <= alone_s
+        is_needless = not any(made.policy == "planner" and made.order == order for made in of_both)
+        assert is_needless or [made for made in alone if made not in of_both] == []
+
+
+@pytest.mark.parametrize("seed", INSTANCES)
+def test_what_is_compared_with_does_not_change_the_search(seed: int, tried: list[Any]) -> None:
+    workload, machine = drawn(seed)
+    steps_s, plans = [], []
+    for policies in ((), ("zero-offload",), ("zero-offload", "fuyou"), tuple(POLICIES)):
+        tried.clear()
+        try:
+            found = plan(workload, machine, time_limit_s=100, policies=policies)
+        except InfeasiblePlan:
+            assert not steps_s or steps_s[-1] == float("inf")
+            steps_s.append(float("inf"))
+        else:
+            assert set(found.policies) == set(policies)
+            steps_s.append(found.step_s)
+        plans.append(list(tried))
+    assert steps_s == sorted(steps_s, reverse=True)
+    assert all(some[:20] == plans[0][:20] for some in plans)  # later ones may be needless beside a policy's
