@@ -64,8 +64,8 @@ class Row:
 
     @property
     def path(self) -> str:
-        """Seconds of the critical path by stream: what a difference may come from. It takes a simulation by SimPy, which
-        steps of several GPUs are too long for."""
+        """Seconds of the critical path by stream: what a difference may come from. Not of steps on several GPUs, which
+        are too long for the simulation by SimPy that it takes."""
         parts = self.prediction.critical_path_s if self.prediction and not self.group else {}
         shortest = 0.01 * sum(parts.values())
         return ", ".join(f"{stream} {seconds:.1f}" for stream, seconds in parts.items() if seconds >= shortest)
