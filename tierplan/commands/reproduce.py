@@ -5,6 +5,7 @@ Examples:
     tierplan reproduce                 all systems
     tierplan reproduce fuyou --json
     tierplan reproduce points          steps that others measured, on several GPUs (a few minutes; only when named)
+    tierplan reproduce finetuning      steps of one GPU that fine-tune: times and peaks of memory (only when named)
     tierplan reproduce --write docs/validation.md
 """
 
@@ -17,7 +18,9 @@ from tierplan.commands.options.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default), points")
+    parser.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default), points, finetuning"
+    )
     option(parser, "--json", "print one JSON object")
     option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())
 

@@ -1,7 +1,7 @@
 """Steps that others measured (`measured/facts.toml`), each put to the simulator by a rule, and what comes out.
 
     reproduce_points("points")       rows of several GPUs
-    reproduce_points("finetuning")   any other `measured/NAME.toml` with rules
+    reproduce_points("finetuning")   rows of one GPU that fine-tune: seconds, and peaks of memory
 
 A rule says for the points whose names match which machine, policy, options and batch they are, or why they cannot be
 expressed. Nothing in it depends on the measured time, unless it is marked `fitted`: then the row is one of calibration.
@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.plan import PlanError
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.workloads.models import load_workload
@@ -25,7 +26,7 @@ from tierplan.sim.workloads.workload import NotCovered, Training, Workload, Work
 from tierplan.validation.published.reproduce import Report, Row, constants_of
 
 Facts = Mapping[str, Any]
-POINTS = ("points",)
+POINTS = ("points", "finetuning")
 """The files with rules."""
 
 
@@ -148,31 +149,51 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
     )
 
 
-def reproduce_points(name: str, *, progress: Callable[[str], None] = lambda text: None) -> Report:
+def reproduce_points(name: str, *, only: str = "*", progress: Callable[[str], None] = lambda text: None) -> Report:
     """Every point that a rule of `measured/NAME.toml` matches, the first that does, beside its prediction."""
     table = _table(name)
     rows = []
     for point in load_points():
         rule = next((r for r in table["rule"] if any(fnmatch(point.id, pattern) for pattern in r["ids"])), None)
-        if rule is not None:
+        if rule is not None and fnmatch(point.id, only):
             progress(f"{name}: {point.id}")
-            rows.append(_row(name, point, rule, table["models"]))
+            rows += _rows(name, point, rule, table["models"])
     machines = dict.fromkeys(rule["machine"] for rule in table["rule"] if "machine" in rule)
     return Report(name, table["source"], tuple(rows), tuple(c for machine in machines for c in constants_of(machine)))
 
 
-def _row(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> Row:
-    fitted = point.id in rule.get("fitted", ())
-    base = (system, "calibrate" if fitted else "check", "step_s", point.id)
+PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
+"""Published peaks of one GPU's memory, in bytes."""
+
+
+def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> list[Row]:
+    """The point's time, and its other quantities that the rule names."""
+    role = "calibrate" if point.id in rule.get("fitted", ()) else "check"
+    peaks = (name for name in PEAKS if system == "finetuning" and name in point.facts)
+    quantities = rule.get("quantities", ("step_s", *peaks))
     note = str(rule.get("note", ""))
     if "cannot" in rule:
-        return Row(*base, None, None, None, f"cannot be expressed: {rule['cannot']}", note)
+        why_not = f"cannot be expressed: {rule['cannot']}"
+        return [Row(system, role, "step_s", point.id, None, None, None, why_not, note)]
     question = question_of(point, rule, models)
-    step_s = point.step_s(question.sequences, question.training.sequence_length)
-    group = f"{rule['machine']}, {point.facts['gpus']} GPUs, {question.model}"
+    tokens = question.sequences * question.training.sequence_length
+    group, prediction, why_not = f"{rule['machine']}, {point.facts['gpus']} GPUs, {question.model}", None, ""
     try:
         prediction = question.answer()
+        why_not = prediction.why_not
     except (WorkloadError, PlanError) as error:
-        return Row(*base, step_s, step_s, None, str(error), note)
-    tokens = question.sequences * question.training.sequence_length
-    return Row(*base, step_s, step_s, prediction.step_s, prediction.why_not, note, prediction, group, tokens)
+        why_not = str(error)
+    rows = []
+    for quantity in quantities:
+        if quantity == "step_s":
+            value = point.step_s(question.sequences, question.training.sequence_length)
+            told = None if prediction is None else prediction.step_s
+            rows.append(
+                Row(system, role, quantity, point.id, value, value, told, why_not, note, prediction, group, tokens)
+            )
+        else:
+            steady = None if prediction is None else prediction.steady
+            told = None if steady is None else steady.peak_bytes[DEVICE] / PEAKS[quantity]
+            value = float(point.facts[quantity])
+            rows.append(Row(system, role, quantity, point.id, value, value, told, why_not, note))
+    return rows

@@ -71,3 +71,18 @@ def test_what_cannot_be_expressed_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Question, "answer", lambda self: Prediction(policy="p", model="m", machine="x", plan=None))
     rows = {row.label: row for row in reproduce_points("points").rows if row.why_not}
     assert "Muon" in rows["muon-cpu"].why_not
+
+
+def test_every_row_that_fine_tunes_on_one_gpu_has_a_rule() -> None:
+    patterns = [pattern for rule in _table("finetuning")["rule"] for pattern in rule["ids"]]
+    words = ("lora", "full", "peft", "torchao", "torchtune")
+    rows = [p for p in load_points() if p.facts.get("gpus", 1) == 1 and any(word in p.id for word in words)]
+    unmatched = [p.id for p in rows if not any(fnmatch(p.id, pattern) for pattern in patterns)]
+    assert [name for name in unmatched if not name.startswith(("roundpipe-", "torchtitan"))] == []
+
+
+def test_a_peak_stands_beside_its_time() -> None:
+    name = "qwen-1.8b-full-parameter-1x1-s256"
+    rows = [row for row in reproduce_points("finetuning", only=name).rows if row.label == name]
+    assert [row.quantity for row in rows] == ["step_s", "peak_gb"]
+    assert all(row.predicted is not None for row in rows)
