@@ -24,6 +24,7 @@ Order = Literal["horizontal", "vertical"]
 WriteBack = Literal["at once", "delayed", "awaited"]
 UpdateOrder = Literal["forward", "backward"]
 PackForm = Literal["data", "pipeline", "resident"]
+UpdatePlace = Literal["home", "device"]
 Runs = tuple[tuple[int, int], ...]
 """Of units: the first one and the one after the last, of each run."""
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -37,6 +38,7 @@ Divided = Literal["all", "gradients", "states", "nothing", "tensors"]
 UNIT_WORDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("params", "grads", "states"), PLACES),
     "input": get_args(InputAction),
+    "update": get_args(UpdatePlace),
 }
 PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
     "semantics": get_args(Semantics),
@@ -71,6 +73,8 @@ class UnitPlan:
     """Where gradients wait for the update (and accumulate). Backward makes them on the device."""
     states: Place = "device"
     """Where optimizer states live between steps; `device` updates on the device, the others on the host's cores."""
+    update: UpdatePlace = "home"
+    """`device`: states that live in host memory or on NVMe come to the device for the update, and go back."""
     input: InputAction = "keep"
     """What happens to the unit's input between forward and backward."""
     acts: Action | tuple[Action, ...] = "keep"
@@ -91,6 +95,11 @@ class UnitPlan:
     def host_frac(self) -> float:
         """Share of its optimizer states that lives in host memory although the others do not."""
         return self.host_shards / self.state_shards
+
+    @property
+    def updates_here(self) -> bool:
+        """Whether the update runs on the device."""
+        return self.states == "device" or self.update == "device"
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
@@ -440,6 +449,17 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
         raise PlanError(
             f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
             "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
+        )
+    if choice.update == "device" and (choice.grads != "device" or choice.late_update or choice.state_shards > 1):
+        raise PlanError(
+            f"unit {unit.name!r} has its states brought to the device, but gradients in {choice.grads!r}, "
+            f"late_update={choice.late_update} and state_shards={choice.state_shards}; such an update takes whole "
+            "states and gradients that wait on the device, and is not late"
+        )
+    if choice.update == "device" and plan.semantics == "delayed-1":
+        raise PlanError(
+            f"unit {unit.name!r} has its states brought to the device, but a delayed update runs on the host with "
+            "gradients that waited in host memory: choose semantics 'exact-clip' or 'in-backward', or update 'home'"
         )
     if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
         raise PlanError(

@@ -91,6 +91,6 @@ def toy_machine(
 
 def uniform_plan(workload: Workload, choice: UnitPlan, **settings: object) -> UnitwisePlan:
     """The same choice for every unit; embed and head keep their activations."""
-    other = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
+    other = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states, update=choice.update)
     units = tuple(choice if u.kind == "block" else other for u in workload.units)
     return UnitwisePlan(policy="uniform", units=units, **settings)  # type: ignore[arg-type]

@@ -82,9 +82,9 @@ TURNS: Mapping[int, TurnKind] = {
     listing.FORWARD: TurnKind((forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
     listing.FETCH: TurnKind((fetch,), (), IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),
-    listing.BACKWARD: TurnKind((backward,), ("acts", "grads"), IN_BACKWARD_TOO, BEFORE),
+    listing.BACKWARD: TurnKind((backward,), ("acts", "grads", "update"), IN_BACKWARD_TOO, BEFORE),
     listing.CLIP: TurnKind((clip,), (), ("norm", "clip")),
-    listing.UPDATE_HERE: TurnKind((update_here,), (), ("params", "states#", "due", "clip")),
+    listing.UPDATE_HERE: TurnKind((update_here,), ("params", "states", "update"), ("params", "states#", "due", "clip")),
     listing.ALIAS: TurnKind((), (), ("due", "grads", "old grads")),
     listing.ARRIVE: TurnKind((arrive,), ("state_shards",), TO_UPDATE, AFTER),
     listing.UPDATE: TurnKind((update,), ("params", "state_shards"), TO_UPDATE, AFTER),
@@ -142,7 +142,7 @@ class Chain:
         if choice not in self._known[u]:
             num_parts = len(self.workload.training.state_parts(self.workload.units[u], choice.state_shards))
             facts = [self._numbered(u, kind, choice) for kind in TURNS]
-            row = [*facts, num_parts, choice.states == "device", choice.late_update]
+            row = [*facts, num_parts, choice.updates_here, choice.late_update]
             self._known[u][choice] = self._rows.add(row)
         return self._known[u][choice]
 

@@ -265,7 +265,7 @@ def _complete(s: Sketch) -> None:
     """After the last micro-batch: the norm if one is wanted, and the way to where the update finds them."""
     name, n, t, choice = s.unit.name, s.unit.num_trained, s.workload.training, s.choice
     grads = s.made("grads")
-    if choice.states != "device" and choice.grads == "device":
+    if choice.states != "device" and choice.update == "home" and choice.grads == "device":
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if t.max_grad_norm is not None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
@@ -297,15 +297,37 @@ def _coefficient(s: Sketch) -> str | None:
 
 
 def update_here(s: Sketch) -> None:
-    """The optimizer step of one unit whose states are on the device."""
-    reads, writes = [s.get("due"), _coefficient(s)], []
-    for cell in ("states0", "params"):
-        if (old := s.get(cell)) is not None:
-            reads.append(old)
-            writes.append(s.put(cell, s.over(old)))
-    work = s.workload.training.update_work(s.unit)
-    key = States(s.unit.name).update_key
-    s.op(key, COMPUTE, "update", work=work, reads=reads, writes=writes, rank=UPDATES)
+    """The optimizer step of one unit on the device, with states that are there, or that come and go back."""
+    name, t = s.unit.name, s.workload.training
+    reads, writes, homes = [s.get("due"), _coefficient(s)], [], []
+    for cell, content, size_bytes in (
+        ("states0", States(name), t.states_bytes(s.unit)),
+        ("params", Params(name), s.unit.num_trained * t.param_bytes),
+    ):
+        if (home := s.get(cell)) is None:
+            continue
+        if cell == "params" and t.has_master and s.tier(home) != DEVICE:
+            here = s.buffer(content, DEVICE, size_bytes, "params")  # made from the master copy
+        else:
+            what: Content | str = content if cell == "states0" else op_key(content, "update")
+            reads.append(brought := _brought(s, what, home))
+            here = s.over(brought)
+        writes.append(s.put(cell, here))
+        homes.append((cell, content, home))
+    key = States(name).update_key
+    s.op(key, COMPUTE, "update", work=t.update_work(s.unit), reads=reads, writes=writes, rank=UPDATES)
+    for cell, content, home in homes:
+        if (tier := s.tier(home)) != DEVICE:
+            what = content if cell == "states0" else op_key(content, "update")
+            back = s.move(what, s.made(cell), HOST, over=home if tier == HOST else None, rank=GOES_HOME)
+            s.put(cell, back if tier == HOST else s.move(what, back, NVME, over=home, rank=GOES_HOME))
+
+
+def _brought(s: Sketch, what: Content | str, home: str) -> str:
+    """A buffer on the device, ahead of an update there."""
+    if s.tier(home) == NVME:
+        home = s.move(what, home, HOST, rank=FETCHES, lead=STATES)
+    return home if s.tier(home) == DEVICE else s.move(what, home, DEVICE, rank=FETCHES, lead=STATES)
 
 
 def _part(s: Sketch) -> States:

@@ -4,7 +4,9 @@ Gradients leave during backward. CPU Adam starts when backward is done (it needs
 check for overflow); each unit's new parameters are copied back while the next unit is updated. Per parameter and step:
 2 bytes down, 2 bytes up. The delayed parameter update (`semantics=delayed-1`) overlaps the optimizer with the next
 step's compute and is another algorithm, so it is never the default. `device_frac` keeps the optimizer states of that
-share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first.
+share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first. `update=device` brings
+states to the GPU and back for an update there, as soon as a unit's gradients are made, instead of CPU Adam (paged
+optimizers, torchao's and verl's streamed states).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tierplan.planner.policies.options import bounded_semantics, choice, number,
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
-OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "semantics": None}
+OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "update": "host", "semantics": None}
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
@@ -25,14 +27,16 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_parameters
     recompute = choice(NAME, options, "checkpointing", ("on", "off")) == "on"
+    comes = choice(NAME, options, "update", ("host", "device")) == "device"
     units: list[UnitPlan] = []
     for unit in reversed(workload.units):
         acts = "recompute" if recompute and unit.kind == "block" else "keep"
         place = "device" if 0 < unit.num_parameters <= on_device else "host"
         if place == "device":
             on_device -= unit.num_parameters
-        units.insert(0, UnitPlan(params="device", grads=place, states=place, acts=acts))  # type: ignore[arg-type]
-    semantics = bounded_semantics(NAME, options, workload, "exact-clip")
+        streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
+        units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
+    semantics = bounded_semantics(NAME, options, workload, "in-backward" if comes else "exact-clip")
     return UnitwisePlan(
         policy=NAME,
         units=tuple(units),
