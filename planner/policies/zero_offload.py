@@ -41,6 +41,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         policy=NAME,
         units=tuple(units),
         semantics=semantics,
+        prefetch_states_units=0 if comes else 1,
         hold_updates=semantics == "exact-clip",
         update_order="backward",
         options=options,
