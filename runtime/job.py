@@ -134,7 +134,7 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     folder = job.model if job.model.is_dir() else job.model.parent
     tokenizer_files = _tokenizer_files(folder) if job.model.is_dir() else []
     loaded = has_weights(folder) and job.model.is_dir()
-    weights = checkpoint_weights(model, folder) if loaded else random_weights(model, seed=job.seed)
+    weights = checkpoint_weights(model, folder, seed=job.seed) if loaded else random_weights(model, seed=job.seed)
     files.make_folder(job.out_dir)
     config: Any = model.config
     tokens = read_tokens(

@@ -13,8 +13,9 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         kept = torch.get_rng_state()
-        torch.manual_seed(seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name))
+        torch.manual_seed(_seed_of(unit, seed))
         wanted = {id(p) for _, p in unit.all_parameters}
         for _, p in unit.all_parameters:
             p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
@@ -100,6 +101,7 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
                         rule(module)
                     else:
                         getattr(module, "reset_parameters", lambda: None)()
+        _reset_adapters(model, wanted)
         torch.set_rng_state(kept)
         for name, p in unit.all_parameters:
             if torch.isnan(p).any():
@@ -111,12 +113,29 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
     return weights
 
 
-def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weights:
-    """Parameters from the safetensors files of a folder, read tensor by tensor."""
+def _seed_of(unit: ModelUnit, seed: int) -> int:
+    return seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name)
+
+
+def _reset_adapters(model: nn.Module, wanted: Set[int]) -> None:
+    """Gives adapters that have one of these parameters their first values, by PEFT's own rules."""
+    for module in model.modules() if hasattr(model, "peft_config") else ():
+        for name, more in (("reset_lora_parameters", (True,)), ("reset_ia3_parameters", ())):
+            if hasattr(module, name) and any(id(p) in wanted for p in module.parameters()):
+                with torch.no_grad():
+                    getattr(module, name)("default", *more)
+
+
+def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed: int = 0) -> Weights:
+    """Parameters from the safetensors files of a folder, read tensor by tensor; adapters begin by PEFT's rules."""
     files = _files_by_key(Path(folder))
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
+    is_adapted = hasattr(model, "peft_config")
+
     def key_of(name: str) -> str:
+        if is_adapted:
+            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         bare = name.removeprefix(prefix)
         for key in (name, bare, prefix + name):
             for candidate in (key, key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(".bias", ".beta")):
@@ -128,7 +147,18 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Weig
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         tensors = []
+        if adapters := {id(p): p for _, p in unit.parameters if is_adapted}:
+            for p in adapters.values():
+                p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(_seed_of(unit, seed))
+                _reset_adapters(model, adapters.keys())
         for name, p in unit.all_parameters:
+            if id(p) in adapters:
+                if torch.isnan(p).any():
+                    raise WeightsError(f"adapter {name!r} has no rule of its own to begin with; train it from Python")
+                tensors.append(p.detach())
+                continue
             key, shape = key_of(name), p.shape
             with _tensors_in(files[key]) as file:
                 tensor = file.get_tensor(key)
@@ -186,11 +216,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
-    """Writes the trained parameters as a checkpoint that `from_pretrained` loads, one file per unit.
+    """Writes all parameters as a checkpoint that `from_pretrained` loads, one file per unit; of adapters, these alone.
 
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
+    if hasattr(trainer.model, "peft_config"):
+        _export_adapters(trainer, target)
+        return
     owners = [unit for unit in trainer.units if unit.all_parameters]
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -210,6 +243,24 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
         if getattr(model, part, None) is not None:
             with naming("write", target / f"{part}.json"):
                 getattr(model, part).save_pretrained(target)
+
+
+def _export_adapters(trainer: Trainer, target: Path) -> None:
+    """As PEFT saves them, for `PeftModel.from_pretrained`."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save
+
+    model: Any = trainer.model
+    tensors: dict[str, torch.Tensor] = {}
+    for unit in trainer.units:
+        if unit.parameters:
+            flat_n = trainer.placement.content(Params(unit.name)).view(unit.dtype)
+            names = (name for name, _ in unit.parameters)
+            tensors.update(zip(names, (view.clone() for view in unit.views(flat_n)), strict=True))
+    own = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
+    write_atomically(target / "adapter_model.safetensors", save(own, metadata={"format": "pt"}))
+    with naming("write", target / "adapter_config.json"):
+        replace(model.peft_config["default"], inference_mode=True).save_pretrained(str(target))
 
 
 def write_flat(path: Path, parameters: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor) -> None:

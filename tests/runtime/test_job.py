@@ -133,6 +133,30 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
     assert "the run was made with training.freeze = " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.filterwarnings("ignore::Warning:peft")
+def test_adapters_are_trained_and_saved_as_peft_does(files: Path) -> None:
+    from peft import PeftModel
+    from transformers import GPT2LMHeadModel
+
+    make = GPT2LMHeadModel(GPT2LMHeadModel.config_class(**json.loads((files / "config.json").read_text())))
+    make.save_pretrained(files / "base")
+    write_plan(files, replace(CPU, lora="r=4"))
+    base = ["--model", str(files / "base")]
+    assert main(arguments(files, 1, "start", *base, "--lr", "0", "--weight-decay", "0")) == 0
+    assert main(arguments(files, 2, "out", *base, "--weight-decay", "0")) == 0
+    assert main(arguments(files, 4, "out", *base, "--weight-decay", "0", "--resume")) == 0
+    model = GPT2LMHeadModel.from_pretrained(files / "base").train()
+    model = PeftModel.from_pretrained(model, str(files / "start" / "model"), is_trainable=True).train()
+    (kept,) = (files / "out").glob("tokens-*.npy")
+    batches = TokenBatches(np.load(kept), CPU.per_device_train_batch_size, CPU.sequence_length)
+    losses = train_plainly(model, batches, steps=4, optimizer=OptimizerSettings(lr=0.01, weight_decay=0.0))
+    assert [row["loss"] for row in metrics(files, "out")] == losses
+    model.save_pretrained(files / "plain")
+    ours, theirs = weights_in(files / "out" / "model"), weights_in(files / "plain")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(files, 2, "out")) == 0
     for option, value in (("--lr-schedule", "cosine"), ("--data", "other.txt")):
