@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.hwmodels.names import DEVICE, HOST, NVME, parse_stream
+from tierplan.hwmodels.names import DEVICE, HOST, HOST_ADAM, NVME, parse_stream
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
@@ -465,4 +465,6 @@ class Trainer:
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:
-            limit_this_thread(1)  # measured: more only get into the way of compute
+            # Measured without a GPU: more only get into the way of compute. Beside one, Adam has the cores.
+            has_cores = stream == HOST_ADAM and self._device.is_asynchronous
+            limit_this_thread(self._threads if has_cores else 1)

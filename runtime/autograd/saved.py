@@ -136,7 +136,7 @@ class Recorder(_Saver):
     away: dict[int, SavedStorage] = field(default_factory=dict)
     """The recomputed and the moved ones, for those who bring them back. Autograd's graph alone holds the others."""
     saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
-    """All saved tensors, held by nobody here: what a recomputation may start from."""
+    """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
 
     def pack(self, t: torch.Tensor) -> object:
         reference = self.reference(t)
@@ -148,13 +148,15 @@ class Recorder(_Saver):
             index = self.num_saved
             self.num_saved += 1
             self.sizes.append(storage.nbytes())
-            saved = SavedStorage(index, storage.nbytes(), None if index in self.recomputed else storage)
+            if not self.recomputed and index not in self.moved:  # nobody asks for it but the graph
+                saved = True
+            else:
+                saved = SavedStorage(index, storage.nbytes(), None if index in self.recomputed else storage)
+                self.saved[index] = weakref.ref(saved)
+                if index in self.moved or index in self.recomputed:
+                    self.away[index] = saved
             self.know(t, saved)
-            self.saved[index] = weakref.ref(saved)
-            if index in self.moved or index in self.recomputed:
-                self.away[index] = saved
-        assert isinstance(saved, SavedStorage)
-        return _Reference(saved, t)
+        return _Reference(saved, t) if isinstance(saved, SavedStorage) else t.detach()
 
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:

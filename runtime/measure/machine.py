@@ -91,7 +91,8 @@ def measure_description(
     report = progress or (lambda what, part: None)
     report("preparing memory and files", 0.0)
     with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
-        threads = StreamThreads(list(dict.fromkeys(load.stream for load in all_loads)))
+        names = list(dict.fromkeys(load.stream for load in all_loads))
+        threads = StreamThreads(names, num_adam_threads=torch.get_num_threads() if chosen.is_asynchronous else 1)
         try:
             # twice: threads start, kernels are chosen, pages are touched
             op_s = {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from tierplan.hwmodels.names import parse_stream
+from tierplan.hwmodels.names import HOST_ADAM, parse_stream
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.measure.loads import Load
 
@@ -26,14 +26,14 @@ stands for anything worse: such a number is a guess."""
 
 
 class StreamThreads:
-    """One thread per stream; as in training, only compute uses several threads for one op."""
+    """One thread per stream; as in training, only compute uses several threads for one op, and Adam beside a GPU."""
 
-    def __init__(self, streams: Sequence[str]) -> None:
+    def __init__(self, streams: Sequence[str], *, num_adam_threads: int = 1) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         for stream in streams:
             pool = ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}")
             if not parse_stream(stream).is_compute:
-                pool.submit(limit_this_thread, 1).result()
+                pool.submit(limit_this_thread, num_adam_threads if stream == HOST_ADAM else 1).result()
             self._threads[stream] = pool
 
     def rates(self, loads: Sequence[Load], window_s: float) -> list[float]:

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
 from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.sim.analysis.completion import OutOfMemory
@@ -165,6 +167,54 @@ def test_it_grants_and_completes_what_the_simulator_does(schedule: Schedule, num
         return
     executor.run(num_steps)
     check_against_simulator(schedule, num_steps, executor)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(1, 3), st.integers(0, 10**6))
+def test_a_device_that_runs_ahead_does_what_the_simulator_does_within_its_memory(
+    schedule: Schedule, num_steps: int, seed: int
+) -> None:
+    """Two streams are the device's. What its ops hold is counted when they run there, and not when they are issued."""
+    names = {"a": COMPUTE, "b": H2D, "c": HOST_ADAM}
+    schedule = replace(schedule, ops=tuple(replace(op, stream=names[op.stream]) for op in schedule.ops))
+    device, rng, lock = FakeCuda(seed, lateness_s=0.0002), random.Random(seed), threading.Lock()
+    done: list[tuple[Call, list[Instance]]] = []
+
+    def body(call: Call) -> None:
+        fresh = [x for x in call.writes if x.over is None]
+
+        def work() -> None:
+            with lock:
+                done.append((call, fresh))
+
+        time.sleep(rng.choice([0.0, 0.0, 0.0003]))
+        device.put(call.op.stream, work)
+
+    def on_grant(op: Op, instance: Instance, size_bytes: int) -> None:
+        instance.outside_bytes = size_bytes  # so that its stream may have it again at once
+
+    executor = Executor(schedule, body, on_grant=on_grant, device=device)
+    unrolled = unroll(schedule, num_steps)
+    try:
+        simulate(unrolled, {op.key: Cost(0.0, 1.0) for op in unrolled.ops})
+    except OutOfMemory:
+        with pytest.raises(TierFullError, match="nothing that still runs will free more"):
+            executor.run(num_steps)
+        return
+    executor.run(num_steps)
+    check_against_simulator(schedule, num_steps, executor)
+    assert len(done) == len(unrolled.ops)
+    held_bytes = executor.ledger.held_bytes
+    used = schedule.initial_bytes()
+    last = {id(x): k for k, (call, _) in enumerate(done) for x in (*call.reads, *call.writes)}
+    outlives = {id(x) for x in executor.carried.values()}
+    for k, (call, fresh) in enumerate(done):
+        for x in fresh:
+            used[x.buffer.tier] += held_bytes[x.buffer.name]
+            assert used[x.buffer.tier] <= executor.ledger.capacity_bytes[x.buffer.tier]
+        for x in {id(x): x for x in (*call.reads, *call.writes)}.values():
+            if last[id(x)] == k and id(x) not in outlives and not x.is_reused:
+                used[x.buffer.tier] -= held_bytes[x.buffer.name]
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, Segment, state_regions, update_flat
 
 N = 10_007
@@ -34,6 +35,25 @@ def test_adamw_against_torch(chunk: int, weight_decay: float) -> None:
         update_flat(params, grad, regions, settings, step=step, lr=settings.lr, chunk_elements=chunk)
     assert torch.equal(params, reference.detach())
     assert torch.equal(regions["second"], optimizer.state[reference]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("has_master", [False, True])
+def test_threads_change_no_bit(has_master: bool) -> None:
+    """Beside a GPU all cores share the update of a unit."""
+    dtype, length = (torch.bfloat16 if has_master else torch.float32), (1 << 20) + N
+    found = []
+    for num_threads in (1, 2, 3):
+        generator = torch.Generator().manual_seed(1)
+        params, grad = (torch.randn(length, generator=generator).to(dtype) for _ in range(2))
+        states = torch.zeros((12 if has_master else 8) * length, dtype=torch.uint8)
+        regions = state_regions(states, optimizer="adamw", has_master=has_master)
+        if has_master:
+            regions["master"].copy_(params)
+        with threads_here(num_threads):
+            for step in (1, 2):
+                update_flat(params, grad, regions, OptimizerSettings(), step=step, lr=1e-2)
+        found.append((params, states))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_bf16_with_master_and_clipping_against_torch() -> None:
