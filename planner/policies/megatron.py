@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PackPlan, Packs, Runs, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Packs, PlanError, Runs, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import (
-    OptionError,
     Policy,
     bounded_semantics,
     number,
@@ -48,8 +47,9 @@ def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str,
     options["devices"] = options["devices"] or machine.num_devices
     devices = int(number(name, options, "devices", low=1, high=machine.num_devices))
     if devices > len(workload.blocks):
-        raise OptionError(
-            f"option 'devices' of policy {name!r} is {devices}, but the model has fewer blocks; use fewer"
+        raise PlanError(
+            f"policy {name!r} on {devices} devices needs at least a block for each, but the model has "
+            f"{len(workload.blocks)}; use fewer devices (option 'devices')"
         )
     stages = even_stages(len(workload.blocks), devices)
     packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages)

@@ -345,10 +345,10 @@ class FakeCuda(Device):
             drawn = func(*tree_map(_copied, args), **tree_map(_copied, kwargs)) if draws else None
         else:
             out = func(*args, **kwargs)  # on what is there now; what it says of itself is right
-            made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            if {t.untyped_storage()._cdata for t in made} <= {s._cdata for s in reads}:
+            results_now = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            if {t.untyped_storage()._cdata for t in results_now} <= {s._cdata for s in reads}:
                 return out
-            if not draws and any(t.dtype in INDICES for t in made) and name not in EMPTY:
+            if not draws and any(t.dtype in INDICES for t in results_now) and name not in EMPTY:
                 draws = True  # indices are right at once, so that whoever uses them launches what he would
                 self._do(stream, stream.num_put)
                 out = func(*args, **kwargs)
@@ -367,9 +367,9 @@ class FakeCuda(Device):
 
         def work() -> None:
             with _disable_current_modes(), torch.no_grad():
-                found = drawn if draws else func(*held_args, **held_kwargs)
+                computed = drawn if draws else func(*held_args, **held_kwargs)
                 for t, new in zip(
-                    results, (t for t in tree_leaves(found) if isinstance(t, torch.Tensor)), strict=False
+                    results, (t for t in tree_leaves(computed) if isinstance(t, torch.Tensor)), strict=False
                 ):
                     t.copy_(new)  # type: ignore[attr-defined]
 
@@ -401,7 +401,7 @@ def _copied(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Arguments that an operation writes to: what is declared, and what is given."""
     for k, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -409,12 +409,12 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    given = [value for _, value in _arguments(func, args, kwargs)]
+    given = [value for _, value in _written_arguments(func, args, kwargs)]
     return [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
 
 
 def _returned(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation that writes to its arguments returns: some of them."""
-    by_alias = {tuple(a.alias_info.before_set): value for a, value in _arguments(func, args, kwargs)}
-    found = [by_alias.get(tuple(r.alias_info.before_set)) for r in func._schema.returns if r.alias_info]
-    return found[0] if len(found) == 1 else tuple(found) or None
+    by_alias = {tuple(a.alias_info.before_set): value for a, value in _written_arguments(func, args, kwargs)}
+    returned = [by_alias.get(tuple(r.alias_info.before_set)) for r in func._schema.returns if r.alias_info]
+    return returned[0] if len(returned) == 1 else tuple(returned) or None
