@@ -122,7 +122,7 @@ def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, in
 def _room_bytes(workload: Workload, machine: Machine, modules: list[_Module], kept: set[tuple[int, int]]) -> int:
     """What the device surely has beside what is kept, parameters, gradients, states and what two units work on."""
     t = workload.training
-    waiting = workload.num_parameters if t.max_grad_norm else 2 * max(u.num_parameters for u in workload.units)
+    waiting = workload.num_trained if t.max_grad_norm else 2 * max(u.num_trained for u in workload.units)
     need = workload.num_parameters * t.param_bytes + workload.states_bytes + waiting * t.grad_bytes
     need += sum(m.size_bytes for m in modules if (m.unit, m.slot) in kept)
     need += sum(u.saved_bytes for u in workload.units if u.kind != "block")

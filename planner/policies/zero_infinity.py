@@ -115,7 +115,7 @@ def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, device
     swapping uses stand beside it (`runtime/swap_tensor`): of fp32 for the optimizer, of 16 bits for parameters, with
     their documented sizes.
     """
-    t, own = workload.training, -(-workload.num_parameters // devices)
+    t, own = workload.training, -(-workload.num_trained // devices)
     total = 0
     if optimizer != "device":
         total += own * t.grad_bytes + (_pinned(own * t.grad_bytes) if pinned else 0)

@@ -25,15 +25,15 @@ OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "upd
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """The optimizer on the host, but for `device_frac` of it; activations recomputed per block (`checkpointing`)."""
     options = read_options(NAME, given, OPTIONS)
-    on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_parameters
+    on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_trained
     recompute = choice(NAME, options, "checkpointing", ("on", "off")) == "on"
     comes = choice(NAME, options, "update", ("host", "device")) == "device"
     units: list[UnitPlan] = []
     for unit in reversed(workload.units):
         acts = "recompute" if recompute and unit.kind == "block" else "keep"
-        place = "device" if 0 < unit.num_parameters <= on_device else "host"
+        place = "device" if 0 < unit.num_trained <= on_device else "host"
         if place == "device":
-            on_device -= unit.num_parameters
+            on_device -= unit.num_trained
         streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
         units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
     semantics = bounded_semantics(NAME, options, workload, "in-backward" if comes else "exact-clip")
