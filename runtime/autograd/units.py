@@ -210,7 +210,8 @@ def _unit(
 
 def first_trained(units: Sequence[ModelUnit]) -> int:
     """The first unit with a backward, as in `Workload.first_trained`."""
-    return next(u for u, unit in enumerate(units) if unit.parameters or not unit.frozen.parameters)
+    trained = (u for u, unit in enumerate(units) if unit.parameters or not unit.frozen.parameters)
+    return next(trained, len(units))
 
 
 def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:

@@ -156,9 +156,3 @@ def test_parts_begin_on_pages_of_any_state() -> None:
 )
 def test_sizes_of_parts(num_parameters: int, num_parts: int, sizes: list[int]) -> None:
     assert [len(part) for part in part_ranges(num_parameters, num_parts)] == sizes
-
-
-@given(num_parameters=st.integers(1, 300_000), num_parts=st.integers(1, 40))
-def test_a_part_of_the_states_knows_its_parameters(num_parameters: int, num_parts: int) -> None:
-    parts = part_ranges(num_parameters, num_parts)
-    assert [States("L3", k, len(parts)).parameters(num_parameters) for k in range(len(parts))] == parts

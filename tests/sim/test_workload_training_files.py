@@ -78,7 +78,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "'tape'; it must be cpu, nvme"),
-        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion'"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
     ],
@@ -153,7 +153,7 @@ def test_accelerate(tmp_path: Path) -> None:
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
         ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
-        ("optim: lion_32bit", "optim is 'lion_32bit'"),
+        ("optim: lomo", "optim is 'lomo'"),
         ("optim: sgd\ndeepspeed: none.json", "there is no file"),
     ],
 )

@@ -107,7 +107,8 @@ def test_what_is_rented_costs_hours_at_its_price(advice: Advice) -> None:
     assert advice.rented is not None
     assert advice.rented.usd == pytest.approx(advice.rented.seconds / 3600 * advice.rented.usd_per_hour)
     planned = answer_point(replace(advice.point, machine=advice.rented.machine, overrides={}))
-    assert advice.rented.seconds == pytest.approx(1e9 / planned["tokens_per_s"])  # type: ignore[operator]
+    quickest_s = 1e9 / planned["tokens_per_s"]  # type: ignore[operator]
+    assert advice.rented.seconds >= quickest_s * (1 - 1e-9), "a quick answer is at most as quick as plan's"
     text = " ".join(" ".join(advice_lines(advice)).split())
     assert "or rented" in text
     assert f"costs {advice.rented.usd_per_hour:g} USD an hour ({advice.rented.source}" in text

@@ -23,8 +23,8 @@ from tierplan.commands.options.terminal import say, say_nameplate
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
-OWN_SEMANTICS = ("harmony", "virtual-memory")
-"""Policies that update in backward and in no other way."""
+OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
+"""Policies that update in one way and in no other."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

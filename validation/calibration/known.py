@@ -19,8 +19,8 @@ AUTO, NONE = "auto", "none"
 """In place of a file: the one that suits best, and none."""
 CALIBRATION_BLOCKS = 3
 FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.12, 0.2
-"""What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: nine in ten, by
-`tierplan validate --transfer`."""
+"""What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: estimates,
+until `tierplan validate --transfer` has been run on a quiet machine, and says what to write here."""
 SAME = ("dtype", "backend", "optimizer", "attention")
 """Of the training settings: what has to be that of the calibration."""
 
