@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from tierplan.commands.options.not_yet import nearest
 USER_ERRORS = (ValueError, OSError, RuntimeError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
 
+OF_OTHERS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn, as `transformers` imports torchao, of kernels that no command uses."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: a dozen lines of usage would hide it."""
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Some commands end with 3: what was asked about does not fit, which is an answer.
     """
+    for name in OF_OTHERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     parser = command_parser()
     args, unknown = parser.parse_known_args(argv)
     if args.command is None:
