@@ -17,6 +17,8 @@ BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not
 END = "<!-- end of published figures -->"
 FIGURES = "figures"
 MARKS = {"calibrate": ("s", "#999999"), "check": ("o", "#0072B2")}
+LINE_INCHES = 0.17
+"""Of the list of points beside their picture, which is as high as the list."""
 
 
 def summary_text(report: Report) -> str:
@@ -96,7 +98,12 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    shown = sorted((row for row in rows if row.role in MARKS), key=lambda row: row.value or 0.0)
+    words = [row.label.split(", ") for row in shown]
+    names = [", ".join(word for word in own if any(word not in other for other in words)) for own in words]
+    listed = "\n".join(textwrap.fill(f"{k}  {name}", 44, subsequent_indent="    ") for k, name in enumerate(names, 1))
+    height = max(5.0, LINE_INCHES * (listed.count("\n") + 3))
+    figure = Figure(figsize=(9, height), layout="constrained")
     axes, list_of_points = figure.subplots(1, 2, width_ratios=(2, 1))
     values = [row.value or 0.0 for row in rows]
     low, high = 0.7 * min(values), 1.4 * max(values)
@@ -107,15 +114,11 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
         points = [(row.value, row.predicted) for row in rows if row.role == role]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=mark, color=colour, label=role, zorder=3)
-    shown = sorted((row for row in rows if row.role in MARKS), key=lambda row: row.value or 0.0)
-    words = [row.label.split(", ") for row in shown]
-    names = [", ".join(word for word in own if any(word not in other for other in words)) for own in words]
     for k, row in enumerate(shown, 1):  # below and above in turns, so that neighbours do not cover each other
         at, place = (row.value or 0.0, row.predicted or 0.0), (8, -9) if k % 2 else (-8, 9)
         axes.annotate(str(k), at, xytext=place, textcoords="offset points", ha="center", va="center", fontsize=8)
     list_of_points.axis("off")
-    lines = (textwrap.fill(f"{k}  {name}", 44, subsequent_indent="    ") for k, name in enumerate(names, 1))
-    list_of_points.text(0, 1, "\n".join(lines), va="top", fontsize=8, transform=list_of_points.transAxes)
+    list_of_points.text(0, 1, listed, va="top", fontsize=8, transform=list_of_points.transAxes)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="published step time (s)", ylabel="predicted step time (s)")
     axes.set_title(f"{report.system}: step times, dotted lines at 20 %")
