@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -303,6 +303,8 @@ class _Loop:
             compared[name] = of(candidate, same)
             if same:
                 seeds.consider(candidate)
+                if isinstance(plan, UnitwisePlan) and plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
+                    seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
                 if name in names:
                     self.incumbents.consider(candidate)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import NVME_READ, NVME_WRITE
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, PlanError
@@ -75,7 +76,7 @@ class Prediction(Shown):
     utilization: Mapping[str, float] = field(default_factory=dict)
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
-    """The machine that `machine` names; None where it does not fit."""
+    """The machine that `machine` names."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
 
@@ -103,7 +104,7 @@ class Prediction(Shown):
     @cached_property
     def limits(self) -> tuple[Sensitivity, ...]:
         """What each stream, shared limit, part and memory would save if it were twice as good, most first."""
-        if self.hardware is None or self.columns is None:
+        if self.hardware is None or self.columns is None or not self.fits:
             return ()
         return sensitivities(self.columns, self.hardware)
 
@@ -122,17 +123,21 @@ class Prediction(Shown):
         return 0 if self.hardware is None else self.hardware.num_devices
 
     @property
+    def where(self) -> str:
+        """The machine, how many of its GPUs where it has several, and whether its drives are only a data sheet's."""
+        gpus = f", {self.devices} of its {num} GPUs" if (num := self.devices_of_machine) > 1 and self.devices else ""
+        known = set() if self.hardware is None or not self.fits else {*self.hardware.nameplate}
+        drives = self.columns is not None and {NVME_READ, NVME_WRITE} & known & self.columns.bytes_moved().keys()
+        return self.machine + gpus + " (drives by data sheet: may be far slower)" * bool(drives)
+
+    @property
     def devices_note(self) -> str:
         """That some of the machine's devices are not used, and what to do; empty where all are."""
         if self.devices == 0 or self.devices >= self.devices_of_machine:
             return ""
-        how = (
-            "Ask for one with --devices 1, or for all with tierplan plan, or with the policies harmony-dp, "
-            "harmony-pp, zero-infinity or virtual-memory"
-        )
         return (
             f"{self.policy} trains on {self.devices} of the machine's {self.devices_of_machine} GPUs, and this is "
-            f"the answer for these. {how}"
+            "the answer for these. Ask for so many with --devices, or take another policy: tierplan compare-policies"
         )
 
     @property
@@ -150,7 +155,7 @@ class Prediction(Shown):
     @property
     def basis(self) -> str | None:
         """What the prediction rests on."""
-        return None if self.hardware is None else self.hardware.basis.text
+        return None if self.hardware is None or not self.fits else self.hardware.basis.text
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -177,7 +182,7 @@ class Prediction(Shown):
             "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),
             "bytes": moved,
             **({} if self.phases is None else asdict(self.phases)),
-            **figures("devices", "devices_of_machine"),
+            **figures("devices", "devices_of_machine", "where"),
             "devices_note": self.devices_note or None,
             "limited_by": self.limited_by or None,
             "limits": self.rows(),
@@ -247,7 +252,6 @@ def predicted(
         columns=columns,
         steady=steady,
         utilization=busy_fracs(columns, machine, steady.period_s),
-        hardware=machine,
         lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
 
@@ -258,6 +262,7 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "model": workload.name,
         "machine": machine.name,
         "plan": plan,
+        "hardware": machine,
         "tokens": workload.training.tokens_per_step * plan.num_batches,
         "micro_batch": workload.training.per_device_train_batch_size,
         "accumulation": workload.training.gradient_accumulation_steps,

@@ -17,6 +17,7 @@ from tierplan.planner.policies.options import (
     Policy,
     bounded_semantics,
     choice,
+    num_devices,
     number,
     read_options,
     with_checkpointing,
@@ -27,14 +28,12 @@ OPTIONS: Mapping[str, object] = {
     "checkpointing": "on",
     "reduces": "each",
     "prefetch": 1,
-    "devices": None,  # default: all that the machine has
     "semantics": None,
 }
 
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     options = read_options(name, given, {**OPTIONS, "reduces": "last"} if name == "ddp" else OPTIONS)
-    options["devices"] = options["devices"] or machine.num_devices
     reduces = choice(name, options, "reduces", ("each", "last"))
     semantics = bounded_semantics(name, options, workload, "exact-clip")
     unit = UnitPlan(params=place, grads=place, states=place)
@@ -44,7 +43,7 @@ def _policy(name: str, place: Place, workload: Workload, machine: Machine, given
         semantics=semantics,
         hold_updates=semantics == "exact-clip",
         prefetch_params_units=int(number(name, options, "prefetch", low=0)),
-        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        devices=num_devices(name, options, machine),
         sharing=Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces),  # type: ignore[arg-type]
         options=options,
     )

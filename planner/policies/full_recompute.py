@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, by_kind, number, read_options
+from tierplan.planner.policies.options import WHOLE, bounded_semantics, by_kind, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "full-recompute"
@@ -27,5 +27,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         units=by_kind(workload, UnitPlan(acts="recompute"), UnitPlan()),
         segment_units=every,
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
+        devices=num_devices(NAME, options, machine),
+        sharing=WHOLE,
         options=options,
     )

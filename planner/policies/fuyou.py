@@ -9,7 +9,8 @@ write-back runs beside Adam instead. Parameters come through a window of one blo
 Which activations are swapped to host memory and which are made again follows Fuyou's rule: saved tensors are ranked by
 the compute that swapping saves per byte, and more are swapped as long as the modelled iteration time, convex in the
 swapped bytes, falls. Blocks that save the same tensors share their ranks. A block works on `sub_batches` one after the
-other where the whole batch's tensors would not fit the device.
+other where the whole batch's tensors would not fit the device. On several devices, which share the drives and the
+host, parameters and gradients are divided as in ZeRO-3; each has activations of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, num_devices, number, read_options
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -42,6 +43,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """Parameters and states on NVMe, updates in backward, activations swapped or recomputed by the convex rule."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
+    devices = num_devices(NAME, options, machine)
     window = int(number(NAME, options, "window", low=0))
     sub_batches = int(number(NAME, options, "sub_batches", low=0)) or _fewest_sub_batches(workload, machine, window)
     swap = choice(NAME, options, "swap", ("convex", "all", "none"))
@@ -50,9 +52,9 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     rank = _by_saving(workload, kinds, machine)
     count = {"all": len(rank), "none": 0}.get(swap)
     if count is None:
-        count = min(range(len(rank) + 1), key=lambda k: iteration_s(workload, machine, rank[:k]))
+        count = min(range(len(rank) + 1), key=lambda k: iteration_s(workload, machine, rank[:k], devices))
     swapped = set(rank[:count])
-    room = next(t.capacity_bytes for t in machine.tiers if t.kind == "host") * 3 // 4
+    room = next(t.capacity_bytes for t in machine.tiers if t.kind == "host") * 3 // 4 // devices
     other, units = UnitPlan(params="nvme", grads="device", states="nvme"), []
     for unit in workload.units:
         if unit.kind != "block":
@@ -78,6 +80,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         strict_windows=True,
         updates_in_flight=2,
         write_back="delayed" if write_back == "delayed" else "awaited",
+        devices=devices,
         options={**options, "sub_batches": sub_batches, "swapped": len(swapped)},
     )
 
@@ -104,7 +107,7 @@ def _large(block: Unit) -> list[int]:
     return [t.index for t in block.saved if t.size_bytes >= SMALL_FRAC * block.saved_bytes]
 
 
-def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -> float:
+def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], devices: int = 1) -> float:
     """Fuyou's model of the iteration: in each phase the busiest of compute, link down, link up, drive and CPU Adam."""
     t, batches = workload.training, workload.training.gradient_accumulation_steps
 
@@ -113,6 +116,7 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -
 
     n = workload.num_parameters
     params = {"bytes": float(n * t.param_bytes)}
+    share = {"bytes": params["bytes"] / devices}  # by each link
     kinds, leaving = _kinds(workload), set(swapped)
     acts = 0  # per micro-batch
     for unit in workload.blocks:
@@ -123,11 +127,11 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot]) -
     for unit in workload.blocks:
         again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
         backward += batches * sum(seconds(COMPUTE, work) for work in again)
-    down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + params["bytes"]}
+    down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + share["bytes"]}
     states = {"bytes": float(workload.states_bytes)}
     drive = seconds(NVME_READ, {"bytes": params["bytes"] + states["bytes"]})
     drive += seconds(NVME_WRITE, {"bytes": params["bytes"] + states["bytes"]})
-    in_forward = max(forward, seconds(D2H, down), seconds(NVME_READ, params), seconds(H2D, params))
+    in_forward = max(forward, seconds(D2H, down), seconds(NVME_READ, params), seconds(H2D, share))
     adam = sum(t.host_work(unit)["parameters"] for unit in workload.units)
     return in_forward + max(backward, seconds(H2D, up), drive + seconds(HOST_ADAM, {"parameters": float(adam)}))
 

@@ -21,7 +21,7 @@ from itertools import islice, pairwise
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
-from tierplan.planner.policies.options import OptionError, Policy, number, read_options
+from tierplan.planner.policies.options import OptionError, Policy, num_devices, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -32,7 +32,6 @@ from tierplan.sim.workloads.workload import Unit, Workload
 OPTIONS: dict[str, object] = {
     "pack": 0,
     "pack_forward": 0,
-    "devices": 0,  # 0: all that the machine has (one for `harmony`), with data parallelism one per micro-batch at most
     "memory_bytes": 0,  # 0: what the device has
     "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
@@ -42,16 +41,15 @@ SEARCHED, SEARCHED_ALONE = 9, 4
 
 
 def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    options = read_options(name, given, OPTIONS | ({"devices": 1} if name == "harmony" else {}))
-    have = machine.num_devices
-    asked = int(number(name, options, "devices", low=0, high=have))
+    options = read_options(name, {"devices": 1, **given} if name == "harmony" else given, OPTIONS)
+    asked, devices = options["devices"], num_devices(name, options, machine)
     batches = workload.training.gradient_accumulation_steps
-    if form == "data" and asked > batches:
+    if form == "data" and asked and devices > batches:
         raise OptionError(
             f"policy {name!r} is asked for {asked} devices, but the step has {batches} micro-batches; "
             "each device needs one: accumulate more, or use fewer devices"
         )
-    devices = asked or (min(have, batches) if form == "data" else have)
+    devices = min(devices, batches) if form == "data" else devices  # each has a micro-batch
     capacity = int(number(name, options, "memory_bytes", low=0)) or machine.tier(DEVICE).capacity_bytes
     wanted = int(number(name, options, "pack", low=0))
     wanted_forward = int(number(name, options, "pack_forward", low=0)) or wanted

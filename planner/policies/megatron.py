@@ -16,26 +16,25 @@ from tierplan.planner.plan import PackPlan, Packs, PlanError, Runs, Sharing, Uni
 from tierplan.planner.policies.options import (
     Policy,
     bounded_semantics,
-    number,
+    num_devices,
     read_options,
     with_checkpointing,
 )
 from tierplan.sim.workloads.workload import Workload
 
-OPTIONS: Mapping[str, object] = {"checkpointing": "on", "devices": None, "semantics": None}
+OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 
 
 def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = "megatron-tp"
     options = read_options(name, given, OPTIONS)
-    options["devices"] = options["devices"] or machine.num_devices
     semantics = bounded_semantics(name, options, workload, "exact-clip")
     return UnitwisePlan(
         policy=name,
         units=with_checkpointing(name, options, workload, UnitPlan()),
         semantics=semantics,
         hold_updates=semantics == "exact-clip",
-        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        devices=num_devices(name, options, machine),
         sharing=Sharing(divided="tensors", waits=True),
         options=options,
     )
@@ -43,9 +42,8 @@ def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, o
 
 def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     name = "megatron-pp"
-    options = read_options(name, given, {"devices": None})
-    options["devices"] = options["devices"] or machine.num_devices
-    devices = int(number(name, options, "devices", low=1, high=machine.num_devices))
+    options = read_options(name, given, {})
+    devices = num_devices(name, options, machine)
     if devices > len(workload.blocks):
         raise PlanError(
             f"policy {name!r} on {devices} devices needs at least a block for each, but the model has "

@@ -13,18 +13,17 @@ from math import gcd
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.policies.options import number, read_options
+from tierplan.planner.policies.options import num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "mobius"
-OPTIONS: Mapping[str, object] = {"stages": None, "devices": None}
+OPTIONS: Mapping[str, object] = {"stages": None}
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     """Equal stages in rounds of one micro-batch per device, or the nearest number that divides the step's."""
     options = read_options(NAME, given, OPTIONS)
-    options["devices"] = options["devices"] or machine.num_devices
-    devices = int(number(NAME, options, "devices", low=1, high=machine.num_devices))
+    devices = num_devices(NAME, options, machine)
     options["stages"] = options["stages"] or min(devices, len(workload.blocks))
     runs = equal_stages(workload, int(number(NAME, options, "stages", low=1, high=len(workload.blocks))))
     total = workload.training.gradient_accumulation_steps

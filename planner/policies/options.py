@@ -11,11 +11,15 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, PlanError, UnitPlan
+from tierplan.planner.plan import Plan, PlanError, Sharing, UnitPlan
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
+
+
+WHOLE = Sharing(divided="nothing")
+"""Every device has the model, and gradients are summed after the last micro-batch."""
 
 
 class OptionError(PlanError):
@@ -23,14 +27,13 @@ class OptionError(PlanError):
 
 
 def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, object]) -> dict[str, object]:
-    """The known options with their defaults, and the given values over them.
+    """The known options with their defaults, and `devices`, which all have; and the given values over them.
 
     Raises `OptionError` for an option that the policy does not have, naming those that it has.
     """
+    known = {**known, "devices": None}
     if unknown := sorted(set(given) - set(known)):
-        raise OptionError(
-            f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known)) or 'no options'}"
-        )
+        raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
     return {**known, **given}
 
 
@@ -45,6 +48,12 @@ def number(policy: str, options: Mapping[str, object], name: str, *, low: float,
             f"option {name!r} of policy {policy!r} is {options[name]!r}; give a number from {low:g} to {high:g}"
         )
     return value
+
+
+def num_devices(policy: str, options: dict[str, object], machine: Machine) -> int:
+    """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
+    options["devices"] = options["devices"] or machine.num_devices
+    return int(number(policy, options, "devices", low=1, high=machine.num_devices))
 
 
 def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:

@@ -20,19 +20,18 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.planner.plan import PackPlan, Packs, PlanError, Runs
 from tierplan.planner.policies.harmony import backward_bytes
-from tierplan.planner.policies.options import Policy, number, read_options
+from tierplan.planner.policies.options import Policy, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
-OPTIONS: Mapping[str, object] = {"rounds": 1, "devices": None}
+OPTIONS: Mapping[str, object] = {"rounds": 1}
 
 
 def _policy(name: str, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     options = read_options(name, given, OPTIONS)
-    options["devices"] = options["devices"] or machine.num_devices
     forward, backward = equal_packs(name, workload, machine)
     packs = Packs(
         form="pipeline",
-        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        devices=num_devices(name, options, machine),
         forward=forward,
         backward=backward,
         rounds=int(number(name, options, "rounds", low=1)),

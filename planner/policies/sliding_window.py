@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, by_kind, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, by_kind, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
@@ -31,5 +31,6 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         prefetch_params_units=window - 1,
         prefetch_acts_units=window - 1,
         strict_windows=True,
+        devices=num_devices(NAME, options, machine),
         options=options,
     )

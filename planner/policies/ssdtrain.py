@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, number, read_options
+from tierplan.planner.policies.options import (
+    WHOLE,
+    bounded_semantics,
+    choice,
+    need_nvme,
+    num_devices,
+    number,
+    read_options,
+)
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Workload
 
@@ -38,7 +46,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
     ahead = int(number(NAME, options, "prefetch", low=0))
-    kept = _kept(workload, machine, ahead) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
+    devices = num_devices(NAME, options, machine)
+    kept = (
+        _kept(workload, machine, ahead, devices) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
+    )
     units = [UnitPlan() for _ in workload.units]
     for u, unit in enumerate(workload.units):
         if unit.kind == "block":
@@ -50,6 +61,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         prefetch_acts_units=ahead,
         strict_windows=True,
+        devices=devices,
+        sharing=WHOLE,
         options=options,
     )
 
@@ -86,11 +99,13 @@ def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float
     return modules, total_s
 
 
-def _kept(workload: Workload, machine: Machine, ahead: int) -> set[tuple[int, int]]:
+def _kept(workload: Workload, machine: Machine, ahead: int, devices: int) -> set[tuple[int, int]]:
     """(unit, slot) of what is kept: the tail by SSDTrain's rule, what would be forwarded, what is not back in time."""
 
     def rate(*streams: str) -> float:
-        return min(machine.stream(name).rates["bytes"].at(1e9) for name in streams)
+        """Of each device, where all share the drives."""
+        shared = {stream: devices for stream in (NVME_READ, NVME_WRITE)}
+        return min(machine.stream(name).rates["bytes"].at(1e9) / shared.get(name, 1) for name in streams)
 
     modules, total_s = _modules(workload, machine)
     store, load = rate(D2H, NVME_WRITE), rate(H2D, NVME_READ)

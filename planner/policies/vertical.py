@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nvme, number, read_options
+from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nvme, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
@@ -31,5 +31,6 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         order="vertical",
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
+        devices=num_devices(NAME, options, machine),
         options=options,
     )

@@ -12,16 +12,13 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PagedPlan
-from tierplan.planner.policies.options import number, read_options
+from tierplan.planner.policies.options import num_devices, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "virtual-memory"
-OPTIONS: Mapping[str, object] = {"devices": 0}
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PagedPlan:
-    """Weights in and out for every use, on all devices (`devices`, 0: all that the machine has)."""
-    options = read_options(NAME, given, OPTIONS)
-    have = machine.num_devices
-    devices = int(number(NAME, options, "devices", low=0, high=have)) or have
-    return PagedPlan(policy=NAME, devices=devices, options={**options, "devices": devices})
+    """Weights in and out for every use, on all devices."""
+    options = read_options(NAME, given, {})
+    return PagedPlan(policy=NAME, devices=num_devices(NAME, options, machine), options=options)

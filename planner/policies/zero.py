@@ -20,6 +20,7 @@ from tierplan.planner.policies.options import (
     Policy,
     bounded_semantics,
     choice,
+    num_devices,
     number,
     read_options,
     with_checkpointing,
@@ -32,7 +33,6 @@ OPTIONS: Mapping[str, object] = {
     "checkpointing": "on",
     "overlap": None,
     "prefetch": 1,
-    "devices": None,  # default: all that the machine has
     "semantics": None,
 }
 DIVIDED: Mapping[int, Literal["states", "gradients", "all"]] = {1: "states", 2: "gradients", 3: "all"}
@@ -42,7 +42,6 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
     name = f"zero-{stage}"
     options = read_options(name, given, OPTIONS)
     options["overlap"] = options["overlap"] or ("on" if stage == 3 else "off")
-    options["devices"] = options["devices"] or machine.num_devices
     params, optimizer = (cast(Place, choice(name, options, key, ("device", "host"))) for key in ("params", "optimizer"))
     if params == "host" and (stage < 3 or optimizer == "device"):
         raise OptionError(
@@ -57,7 +56,7 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
         hold_updates=semantics == "exact-clip",
         update_order="backward",
         prefetch_params_units=int(number(name, options, "prefetch", low=0)),
-        devices=int(number(name, options, "devices", low=1, high=machine.num_devices)),
+        devices=num_devices(name, options, machine),
         sharing=Sharing(
             divided=DIVIDED[stage],
             reduces="last" if stage == 1 else "each",

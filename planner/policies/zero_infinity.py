@@ -32,6 +32,7 @@ from tierplan.planner.policies.options import (
     choice,
     has_nvme,
     need_nvme,
+    num_devices,
     number,
     read_options,
 )
@@ -47,7 +48,6 @@ OPTIONS: Mapping[str, object] = {
     "host_buffers": "deepspeed",  # or none
     "pin_memory": None,  # on or off; default: on where parameters are offloaded too, as in DeepSpeed's examples
     "operator_tiles": 1,
-    "devices": None,  # default: all that the machine has
     "semantics": None,
 }
 SUB_GROUP_PARAMETERS = 1_000_000_000
@@ -65,8 +65,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     lowest = "nvme" if has_nvme(machine) else "host"
     options["params"] = options["params"] or lowest
     options["optimizer"] = options["optimizer"] or lowest
-    options["devices"] = options["devices"] or machine.num_devices
-    devices = int(number(NAME, options, "devices", low=1, high=machine.num_devices))
+    devices = num_devices(NAME, options, machine)
     params, optimizer, checkpoints = (
         cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer", "checkpoints")
     )

@@ -6,7 +6,7 @@ check for overflow); each unit's new parameters are copied back while the next u
 step's compute and is another algorithm, so it is never the default. `device_frac` keeps the optimizer states of that
 share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first. `update=device` brings
 states to the GPU and back for an update there, as soon as a unit's gradients are made, instead of CPU Adam (paged
-optimizers, torchao's and verl's streamed states).
+optimizers, torchao's and verl's streamed states). On several devices gradients and states are divided, as in `zero-2`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, choice, number, read_options
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.policies.options import bounded_semantics, choice, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
@@ -44,5 +44,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         prefetch_states_units=0 if comes else 1,
         hold_updates=semantics == "exact-clip",
         update_order="backward",
+        devices=num_devices(NAME, options, machine),
+        sharing=Sharing(divided="gradients", reduces="each", by="all_reduce", waits=True),
         options=options,
     )

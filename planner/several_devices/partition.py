@@ -46,6 +46,7 @@ class _Partition:
     def __init__(self, schedule: Schedule, devices: int, sharing: Sharing) -> None:
         self.source, self.n, self.sharing = schedule, devices, sharing
         self.cuts_tensors = sharing.divided == "tensors"
+        self.stays = schedule.meta.get("order") == "vertical"  # a unit's parameters, for all its micro-batches
         self.old = schedule.buffers_by_name()
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
@@ -182,7 +183,7 @@ class _Partition:
     def _gather(self, op: Op, name: str, r: int) -> str:
         """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
         turn = "fwd" if op.kind == "forward" else "bwd"
-        known = (name, op.unit, turn, op.micro_batch, r)
+        known = (name, op.unit, turn, 0 if self.stays else op.micro_batch, r)
         if known not in self.gathered:
             b = self.old[name]
             key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))

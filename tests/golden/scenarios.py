@@ -211,8 +211,8 @@ def _of(
 
 
 POLICY_SCENARIOS: Mapping[str, Scenario] = {
-    "in-memory gpt2": _of("gpt2-6", "server-8xh100", policy("in-memory"), batch=8),
-    "in-memory llama, clipped": _of("llama-6", "ssdtrain-a100", policy("in-memory"), batch=4, clip=1.0),
+    "in-memory gpt2": _of("gpt2-6", "server-8xh100", policy("in-memory", devices=1), batch=8),
+    "in-memory llama, clipped": _of("llama-6", "ssdtrain-a100", policy("in-memory", devices=1), batch=4, clip=1.0),
     "in-memory opt, sgd, 3 micro-batches": _of(
         "opt-8", "desktop-4090", policy("in-memory"), accumulation=3, optimizer="sgd", master_weights=False
     ),
@@ -221,7 +221,11 @@ POLICY_SCENARIOS: Mapping[str, Scenario] = {
         "bert-6", "desktop-4090", policy("full-recompute", every=3), batch=16, seq=512
     ),
     "full-recompute llama in backward, 2 micro-batches": _of(
-        "llama-6", "ssdtrain-a100", policy("full-recompute", semantics="in-backward"), batch=4, accumulation=2
+        "llama-6",
+        "ssdtrain-a100",
+        policy("full-recompute", devices=1, semantics="in-backward"),
+        batch=4,
+        accumulation=2,
     ),
     "zero-offload gpt2": _of("gpt2-wide-4", "desktop-4090", policy("zero-offload"), batch=8),
     "zero-offload gpt-10b": _of("gpt-10b-zero-offload", "zero-offload-v100", policy("zero-offload"), dtype="fp16"),
@@ -260,12 +264,17 @@ POLICY_SCENARIOS: Mapping[str, Scenario] = {
         "opt-8", "desktop-4090", policy("fuyou", sub_batches=2, swap="none"), batch=4, accumulation=2
     ),
     "fuyou gpt2, clipped": _of("gpt2-12", "desktop-4090", policy("fuyou"), batch=16, clip=1.0),
-    "ssdtrain bert": _of("bert-6", "ssdtrain-a100", policy("ssdtrain"), batch=16, dtype="fp16"),
+    "ssdtrain bert": _of("bert-6", "ssdtrain-a100", policy("ssdtrain", devices=1), batch=16, dtype="fp16"),
     "ssdtrain gpt2, no tail, 2 micro-batches": _of(
-        "gpt2-6", "ssdtrain-a100", policy("ssdtrain", tail="none", prefetch=2), batch=8, accumulation=2, dtype="fp16"
+        "gpt2-6",
+        "ssdtrain-a100",
+        policy("ssdtrain", devices=1, tail="none", prefetch=2),
+        batch=8,
+        accumulation=2,
+        dtype="fp16",
     ),
     "ssdtrain t5, traced": _of(
-        "t5-3", "ssdtrain-a100", policy("ssdtrain"), batch=8, seq=512, dtype="fp16", traced=True
+        "t5-3", "ssdtrain-a100", policy("ssdtrain", devices=1), batch=8, seq=512, dtype="fp16", traced=True
     ),
     "sliding-window gpt2": _of("gpt2-wide-4", "desktop-4090", policy("sliding-window"), batch=8),
     "sliding-window llama, wide window, clipped": _of(

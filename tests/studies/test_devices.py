@@ -9,7 +9,12 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.commands import COMMANDS
+from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import POLICIES
+from tierplan.planner.policies.options import OptionError
+from tierplan.planner.prediction import predict
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 500, "n_positions": 64}
 TWO = ["--machine", "desktop-4090", "--set", "gpu.count=2", "--seq", "64", "--batch", "2"]
@@ -18,15 +23,15 @@ ASKED = {
     "compare-policies": ["--policies", "zero-offload", *TWO],
     "plan": TWO,
     "advise": ["--workers", "1", *TWO],
+    "explain-run": ["--policy", "zero-offload", "--step-s", "1", *TWO],
 }
-"""Commands that predict for a machine. `sweep` has its machines in a file, `page` the note in each of its answers,
-`explain-run` among its notes (see below), `validate`, `calibrate` and `demo` one device."""
+"""Commands that predict for a machine. `sweep` has its machines in a file, `page` the note in each of its answers;
+`validate`, `calibrate` and `demo` one device."""
 OTHERS = {
     "calibrate",
     "sweep",
     "compare",
     "demo",
-    "explain-run",
     "machine",
     "page",
     "reproduce",
@@ -44,42 +49,47 @@ def test_every_command_is_looked_at() -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("tierplan.studies.advise.purchases", lambda description, prices: [])
     monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
-    alone = {name: POLICIES[name] for name in ("in-memory", "zero-offload")}
-    monkeypatch.setattr("tierplan.planner.planning.POLICIES", alone)
-    monkeypatch.setattr("tierplan.planner.planning.on_all_devices", lambda *args: None)  # else all are used
-    monkeypatch.setattr("tierplan.planner.planning.search_packs", lambda *args, **more: None)
+    monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
+    few = {name: POLICIES[name] for name in ("in-memory", "zero-offload")}
+    monkeypatch.setattr("tierplan.planner.planning.POLICIES", few)
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 50_000)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "config.json"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_has_all_devices_or_says_so(policy: str, model: str) -> None:
+    machine = load_machine("desktop-4090", ["gpu.count=2"])
+    workload = load_workload(model, Training(gradient_accumulation_steps=2, sequence_length=64))
+    answer = predict(policy, workload, machine)
+    assert answer.fits
+    if policy == "harmony":  # has another name on several
+        assert answer.devices == 1
+        assert "trains on 1 of the machine's 2 GPUs" in answer.devices_note
+    else:
+        assert (answer.devices, answer.devices_note) == (2, "")
+        with pytest.raises(OptionError, match="a number from 1 to 2"):
+            predict(policy, workload, machine, {"devices": 3})
+    assert f"{answer.devices} of its 2 GPUs" in answer.where
 
 
 @pytest.mark.parametrize("command", ASKED)
-def test_fewer_devices_are_said(command: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--model", model, *ASKED[command], "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    answer = answer.get("zero-offload", answer)
-    assert (answer["devices"], answer["devices_of_machine"]) == (1, 2)
-    assert "--devices 1" in answer["devices_note"]
-    assert main([command, "--model", model, *ASKED[command]]) == 0
-    assert " of the machine's 2 GPUs" in (text := " ".join(capsys.readouterr().out.split())) or "1 of 2 GPUs" in text
-    assert main([command, "--model", model, *ASKED[command], "--devices", "1", "--json"]) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert alone.get("zero-offload", alone)["devices_note"] is None
+def test_the_first_line_says_how_many_devices(command: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def first_line(*more: str) -> str:
+        assert main([command, "--model", model, *ASKED[command], *more]) == 0
+        return capsys.readouterr().out.split("\n", 1)[0]
 
-
-def test_explain_run_says_it_among_its_notes(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
-    asked = ["explain-run", "--policy", "zero-offload", "--step-s", "1", "--model", model, *TWO]
-    assert main([*asked, "--json"]) == 0
-    assert "on 1 of the machine's 2 GPUs" in " ".join(json.loads(capsys.readouterr().out)["notes"])
-    assert main([*asked, "--devices", "1", "--json"]) == 0
-    assert "GPUs" not in " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "2 GPUs" in first_line()
+    assert "GPUs" not in first_line("--devices", "1")
+    if command in ("simulate", "compare-policies", "explain-run"):
+        flag = ASKED[command][0]
+        said = first_line(flag, "harmony")
+        assert "1 of its 2 GPUs" in said or "harmony on 1" in said
 
 
 def test_a_sweep_says_it_too(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    study = f'[scenario]\nmodel = "{model}"\nmachine = "desktop-4090"\npolicy = "zero-offload"\nseq = 64\n'
+    study = f'[scenario]\nmodel = "{model}"\nmachine = "desktop-4090"\npolicy = "harmony"\nseq = 64\n'
     (tmp_path / "study.toml").write_text(study + "[set]\ngpu.count = [1, 2]\n")
     assert main(["sweep", str(tmp_path / "study.toml"), "--workers", "1", "-o", str(tmp_path / "out")]) == 0
-    assert "1 of 2 rows do not use all GPUs: zero-offload trains on 1 of the machine's 2" in capsys.readouterr().err
+    assert "1 of 2 rows do not use all GPUs: harmony trains on 1 of the machine's 2" in capsys.readouterr().err

@@ -63,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
     else:
         tokens = (point.sequences or point.batch * point.accumulation) * point.seq
-        print(f"{predictions[0].model} on {machine.name}, {tokens:,} tokens per step")
+        fewer = [p for p in predictions if p.devices_note]
+        gpus = ", ".join([f"{machine.num_devices} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
+        where = f"{machine.name}, {gpus}" if machine.num_devices > 1 else machine.name
+        print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step")
         say(policy_table(predictions))
         for p in predictions:
-            if p.devices_note:
-                print(f"{p.policy}: on {p.devices} of {p.devices_of_machine} GPUs (--devices 1 compares on one)")
             if p.fits and p.tokens != tokens:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**answer_record(best), **bought}, indent=2))
         return 0
     training = workload.training
-    print(f"{workload.name} on {machine.name}")
+    print(f"{workload.name} on {result.prediction.where}")
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     print(question_text(point, batch, accumulation, training.dtype))
     say(*answer_lines(best))

@@ -102,7 +102,7 @@ def text_of(prediction: Prediction) -> str:
     from tierplan.sim.output.text import columns, format_bytes, format_s
     from tierplan.studies.answer import interval_rows, limit_rows, limited_text
 
-    head = f"{prediction.policy}: {prediction.model} on {prediction.machine}"
+    head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
         return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
     spent = asdict(prediction.phases) if prediction.phases else {}
@@ -117,6 +117,7 @@ def text_of(prediction: Prediction) -> str:
             f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s "
             f"({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per parameter and token)",
         ),
+        *([("trained on", sequences_text(prediction))] if prediction.devices_of_machine > 1 else []),
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
     ]
     rows += [
@@ -129,6 +130,14 @@ def text_of(prediction: Prediction) -> str:
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
         )
     return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits))])
+
+
+def sequences_text(prediction: Prediction) -> str:
+    """The sequences of one step, and who has them."""
+    num = 0 if prediction.plan is None else prediction.plan.num_batches
+    each = prediction.micro_batch * prediction.accumulation
+    whose = f"{each} on each of {num} GPUs" if num > 1 else f"which {prediction.devices} GPUs share"
+    return f"{each * num} sequences per step, {whose}"
 
 
 def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:

@@ -20,7 +20,7 @@ CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000", "then li
 def advice_lines(advice: Advice) -> list[str]:
     """The advice as lines for a terminal."""
     lines = [
-        _title(advice),
+        *wrapped(_title(advice)),
         "",
         *wrapped(_answer(advice)),
         *(line for text in _alarms(advice) for line in wrapped(text)),
@@ -73,7 +73,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
 
 
 def _title(advice: Advice) -> str:
-    return f"Training {advice.point.model} on {advice.machine}"
+    return f"Training {advice.point.model} on {advice.answer.get('where', advice.machine)}"
 
 
 def _answer(advice: Advice) -> str:

@@ -126,13 +126,20 @@ def predict_point(point: Point) -> Prediction:
     place = place_of(point)
     machine = place.machine
     options = {"semantics": point.semantics} if point.semantics else {}
+
+    def at(batch: int, accumulation: int) -> Prediction:
+        workload = place.timed(workload_at(point, place.described, batch=batch, accumulation=accumulation))
+        return predict(point.policy, workload, machine, options)
+
     if not point.sequences:
-        return predict(point.policy, place.timed(workload_at(point, place.described)), machine, options)
-    one, *others = divisors(point.sequences)
-    found: list[Prediction] = []
-    for batch in (one, *reversed(others)):
-        workload = place.timed(workload_at(point, place.described, batch=batch, accumulation=point.sequences // batch))
-        found.append(predict(point.policy, workload, machine, options))
+        return at(point.batch, point.accumulation)
+    one_by_one, of_each = at(1, point.sequences), point.sequences
+    if (plan := one_by_one.plan) and plan.num_batches > 1 and point.sequences % plan.num_batches == 0:
+        of_each = point.sequences // plan.num_batches  # devices that have micro-batches of their own
+        one_by_one = at(1, of_each)
+    found = [one_by_one]
+    for batch in reversed(divisors(of_each)[1:]):
+        found.append(at(batch, of_each // batch))
         if len(found) == 2 and not any(p.fits for p in found):
             break  # neither one sequence at a time nor all at once
     return max(found, key=lambda p: p.tokens_per_s or 0.0)

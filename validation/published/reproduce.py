@@ -248,6 +248,7 @@ def constants_of(name: str | None) -> Iterator[str]:
 
 def _machine(settings: Settings) -> Machine:
     changes = [f"nvme.drives={settings['drives']}"] if "drives" in settings else []
+    changes += ["gpu.count=1"] if "tensor_parallel" in settings else []  # whose workload is one GPU's part
     return load_machine(settings["machine"], [*changes, *settings.get("set", [])])
 
 

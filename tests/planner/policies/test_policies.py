@@ -408,7 +408,7 @@ def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_o
     workload = load_workload("gpt-6.7b", Training(per_device_train_batch_size=4, dtype="fp16"))
     machine = load_machine("zero-infinity-4xh100")
     on_four = predict("zero-infinity", workload, machine, {"params": "device", "optimizer": "host"})
-    on_one = predict("zero-offload", workload, machine)
+    on_one = predict("zero-offload", workload, machine, {"devices": 1})
     assert on_four.tokens == 4 * on_one.tokens
     assert on_four.step_s is not None
     assert on_one.step_s is not None

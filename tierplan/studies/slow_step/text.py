@@ -18,7 +18,7 @@ def explanation_lines(e: Explanation) -> list[str]:
     """The answer, where the difference lies, what to change, what the machine could do, what was assumed."""
     t, options = e.setup.training, "".join(f", {k} {v}" for k, v in e.setup.options.items())
     lines = [
-        f"{e.model} on {e.machine}",
+        f"{e.model} on {e.expected.where}",
         *wrapped(
             f"{e.setup.policy}{options}; {t.gradient_accumulation_steps} x {t.per_device_train_batch_size} sequences "
             f"of {t.sequence_length} tokens, {t.dtype}"
