@@ -101,8 +101,8 @@ def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFi
     [
         (["--peft"], "adapters: --lora r=16,targets=all-linear"),
         (["--optimizer", "adamw8bit"], "did you mean 'adamw:states=8bit'? choose among adamw, sgd, lion"),
-        (["--dtype", "fp8"], "quantised weights are not planned yet"),
-        (["--load-in-4bit"], "quantised weights are not planned yet"),
+        (["--dtype", "fp8"], "a quantised base: --base nf4"),
+        (["--load-in-4bit"], "a quantised base: --base nf4"),
         (["--gradient-checkpointing"], "is the plan's to choose"),
         (["--gpus", "2"], "--devices N"),
         (["--gpu", "rtx-4090"], "--set gpu.part=NAME"),

@@ -5,5 +5,6 @@ hooks   where the model is caught: each block's `forward`
 micro_batch  one micro-batch on its way through the units, as a coroutine
 saved   what autograd saves in a unit, as storages that may be moved away
 chunked_loss  cross entropy over a part of the tokens at a time
+coded  linear layers of a frozen base, in codes
 replay  single saved tensors made again
 """

@@ -113,13 +113,13 @@ class ModelUnit(FlatParameters):
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of this shape that has no memory of its own, and reads as nan everywhere."""
+    """A tensor of this shape that has no memory of its own, and reads as nan everywhere (codes, as 0)."""
     return _nan(dtype, torch.device(device)).expand(shape)
 
 
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), torch.nan, dtype=dtype, device=device)
+    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -23,6 +23,7 @@ import msgspec
 import torch
 from torch import nn
 
+from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
 from tierplan.runtime.execution.placement import Weights
 from tierplan.runtime.memory.files import naming
@@ -90,7 +91,7 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
         torch.manual_seed(_seed_of(unit, seed))
         wanted = {id(p) for _, p in unit.all_parameters}
         for _, p in unit.all_parameters:
-            p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
+            p.data = torch.full(p.shape, torch.nan if p.is_floating_point() else 0, dtype=p.dtype)
         for p in model.parameters():
             p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
         for module, inside in children_first:
@@ -102,6 +103,11 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
                     else:
                         getattr(module, "reset_parameters", lambda: None)()
         _reset_adapters(model, wanted)
+        for layer in (m for m, inside in children_first if isinstance(m, CodedLinear) and inside & wanted):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.dtype)
+            if rule is not None:
+                rule(plain)
+            layer.take(plain.weight.detach().view(layer.shape))
         torch.set_rng_state(kept)
         for name, p in unit.all_parameters:
             if torch.isnan(p).any():
@@ -145,29 +151,41 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
             f"{folder} has no tensor {name!r}, which {type(model).__name__} needs; it has {len(files)} others"
         )
 
+    coded = [(name, module) for name, module in model.named_modules() if isinstance(module, CodedLinear)]
+    of_coded = {id(p) for _, layer in coded for p in layer.coded}
+
+    def read(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        key = key_of(name)
+        with _tensors_in(files[key]) as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"{key!r} in {files[key]} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}; is "
+                "the config.json that of this checkpoint?"
+            )
+        return tensor.to(dtype)
+
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
-        tensors = []
+        tensors: list[torch.Tensor] = []
         if adapters := {id(p): p for _, p in unit.parameters if is_adapted}:
             for p in adapters.values():
                 p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(_seed_of(unit, seed))
                 _reset_adapters(model, adapters.keys())
+        for name, layer in coded:
+            if not {id(p) for p in layer.coded}.isdisjoint(id(p) for _, p in unit.all_parameters):
+                layer.take(read(f"{name}.weight", layer.shape, layer.dtype))
         for name, p in unit.all_parameters:
+            if id(p) in of_coded:
+                tensors.append(p.detach())
+                continue
             if id(p) in adapters:
                 if torch.isnan(p).any():
                     raise WeightsError(f"adapter {name!r} has no rule of its own to begin with; train it from Python")
                 tensors.append(p.detach())
                 continue
-            key, shape = key_of(name), p.shape
-            with _tensors_in(files[key]) as file:
-                tensor = file.get_tensor(key)
-            if tensor.shape != shape:
-                raise WeightsError(
-                    f"{key!r} in {files[key]} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}; is "
-                    "the config.json that of this checkpoint?"
-                )
-            tensors.append(tensor.to(p.dtype))
+            tensors.append(read(name, p.shape, p.dtype))
         return tensors
 
     return weights

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
+from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.adapters import Adapters, read_adapters
 from tierplan.sim.workloads.workload import Training, WorkloadError
@@ -88,9 +89,13 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
 def tuned(model: Any, training: Training) -> nn.Module:
     """The model with only those parameters trained that the training asks for: with adapters, or parts of it frozen."""
     if training.lora:
+        if training.base:
+            code_base(model, training.base, whole=True)
         model = _with_adapters(model, read_adapters(training.lora))
     for name in matching(model, filter(None, training.freeze.split(","))):
         model.get_parameter(name).requires_grad_(False)
+    if training.base and not training.lora:
+        code_base(model, training.base, whole=False)
     return model  # type: ignore[no-any-return]
 
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
+from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
@@ -170,6 +171,9 @@ class _Tracer:
         self.parameters_of_model = list(self.model.parameters())
         self.parameters = {p.untyped_storage()._cdata: n for n, p in self.model.named_parameters()}
         self.of_name = dict(self.model.named_parameters())
+        coded = {n: m for n, m in self.model.named_modules() if isinstance(m, CodedLinear)}
+        self.values_of = {f"{n}.{own}": 0 for n, m in coded.items() for own, _ in m.named_parameters() if own != "bias"}
+        self.values_of |= {f"{n}.codes": m.num_values for n, m in coded.items()}
         self.names = {id(m): n for n, m in self.model.named_modules()}
         self.scopes: list[str] = []
         self.prefix = ""
@@ -390,11 +394,13 @@ class _Tracer:
 
     def _owned(self, names: Iterable[str]) -> dict[str, Any]:
         """What a unit says of the parameters that it owns."""
-        owned = [self.of_name[name] for name in names]
+        listed = list(names)
+        owned = [self.of_name[name] for name in listed]
         frozen = [p for p in owned if not p.requires_grad]
+        num = [self.values_of.get(name, p.numel()) for name, p in zip(listed, owned, strict=True)]
         return {
-            "num_parameters": sum(p.numel() for p in owned),
-            "num_frozen": sum(p.numel() for p in frozen),
+            "num_parameters": sum(num),
+            "num_frozen": sum(n for n, p in zip(num, owned, strict=True) if not p.requires_grad),
             "frozen_bytes": sum(p.numel() * p.element_size() for p in frozen),
             "shapes": tuple(tuple(p.shape) for p in owned if p.requires_grad),
         }

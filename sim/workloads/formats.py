@@ -28,12 +28,16 @@ class Format:
         """Whether an op has to decode the values before it computes with them."""
         return self.scales is not None
 
-    def size_bytes(self, num_values: int, num_rows: int = 1) -> int:
-        """Bytes of a tensor: its values, then their scales. The last block may be partly filled."""
+    def part_bytes(self, num_values: int, num_rows: int = 1) -> tuple[int, ...]:
+        """Of a tensor's values, of their scales, of the scales of these. The last block may be partly filled."""
         values = -(-num_values * self.bits // 8)
         if self.scales is None or not num_values:
-            return values
-        return values + self.scales.size_bytes(-(-num_values // self.block) if self.block else num_rows)
+            return (values,)
+        return values, *self.scales.part_bytes(-(-num_values // self.block) if self.block else num_rows)
+
+    def size_bytes(self, num_values: int, num_rows: int = 1) -> int:
+        """Of all of these."""
+        return sum(self.part_bytes(num_values, num_rows))
 
     def coding_bytes(self, num_values: int, value_bytes: int, num_rows: int = 1) -> int:
         """Bytes that decoding or encoding a tensor reads and writes, with values of `value_bytes` on the other side."""
@@ -54,6 +58,9 @@ FORMATS: Mapping[str, Format] = {
 }
 """fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row), NF4 as QLoRA has it, without and with double
 quantisation; dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
+
+BASES = ("nf4", "nf4-double", "int8", "fp8")
+"""Formats that the linear layers of a frozen base may have."""
 
 
 def format_of(name: str) -> Format:

@@ -19,7 +19,7 @@ from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
-from tierplan.sim.workloads.formats import FORMATS
+from tierplan.sim.workloads.formats import BASES, FORMATS
 from tierplan.sim.workloads.optimizers import (
     FLOPS_PER_HOST_UPDATE,
     Optimizer,
@@ -76,6 +76,8 @@ class Training:
     """Adapters to train, such as `r=16,targets=all-linear` (`adapters.read_adapters`); all else is frozen."""
     freeze: str = ""
     """Patterns of names of parameters that are not trained, with commas between."""
+    base: str = ""
+    """Format of the weights of frozen linear layers, all but the output matrix (`formats.BASES`); empty for `dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
@@ -94,6 +96,15 @@ class Training:
                 read_adapters(self.lora)
         except ValueError as error:
             raise WorkloadError(str(error)) from None
+        if self.base and self.base not in BASES:
+            raise WorkloadError(
+                f"base is {self.base!r}; choose one of {', '.join(BASES)}, or none for weights in dtype"
+            )
+        if self.base and not (self.lora or self.freeze):
+            raise WorkloadError(
+                f"base is {self.base!r}, but weights in codes cannot be trained; give adapters to train, such as lora "
+                "r=16, or freeze those weights"
+            )
         if not self.optim.keeps_master and self.dtype_of_trained != "bf16":
             raise WorkloadError(
                 f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but that of trained "

@@ -145,6 +145,9 @@ def table_lines(workload: Workload) -> list[str]:
             name, format_count(owned), *(digits(round(size / scale, 3)) for size in sizes), *more, *map(digits, efforts)
         )  # fmt: skip
 
+    frozen = sum(u.num_frozen for u in units)
+    held = format_bytes(sum(u.frozen_bytes for u in units))
+    base = f", linear layers in {t.base}, decoded in every pass" if t.base else ""
     extra = "spread" if is_measured else "work f/b"
     rows: list[Sequence[str]] = [("unit", "params", "states", "input", "saved", extra, "forward", "backward")]
     for alike in _runs(workload):
@@ -159,7 +162,8 @@ def table_lines(workload: Workload) -> list[str]:
             f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
             f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}"
         ),
-        f"parameters {format_bytes(n * t.param_bytes)}, states {format_bytes(workload.states_bytes)}",
+        f"parameters {format_bytes(workload.params_bytes)}, states {format_bytes(workload.states_bytes)}",
+        *(wrapped(f"{n - frozen:,} are trained; {frozen:,} are frozen, in {held}{base}") if frozen else ()),
         "",
         *columns(rows, right=range(1, 8)),
         "",

@@ -53,6 +53,8 @@ class Point:
     """Adapters to train, as `adapters.read_adapters` reads them."""
     freeze: str = ""
     """Patterns of names of parameters that are not trained, with commas between."""
+    base: str = ""
+    """Format of frozen linear layers: nf4, nf4-double, int8 or fp8."""
     master_weights: bool = True
     semantics: str = ""
     """Empty for the policy's own."""
@@ -86,7 +88,7 @@ class Point:
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
-    **dict.fromkeys(("lora", "freeze"), str),
+    **dict.fromkeys(("lora", "freeze", "base"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }

@@ -35,6 +35,11 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, IA3": ("llama", {"lora": "method=ia3"}),
     "llama, norms alone": ("llama", {"freeze": "*proj*,*embed*,lm_head*"}),
     "mixtral, LoRA": ("mixtral", {"lora": "r=4"}),
+    "gpt2, QLoRA": ("gpt2", {"lora": "r=4", "base": "nf4"}),
+    "gpt2, last block and head on NF4": ("gpt2", {"freeze": "*.wte.*,*.wpe.*,*.h.0.*", "base": "nf4"}),
+    "llama, QLoRA": ("llama", {"lora": "r=4", "base": "nf4"}),
+    "llama, int8 and DoRA": ("llama", {"lora": "r=4,method=dora", "base": "int8"}),
+    "llama, fp8 and LoRA": ("llama", {"lora": "r=4", "base": "fp8"}),
     "bert, LoRA": ("bert", {"lora": "r=4,targets=query+value"}),
 }
 

@@ -1,0 +1,177 @@
+"""Linear layers of a frozen base whose weights lie in codes, as QLoRA has them: decoded where they are used.
+
+Forward and backward decode the weight each for itself, so that no wide copy of it lives longer than one product. Codes
+and scales are frozen parameters like others, which lie and travel as others do.
+
+Shapes: `o` outputs, `i` inputs. Codes are bytes; of NF4 each holds two values, the first in its upper half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from tierplan.sim.workloads.formats import format_of
+from tierplan.sim.workloads.workload import WorkloadError
+
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What the codes of NF4 stand for (Dettmers 2023)."""
+TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DECODED_AT_ONCE = 2**18
+"""Values, so that what decoding takes beside its result is small."""
+
+
+class CodedLinear(nn.Linear):
+    """A linear layer with a weight in codes, which is not trained."""
+
+    def __init__(self, layer: nn.Module, base: str) -> None:
+        nn.Module.__init__(self)
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        self.shape, self.is_turned = weight.shape, not isinstance(layer, nn.Linear)  # as `Conv1D` has it
+        weight_oi = weight.detach().t().contiguous() if self.is_turned else weight.detach()
+        self.base, self.dtype = base, weight_oi.dtype
+        self.out_features, self.in_features = weight_oi.shape
+        for level, part in enumerate(_coded(weight_oi, base)):
+            name = "scales" if part.dtype == torch.float32 else f"codes{level or ''}"
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
+
+    @property
+    def coded(self) -> list[torch.Tensor]:
+        """Codes, and their scales."""
+        return [p for name, p in self._parameters.items() if name != "bias" and p is not None]
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Has this weight from now on, which lies as that of the layer did in whose place it is."""
+        weight_oi = weight.t().contiguous() if self.is_turned else weight
+        for p, part in zip(self.coded, coded_weight(weight_oi, self.base), strict=True):
+            p.data = part
+
+    @property
+    def num_values(self) -> int:
+        return self.out_features * self.in_features
+
+    @property
+    def settings(self) -> tuple[str, torch.dtype, int, int]:
+        return self.base, self.dtype, self.out_features, self.in_features
+
+    def __getattr__(self, name: str) -> Any:
+        """`weight`, decoded, for whoever looks at it."""
+        return decoded_weight(self.coded, *self.settings) if name == "weight" else super().__getattr__(name)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Product.apply(input, self.bias, self.settings, *self.coded)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Product(torch.autograd.Function):
+    """`x @ weight.T + bias`, with a weight that is decoded for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, settings: Any, *coded: torch.Tensor) -> Any:
+        ctx.settings = settings
+        ctx.save_for_backward(*coded)
+        return functional.linear(x, decoded_weight(coded, *settings), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        needs_x, needs_bias, *_ = ctx.needs_input_grad
+        x_grad = torch.matmul(grads[0], decoded_weight(ctx.saved_tensors, *ctx.settings)) if needs_x else None
+        bias_grad = grads[0].flatten(0, -2).sum(0) if needs_bias else None
+        return x_grad, bias_grad, None, *(None for _ in ctx.saved_tensors)
+
+
+@torch.library.custom_op("tierplan::decoded_weight", mutates_args=())
+def decoded_weight(
+    coded: Sequence[torch.Tensor], base: str, dtype: torch.dtype, num_out: int, num_in: int
+) -> torch.Tensor:
+    """The weight (o, i) of codes and scales: the bits of bitsandbytes for nf4, and of torchao for int8 and fp8."""
+    refuse_unknown(base)
+    codes, scales = coded
+    weight = torch.empty(num_out * num_in, dtype=dtype, device=codes.device)
+    block = format_of(base).block or num_in
+    for k in range(0, len(scales), each := max(DECODED_AT_ONCE // block, 1)):
+        part = weight[k * block : (k + each) * block]
+        begin, end = (format_of(base).bits * at // 8 for at in (k * block, k * block + len(part) + len(part) % 2))
+        wide = _values(codes[begin:end], base)[: len(part)]
+        part.copy_(wide.mul_(scales[k : k + each].repeat_interleave(block)[: len(part)]))
+    return weight.view(num_out, num_in)
+
+
+def _values(codes: torch.Tensor, base: str) -> torch.Tensor:
+    """fp32, without scales."""
+    if base != "nf4":
+        return codes.view(TYPES[base]).float()
+    return torch.tensor(NF4_VALUES, device=codes.device)[torch.stack([codes >> 4, codes & 15], -1).view(-1).int()]
+
+
+def coded_weight(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
+    """Codes and scales of a weight, by the rules of the same libraries."""
+    refuse_unknown(base)
+    if base == "nf4":
+        flat = weight_oi.flatten().float()
+        blocks = functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
+        scales = blocks.abs().amax(-1)
+        scaled = (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(-1, 1).view(-1)[: len(flat)]
+        values = torch.tensor(NF4_VALUES)
+        codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        codes = functional.pad(codes, (0, len(codes) % 2))
+        return [codes[::2] << 4 | codes[1::2], scales]
+    most = weight_oi.abs().amax(-1, keepdim=True)
+    if base == "int8":
+        scales = (most / 127.5).float().clamp(min=torch.finfo(torch.float32).eps)
+        exact = torch.round(weight_oi * (1.0 / scales)).clamp(-128, 127)
+    else:
+        scales = (most / 448).float()
+        exact = (weight_oi.float() / scales).clamp(-448, 448).nan_to_num()
+    return [exact.to(TYPES[base]).view(torch.uint8).flatten(), scales.flatten()]
+
+
+def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
+    """The same; of a weight that has no memory, what has none either."""
+    if weight_oi.device.type != "meta" and not isinstance(weight_oi, FakeTensor):
+        return coded_weight(weight_oi, base)
+    *codes, scales = format_of(base).part_bytes(weight_oi.numel(), weight_oi.shape[0])
+    parts = [weight_oi.new_empty(num, dtype=torch.uint8) for num in codes]
+    return [*parts, weight_oi.new_empty(scales // 4, dtype=torch.float32)]
+
+
+def refuse_unknown(base: str) -> None:
+    """Raises `WorkloadError` for formats that are planned and not executed."""
+    if base != "nf4" and base not in TYPES:
+        raise WorkloadError(
+            f"base {base!r} is planned, and not executed: its mean per tensor is kept nowhere; run nf4, int8 or fp8"
+        )
+
+
+@decoded_weight.register_fake
+def _(coded: Sequence[torch.Tensor], base: str, dtype: torch.dtype, num_out: int, num_in: int) -> torch.Tensor:
+    return coded[0].new_empty(num_out, num_in, dtype=dtype)
+
+
+def code_base(model: nn.Module, base: str, *, whole: bool) -> None:
+    """Puts coded layers in place of linear ones but the output matrix: of the `whole` model, or of what is frozen."""
+    from transformers.pytorch_utils import Conv1D
+
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not output and (whole or not layer.weight.requires_grad)
+    ]
+    if not found:
+        raise WorkloadError(
+            f"base is {base!r}, but {type(model).__name__} has no frozen linear layer that could be in it; freeze some"
+        )
+    for parent, name, layer in found:
+        setattr(parent, name, CodedLinear(layer, base))
