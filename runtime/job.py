@@ -129,6 +129,8 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     training = _training(schedule, job.plan)
     if job.num_steps < 1:
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
+    if training.base and not training.lora and job.export:
+        raise JobError(f"{job.plan} leaves a model in {training.base}, which is not saved; add --no-export")
     raw = _config(job.model)
     model = hollow_model(raw, training)
     folder = job.model if job.model.is_dir() else job.model.parent

@@ -19,6 +19,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.commits import CommitError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.models import tuned
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import Trainer
 
@@ -49,6 +50,22 @@ def test_lora_is_trained_as_plainly(family: str, dtype: str, which: str, tmp_pat
     schedule = check(model, workload.training, PLANS[which], tmp_path, workload=workload)
     assert {n for n, p in model.named_parameters() if not p.equal(before[n])} == {n for n in before if "lora" in n}
     assert {op.stream for op in schedule.ops if "frozen" in op.key} <= {"gpu0.h2d", "nvme.read"}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("which", PLANS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
+def test_a_base_in_codes_is_trained_upon_as_plainly(base: str, family: str, which: str, tmp_path: Path) -> None:
+    training = replace(CPU, dtype="bf16", base=base, lora="r=4", gradient_accumulation_steps=2)
+    model = tuned(make_model(family, dtype="bf16"), training)
+    assert {p.dtype for n, p in model.named_parameters() if "codes" in n} == {torch.uint8}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    workload = trace_module(model, make_batches(1)[0], training)
+    check(model, workload.training, PLANS[which], tmp_path, workload=workload)
+    changed = {n for n, p in model.named_parameters() if not p.equal(before[n])}
+    assert changed
+    assert all("lora" in name for name in changed)
 
 
 def test_a_resumed_run_takes_the_base_from_the_model(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime import job
+from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.data.text import TokenBatches
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
@@ -134,18 +135,21 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
 
 
 @pytest.mark.filterwarnings("ignore::Warning:peft")
-def test_adapters_are_trained_and_saved_as_peft_does(files: Path) -> None:
+@pytest.mark.parametrize("base_format", ["", "nf4"])
+def test_adapters_are_trained_and_saved_as_peft_does(files: Path, base_format: str) -> None:
     from peft import PeftModel
     from transformers import GPT2LMHeadModel
 
     make = GPT2LMHeadModel(GPT2LMHeadModel.config_class(**json.loads((files / "config.json").read_text())))
     make.save_pretrained(files / "base")
-    write_plan(files, replace(CPU, lora="r=4"))
+    write_plan(files, replace(CPU, lora="r=4", base=base_format))
     base = ["--model", str(files / "base")]
     assert main(arguments(files, 1, "start", *base, "--lr", "0", "--weight-decay", "0")) == 0
     assert main(arguments(files, 2, "out", *base, "--weight-decay", "0")) == 0
     assert main(arguments(files, 4, "out", *base, "--weight-decay", "0", "--resume")) == 0
     model = GPT2LMHeadModel.from_pretrained(files / "base").train()
+    if base_format:
+        code_base(model, base_format, whole=True)
     model = PeftModel.from_pretrained(model, str(files / "start" / "model"), is_trainable=True).train()
     (kept,) = (files / "out").glob("tokens-*.npy")
     batches = TokenBatches(np.load(kept), CPU.per_device_train_batch_size, CPU.sequence_length)
@@ -155,6 +159,13 @@ def test_adapters_are_trained_and_saved_as_peft_does(files: Path) -> None:
     ours, theirs = weights_in(files / "out" / "model"), weights_in(files / "plain")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_model_with_codes_is_not_exported_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plan(files, replace(CPU, freeze="*.h.*", base="int8"))
+    assert main(arguments(files, 1, "out")) == 1
+    assert "add --no-export" in capsys.readouterr().err
+    assert main(arguments(files, 1, "out", "--no-export")) == 0
 
 
 def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
