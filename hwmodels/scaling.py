@@ -8,6 +8,9 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 
 AMPLE_BYTES = 1 << 50
+CAPACITY = "capacity"
+Part = tuple[str, str, float]
+"""Of a tier or stream: its name, `CAPACITY` or a kind of work, and the part of that which is used."""
 
 
 def with_capacity(machine: Machine, capacity_bytes: Mapping[str, int]) -> Machine:
@@ -48,6 +51,60 @@ def with_demand(stream: Stream, limits: Collection[str], factor: float) -> Strea
         for limit, weights in stream.takes.items()
     }
     return replace(stream, takes=takes)
+
+
+def lesser(machine: Machine, other: Machine) -> Machine:
+    """The machine, with what the other has less of as the other has it; things are compared by name."""
+    tiers, streams, limits = {t.name: t for t in other.tiers}, {s.name: s for s in other.streams}, other.limits
+    sizes = {t.name: min(t.capacity_bytes, tiers.get(t.name, t).capacity_bytes) for t in machine.tiers}
+    return replace(
+        with_capacity(machine, sizes),
+        streams=tuple(_slower(s, streams.get(s.name, s)) for s in machine.streams),
+        shared_limits=tuple(replace(x, limit=min(x.limit, limits.get(x.name, x.limit))) for x in machine.shared_limits),
+    )
+
+
+def _slower(stream: Stream, other: Stream) -> Stream:
+    takes = {
+        limit: {kind: max(weight, other.takes.get(limit, {}).get(kind, weight)) for kind, weight in weights.items()}
+        for limit, weights in stream.takes.items()
+    }
+    return replace(
+        stream,
+        rates={kind: _least(rate, other.rates.get(kind, rate)) for kind, rate in stream.rates.items()},
+        takes=takes,
+        **{name: max(getattr(stream, name), getattr(other, name)) for name in ("latency_s", "beside_s", "wake_s")},
+    )
+
+
+def _least(rate: Rate, other: Rate) -> Rate:
+    amounts = sorted({amount for amount, _ in rate.points + other.points})
+    least = tuple((a, min(rate.at(a), other.at(a))) for a in amounts)
+    return rate if all(rate.at(a) == per_s for a, per_s in least) else Rate(least)
+
+
+def parts_of(machine: Machine, less: Machine) -> tuple[Part, ...]:
+    """What of the machine is used where it runs as one that has less, of the same tiers and streams."""
+    parts = [
+        (tier.name, CAPACITY, smaller.capacity_bytes / tier.capacity_bytes)
+        for tier, smaller in zip(machine.tiers, less.tiers, strict=True)
+    ]
+    parts += [
+        (stream.name, kind, min(slow.at(amount) / rate.at(amount) for amount, _ in slow.points))
+        for stream, slower in zip(machine.streams, less.streams, strict=True)
+        for (kind, rate), slow in zip(stream.rates.items(), slower.rates.values(), strict=True)
+    ]
+    return tuple(part for part in parts if part[2] < 1)
+
+
+def with_parts(machine: Machine, parts: Collection[Part]) -> Machine:
+    """The machine with only these parts of its tiers and streams."""
+    factors: dict[str, dict[str, float]] = {}
+    for name, kind, part in parts:
+        factors.setdefault(name, {})[kind] = part
+    sizes = {t.name: round(t.capacity_bytes * factors.get(t.name, {}).get(CAPACITY, 1.0)) for t in machine.tiers}
+    streams = tuple(with_rate_factors(s, factors[s.name]) if s.name in factors else s for s in machine.streams)
+    return replace(with_capacity(machine, sizes), streams=streams)
 
 
 def _times(rate: Rate, factor: float) -> Rate:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import Part
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -162,6 +163,9 @@ class UnitwisePlan(Shown):
     """On which the plan trains."""
     sharing: Sharing = Sharing()
     """What they divide; of no account on one device."""
+    parts: tuple[Part, ...] = ()
+    """Of tiers and streams that are not used in full: its name, the kind of work (or `capacity`), and the part of it
+    that is used. So a plan may run as on a lesser machine, where more would be in its way."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
 
@@ -178,6 +182,8 @@ class UnitwisePlan(Shown):
         _check_words(f"plan {self.policy!r}", self.sharing, SHARING_WORDS)
         for name, least in PLAN_NUMBERS.items():
             _check_number(self.policy, name, getattr(self, name), least)
+        if any(not 0 < part <= 1 for *_, part in self.parts):
+            raise PlanError(f"plan {self.policy!r} uses parts {self.parts}; each must be above 0 and at most 1")
         if self.devices > 1 and self.sharing.divided == "nothing" and {u.states for u in self.units} != {"device"}:
             raise PlanError(
                 f"plan {self.policy!r} divides nothing among {self.devices} devices, each with its own states, but "

@@ -17,7 +17,9 @@ from functools import partial
 from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.scaling import parts_of
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
@@ -31,6 +33,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
+from tierplan.planner.search.lesser import lesser_of_catalog, without_excess
 from tierplan.planner.search.moves import loosened, with_shape_of
 from tierplan.planner.search.race import Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
@@ -83,7 +86,8 @@ def plan(
     time_limit_s
         Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
         simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
-        `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s.
+        `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s. A machine that
+        has more than the catalog's of its name has the same for the lesser one, whose answer it then also has.
         Searching one order alone spends that order's share of it.
     policies
         Names of the policies to compare with; all by default.
@@ -106,7 +110,28 @@ def plan(
     write_limit = inf
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
-    loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s)
+    policies = None if policies is None else tuple(policies)
+    orders = None if orders is None else tuple(orders)
+    known: tuple[Machine, PlanResult] | None = None
+    if (less := lesser_of_catalog(machine)) is not None:
+        time_limit_s = time_limit_s and time_limit_s / 2
+        try:
+            answer = plan(
+                workload,
+                less,
+                semantics=semantics,
+                time_limit_s=time_limit_s,
+                seed=seed,
+                policies=policies,
+                orders=orders,
+                batches=batches,
+                drive_lifetime_years=drive_lifetime_years,
+                beat_s=beat_s,
+            )
+            known = less, answer
+        except InfeasiblePlan:
+            pass  # this machine may do better
+    loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s, known)
     return loop.run(policies, orders)
 
 
@@ -150,10 +175,12 @@ class _Loop:
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = inf,
         beat_s: float = inf,
+        known: tuple[Machine, PlanResult] | None = None,
     ) -> None:
         if time_limit_s is not None and not 0 < time_limit_s < inf:
             raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
-        self.workload, self.machine, self.seed = workload, machine, seed
+        self.workload, self.seed, self.known = workload, seed, known
+        self.asked, self.machine = machine, without_excess(machine, workload)
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
         if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
             raise PlanError(
@@ -162,17 +189,18 @@ class _Loop:
             )
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - (known[1].total_s if known else 0.0)
         self.budget = Budget.of(time_limit_s)
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
-        self.simulate_plan = PlanSimulator(
-            workload, machine, self.budget, write_limit_bytes_per_s=write_limit_bytes_per_s
-        )
+        self.simulate_plan = self._simulator(self.machine)
         self.bound_s = 0.0
         self.incumbents = self._no_incumbents()
         self.notes: list[str] = []
         self.chains: list[_Chain] = []
         self.has_all_orders = True
+
+    def _simulator(self, machine: Machine) -> PlanSimulator:
+        return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
 
     def _no_incumbents(self) -> Incumbents:
         return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps)
@@ -205,6 +233,10 @@ class _Loop:
                 raise
             status = "interrupted"
             self.notes.append("the search was interrupted; this is the best plan found until then")
+        if self.known is not None and isinstance(plan := self.known[1].plan, UnitwisePlan):
+            # where more of something only is in the way (a drive's copies slow those of others), it is left unused
+            held = replace(plan, parts=parts_of(self.asked, self.known[0]))
+            self.incumbents.consider(self._simulator(self.asked)(held))
         best = self.incumbents.best
         if best is None:
             raise self._infeasible(problems, bounds)
@@ -307,6 +339,10 @@ class _Loop:
                     seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
                 if name in names:
                     self.incumbents.consider(candidate)
+        if self.known is not None:
+            candidate = self.simulate_plan(self.known[1].plan)
+            seeds.consider(candidate)
+            self.incumbents.consider(candidate)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
         return {name: result for name, result in compared.items() if name in names}, seeds
 
@@ -409,11 +445,11 @@ class _Loop:
         self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, Callable[[], PolicyResult]], status: Status
     ) -> PlanResult:
         assert best.step_s is not None
-        columns = self.simulate_plan.lowering.columns(best.plan)
-        steady = steady_state(columns, self.machine)
+        columns = Lowering(self.workload, self.asked).columns(best.plan)
+        steady = steady_state(columns, self.asked)
         is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
         return PlanResult(
-            prediction=predicted(best.plan, columns, steady, self.workload, self.machine),
+            prediction=predicted(best.plan, columns, steady, self.workload, self.asked),
             lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
             solve_s=self.bound_s + sum(chain.from_program.solve_s for chain in self.chains),
             total_s=time.perf_counter() - self.started,

@@ -11,7 +11,10 @@ tiling     the same step in smaller pieces
 
 from __future__ import annotations
 
-from tierplan.hwmodels.machine import Machine
+from dataclasses import replace
+
+from tierplan.hwmodels.machine import SECONDS, Machine
+from tierplan.hwmodels.scaling import with_parts
 from tierplan.planner.lowering.unitwise import UnitwiseLowering
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
 from tierplan.planner.several_devices.packs import pack_schedule
@@ -20,7 +23,8 @@ from tierplan.planner.several_devices.paged import paged_schedule
 from tierplan.planner.several_devices.partition import partition
 from tierplan.planner.several_devices.resident import resident_schedule
 from tierplan.sim.analysis.ordering import refine_columns
-from tierplan.sim.columns import ScheduleColumns, columns_of
+from tierplan.sim.builder import tiers_of
+from tierplan.sim.columns import ScheduleColumns, Work, columns_of
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Workload
 
@@ -47,6 +51,8 @@ class Lowering:
                 columns = self._unitwise.columns(plan)
                 if plan.devices > 1:
                     columns = columns_of(partition(columns.schedule(), plan.devices, plan.sharing))
+                if plan.parts:
+                    columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
                 is_run = plan.devices * plan.packs.rounds == 1 and not (plan.packs.streams or plan.packs.late_updates)
                 make = unitwise_pack_schedule if is_run else pack_schedule
@@ -55,6 +61,18 @@ class Lowering:
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, self.workload, self.machine))
         return refine_columns(columns, self.machine, num_devices=plan.devices) if refine else columns
+
+
+def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:
+    """What runs on a machine as on one that has less: its tiers, and ops with seconds in which they rest."""
+    is_alone = len(columns.streams) == 1
+
+    def longer(work: Work) -> Work:
+        has_s, takes_s = (m.cost(work.stream, work.amounts, is_alone=is_alone).alone_s for m in (machine, less))
+        rest_s = work.amounts.get(SECONDS, 0.0) + takes_s - has_s
+        return Work(work.stream, {**work.amounts, SECONDS: rest_s}) if takes_s > has_s else work
+
+    return replace(columns, tiers=tiers_of(less), works=tuple(map(longer, columns.works)))
 
 
 def lower(plan: Plan, workload: Workload, machine: Machine, *, refine: bool = True) -> Schedule:

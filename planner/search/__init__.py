@@ -11,5 +11,6 @@ knobs         what the program cannot decide, tuned one after the other
 from_program  plans of the planning program, rounded, tuned and simulated
 race          the searches of all shapes, side by side
 late_updates  which updates wait for the next step
+lesser        answers of lesser machines, which better ones have too
 batches       the outer search over micro-batch size and accumulation
 """

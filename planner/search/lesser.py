@@ -1,0 +1,32 @@
+"""Better machines have the answers of lesser ones: which those are, and memory that no plan can use."""
+
+from __future__ import annotations
+
+from tierplan.hwmodels.catalog import catalog_names, load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import lesser, with_capacity
+from tierplan.sim.workloads.workload import Workload
+
+
+def lesser_of_catalog(machine: Machine) -> Machine | None:
+    """The machine without what it has more of than the catalog's of this name; None where it has nothing more."""
+    if machine.name not in catalog_names():
+        return None
+    less = lesser(machine, load_machine(machine.name))
+    return None if less == machine else less
+
+
+def without_excess(machine: Machine, workload: Workload) -> Machine:
+    """The machine with no more host and device memory than all that a step makes and holds.
+
+    What is beyond changes no plan, but numbers in the planning program, and so which of equal plans it finds.
+    """
+    training = workload.training
+    passes = training.gradient_accumulation_steps * machine.num_devices
+    held = sum(u.num_trained * (2 * training.param_bytes + 4) + u.frozen_bytes for u in workload.units)
+    made = workload.shared_bytes + sum(
+        u.saved_bytes + 2 * u.input_bytes + u.output_bytes + u.forward_work_bytes + u.backward_work_bytes
+        for u in workload.units
+    )
+    most = machine.num_devices * held + workload.states_bytes + passes * made
+    return with_capacity(machine, {t.name: min(t.capacity_bytes, most) for t in machine.tiers if t.kind != "nvme"})

@@ -1,0 +1,128 @@
+"""What is better has the answers of what is less: by construction, whatever the search finds."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.instances import random_chain, random_machine, random_plan
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_capacity, with_faster, with_parts
+from tierplan.planner.lowering import Lowering
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.plan import PlanError, UnitwisePlan
+from tierplan.planner.planning import plan
+from tierplan.planner.search import budget
+from tierplan.planner.search.lesser import lesser_of_catalog, without_excess
+from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
+
+GPT = dict(
+    architectures=["GPT2LMHeadModel"],
+    model_type="gpt2",
+    n_embd=1024,
+    n_layer=6,
+    n_head=16,
+    n_positions=1024,
+    vocab_size=50304,
+)
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> Workload:
+    (tmp_path / "config.json").write_text(json.dumps(GPT))
+    training = Training(per_device_train_batch_size=4, sequence_length=1024, dtype="bf16")
+    return load_workload(tmp_path / "config.json", training)
+
+
+def better(machine: Machine, rng: random.Random) -> Machine:
+    """The machine with more of some things."""
+    sizes = {t.name: int(t.capacity_bytes * rng.choice((1.0, 1.3, 4.0))) for t in machine.tiers}
+    names = [s.name for s in machine.streams if rng.random() < 0.5]
+    return with_faster(with_capacity(machine, sizes), names, rng.choice((1.1, 2.0, 4.0)))
+
+
+def step_s(made: UnitwisePlan, workload: Workload, machine: Machine) -> float | None:
+    try:
+        return steady_state(Lowering(workload, machine).columns(made), machine).period_s
+    except OutOfMemory:
+        return None
+
+
+def test_a_plan_that_leaves_the_rest_unused_runs_as_on_the_lesser_machine() -> None:
+    num_slower = num_fitting = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        workload = random_chain(rng, 4)
+        less = random_machine(rng, workload)
+        more = better(less, rng)
+        made = random_plan(rng, problem(workload, less, semantics="in-backward"))
+        before_s = step_s(made, workload, less)
+        held_s = step_s(replace(made, parts=parts_of(more, less)), workload, more)
+        assert held_s == (before_s and pytest.approx(before_s, rel=1e-7)), seed
+        after_s = step_s(made, workload, more)
+        num_fitting += before_s is not None
+        num_slower += before_s is not None and (after_s is None or after_s > before_s * (1 + 1e-6))
+    assert num_fitting > 9
+    assert num_slower > 0, "more is never in the way here, so nothing is shown"
+
+
+def test_parts_of_a_machine_are_the_lesser_one() -> None:
+    base = load_machine("desktop-4090")
+    more = load_machine("desktop-4090", ["gpu.part=h100-sxm-80gb", "nvme.drives=2", "host.adam=3.6 G/s"])
+    less = lesser(more, base)
+    assert lesser(less, base) == less
+    held = with_parts(more, parts_of(more, less))
+    assert [t.capacity_bytes for t in held.tiers] == [t.capacity_bytes for t in less.tiers]
+    for stream, slower in zip(held.streams, less.streams, strict=True):
+        for kind, rate in slower.rates.items():
+            assert stream.rates[kind].at(1e9) == pytest.approx(rate.at(1e9), rel=1e-12)
+
+
+def test_the_catalog_has_lesser_machines_of_its_own_names_only() -> None:
+    base = load_machine("laptop")
+    assert lesser_of_catalog(base) is None
+    assert lesser_of_catalog(load_machine("laptop", ["host.capacity=16 GB"])) is None
+    assert lesser_of_catalog(replace(with_faster(base, ["host.adam"], 2.0), name="mine")) is None
+    assert lesser_of_catalog(load_machine("fuyou-4090", ["nvme.drives=3"])) is None
+    mixed = load_machine("laptop", ["host.capacity=16 GB", "host.adam=2 G/s"])
+    less = lesser_of_catalog(mixed)
+    assert less is not None
+    assert less.tier("host") == mixed.tier("host")
+    assert less.stream("host.adam").rates == base.stream("host.adam").rates
+
+
+def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
+    machine = load_machine("laptop")
+    made = plan(gpt, machine, time_limit_s=0.01).plan
+    assert isinstance(made, UnitwisePlan)
+    with pytest.raises(PlanError, match="above 0 and at most 1"):
+        Lowering(gpt, machine).columns(replace(made, parts=(("host.adam", "parameters", 0.0),)))
+
+
+def test_more_of_what_the_catalog_has_is_never_slower(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "OPS_PER_S", 60)
+    base = load_machine("laptop", ["host.capacity=12 GB", "gpu.capacity=3 GB"])
+    base_s = plan(gpt, base, time_limit_s=50).step_s
+    more = with_faster(base, ["host.adam"], 4.0)
+    found = plan(gpt, more, time_limit_s=100)
+    assert found.step_s <= base_s * (1 + 1e-9)
+    monkeypatch.setattr("tierplan.planner.planning.lesser_of_catalog", lambda machine: None)
+    assert plan(gpt, more, time_limit_s=50).step_s > base_s, "no witness: it is as quick without the lesser machine"
+
+
+def test_memory_beyond_all_that_a_step_holds_changes_nothing(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "OPS_PER_S", 200)
+    base = replace(with_capacity(load_machine("laptop"), {"host": 10**12}), name="mine")
+    ample = with_ample_memory(base)
+    assert without_excess(base, gpt).tier("host") == without_excess(ample, gpt).tier("host")
+    some, plenty = (plan(gpt, with_capacity(base, {"host": size}), time_limit_s=20) for size in (10**12, 10**13))
+    assert (some.plan, some.step_s) == (plenty.plan, plenty.step_s)
+    assert plenty.steady.capacity_bytes["host"] == 10**13
