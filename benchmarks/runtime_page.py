@@ -1,8 +1,8 @@
 """The figures in the runtime's page, from what its benchmarks have written.
 
-    python -m benchmarks.runtime_page RUNTIME.json DEEPSPEED.json [--page docs/runtime.md]
+    python -m benchmarks.runtime_page RUNTIME.json PEERS.jsonl [--page docs/runtime.md]
 
-RUNTIME.json is of `benchmarks.runtime --only busiest fio overlap`, DEEPSPEED.json of `benchmarks/deepspeed_zero3.py`.
+RUNTIME.json is of `benchmarks.runtime --only busiest fio overlap`, PEERS.jsonl of `benchmarks.peers`.
 Parts that were not run are left out. Give the files' paths from the root of the repository, which is how the page names
 them.
 """
@@ -15,13 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import read
 from benchmarks.planner_grid import replace_part
 
 PART = "speed of the runtime"
 GIB = 2**30
 
 
-def lines(runtime: Mapping[str, Any], deepspeed: Mapping[str, Any], *, names: Sequence[str]) -> Iterator[str]:
+def lines(runtime: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], *, names: Sequence[str]) -> Iterator[str]:
     """The part of the page; `names` are those of the files that the records are from."""
     before, after = (round(runtime[f"load_average_{when}"][0], 1) for when in ("before", "after"))
     yield f"From `{names[0]}` and `{names[1]}`: {runtime['machine']}, {runtime['date'][:10]},"
@@ -42,7 +43,8 @@ def lines(runtime: Mapping[str, Any], deepspeed: Mapping[str, Any], *, names: Se
             f"- **Updates inside backward** over the same plan with updates behind it: {found['ratio']:.2f} of the "
             f"step time, the median of {len(found['ratios'])} pairs of steps in turn."
         )
-    yield _deepspeed(deepspeed)
+    yield ""
+    yield from _peers(peers)
 
 
 def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
@@ -67,27 +69,37 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _deepspeed(found: Mapping[str, Any]) -> str:
-    peaks, rows, settings = found["peak_rss_bytes"], sorted(found["ratios"]), found["settings"]
-    about, num_parameters = found["about"]["deepspeed"], found["about"]["tierplan"]["num_parameters"]
-    return (
-        f"- **Against DeepSpeed** {about['deepspeed']}'s ZeRO-3 with parameters and optimizer states on NVMe, on its "
-        f"CPU accelerator: GPT-2 of {num_parameters / 1e6:.0f} M parameters in {settings['dtype']}, load average "
-        f"{found['load_average'][0]:.0f}: steps {found['ratio']:.1f} times as fast, the median of {len(rows)} turns "
-        f"({rows[0]:.1f} to {rows[-1]:.1f}), at most {peaks['tierplan'] / GIB:.2f} GiB of memory where DeepSpeed needs "
-        f"{peaks['deepspeed'] / GIB:.2f}."
+def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A row a pair: how often tierplan's steps are as fast, and how near they are to their own busiest stream."""
+    yield (
+        "| the other system | parameters | cap | its step over tierplan's | tierplan's step over its busiest stream | "
+        "peak memory, tierplan beside it |"
     )
+    yield "|---|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: (row["about"]["tierplan"]["num_parameters"], row["settings"]["cap_gib"])):
+        ratios, peaks, settings = sorted(row["ratios"]), row["peak_rss_bytes"], row["settings"]
+        ours, theirs = row["about"]["tierplan"], row["about"][row["worker"]]
+        busiest, busy_s = max(ours["busy_s"].items(), key=lambda item: item[1])
+        cells = (
+            f"{row['pair']}{' (' + theirs['deepspeed'] + ')' if 'deepspeed' in theirs else ''}",
+            f"{ours['num_parameters'] / 1e6:.0f} M, {settings['dtype']}",
+            f"{settings['cap_gib']:g} GiB" if settings["cap_gib"] else "none",
+            f"{row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)",
+            f"{row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
+            f"{peaks['tierplan'] / GIB:.2f} beside {peaks[row['worker']] / GIB:.2f} GiB",
+        )
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runtime", type=Path)
-    parser.add_argument("deepspeed", type=Path)
+    parser.add_argument("peers", type=Path)
     parser.add_argument("--page", type=Path, help="write them into this page")
     args = parser.parse_args()
-    records: list[Any] = [json.loads(path.read_text(encoding="utf-8")) for path in (args.runtime, args.deepspeed)]
-    names = [path.as_posix() for path in (args.runtime, args.deepspeed)]
-    text = "\n".join(lines(*records, names=names))
+    runtime = json.loads(args.runtime.read_text(encoding="utf-8"))
+    names = [path.as_posix() for path in (args.runtime, args.peers)]
+    text = "\n".join(lines(runtime, read(args.peers), names=names))
     if args.page:
         replace_part(args.page, PART, text)
     print(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import nvme_bound, runtime_page
+from benchmarks import nvme_bound, peers, runtime_page
 from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
 from benchmarks.runtime import machine
 from tierplan.planner.lowering import lower
@@ -64,10 +64,10 @@ def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
 def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
     page = (ROOT / "docs" / "runtime.md").read_text(encoding="utf-8")
     part = page.partition(f"<!-- {runtime_page.PART}")[2].partition(f"<!-- end of {runtime_page.PART}")[0]
-    names = re.findall(r"`(benchmarks/results/[\w.-]+\.json)`", part)
+    names = re.findall(r"`(benchmarks/results/[\w.-]+\.jsonl?)`", part)
     assert len(names) == 2
-    records = [json.loads((ROOT / name).read_text(encoding="utf-8")) for name in names]
-    assert part.partition("\n")[2].rstrip() == "\n".join(runtime_page.lines(*records, names=names))
+    runtime, rows = json.loads((ROOT / names[0]).read_text(encoding="utf-8")), peers.read(ROOT / names[1])
+    assert part.partition("\n")[2].rstrip() == "\n".join(runtime_page.lines(runtime, rows, names=names))
 
 
 @pytest.mark.parametrize(
