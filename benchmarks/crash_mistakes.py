@@ -66,7 +66,7 @@ def written_in_place() -> Iterator[None]:
 
 @contextmanager
 def committed_extents_written_over() -> Iterator[None]:
-    with mock.patch.object(Bodies, "commit", return_value=None):
+    with mock.patch.object(Bodies, "keep", return_value=None), mock.patch.object(Bodies, "commit", return_value=None):
         yield
 
 

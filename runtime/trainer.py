@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -173,6 +174,9 @@ class Trainer:
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
         """What `close` ends, and changes back in the model."""
+        self._commits = ThreadPoolExecutor(1, "tierplan commit", initializer=limit_this_thread, initargs=(1,))
+        self._committing: Future[None] | None = None
+        """A commit that was begun."""
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
@@ -226,9 +230,14 @@ class Trainer:
                 self._has_failed = False
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
                 if self._durability is not None:
-                    self.commit(read_back=self.read_back or is_last)
+                    self._begin_commit(read_back=self.read_back or is_last)
                 if is_last or self._is_stop_wanted:
                     break
+            self._end_commit()
+        except BaseException as error:
+            if self._committing is not None and (other := self._committing.exception()) is not None:
+                error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
+            raise
         finally:
             self._is_stop_wanted = False
             torch.set_num_threads(self._threads_before)
@@ -238,18 +247,32 @@ class Trainer:
 
         With `read_back`, what was committed on the drives is read and compared before it counts.
         """
+        self._begin_commit(read_back=read_back)
+        self._end_commit()
+
+    def _begin_commit(self, *, read_back: bool) -> None:
+        """Commits beside the steps that follow, when the commit before is done."""
         assert self._durability is not None
         if self._has_failed:
             raise TrainingError("a step has failed, so what it left is not committed; resume from the last commit")
-        rng = self._device.rng_state() if self.seed is None else ()
-        self._durability.commit(
+        self._end_commit()
+        peak_bytes = self._executor.ledger.peak_bytes.get(HOST, 0)
+        finish = self._durability.begin_commit(
             self.num_steps_done,
             self._executor.carried,
             self._bodies,
             losses=self.result().losses,
-            rng=rng,
+            rng=self._device.rng_state() if self.seed is None else (),
             read_back=read_back,
+            spare_bytes=max(0, self._executor.ledger.capacity_bytes.get(HOST, 0) - peak_bytes),
         )
+        self._committing = self._commits.submit(finish)
+
+    def _end_commit(self) -> None:
+        """Returns when what was begun is committed; raises what went wrong, once."""
+        begun, self._committing = self._committing, None
+        if begun is not None:
+            begun.result()
 
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
         """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
@@ -328,6 +351,7 @@ class Trainer:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters
         left."""
         self._is_closed = True
+        self._commits.shutdown()
         self._set_back.close()
         if self._store is not None:
             self._store.close(remove=self._durability is None)
@@ -382,7 +406,7 @@ class Trainer:
             on_free=self._bodies.on_free,
             device=self._device,
             on_thread_start=self._on_thread_start,
-            on_step_end=lambda step, time_ns: self.on_step(step, sum(self._losses[step])),
+            on_step_end=self._on_step_end,
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
@@ -430,8 +454,10 @@ class Trainer:
         run_id = durability.run_id if durability is not None else ""
         self._store = Store(folders, weights=weights, pattern=pattern, run_id=run_id)
         needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
-        if durability is not None:  # a second region for what is committed
-            needed += sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
+        if durability is not None:  # regions for what is committed, and for what is being committed
+            needed += (1 + (self.checkpoint_every is not None)) * sum(
+                b.size_bytes for b in stored if b.initial
+            ) + 2 * PAGE_BYTES
             self._store.claim(durability.run_id, str(durability.folder.resolve()))
         if self._resumed is not None:
             self._store.expect(self._resumed.store_bytes)
@@ -462,6 +488,11 @@ class Trainer:
             device=self._device,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
         )
+
+    def _on_step_end(self, step: int, time_ns: int) -> None:
+        self.on_step(step, sum(self._losses[step]))
+        if self._committing is not None and self._committing.done():
+            self._end_commit()
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:

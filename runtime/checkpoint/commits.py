@@ -23,7 +23,7 @@ import errno
 import json
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,15 +133,15 @@ class CommitLog:
         return self.folder / f"resident-{num_steps}.bin"
 
     def write_resident(
-        self, run_id: str, num_steps: int, contents: Mapping[str, Callable[[], torch.Tensor]]
+        self, run_id: str, num_steps: int, contents: Iterable[tuple[str, torch.Tensor]]
     ) -> dict[str, Stored]:
-        """Writes bytes to the resident file, one content at a time, and returns where they are."""
+        """Writes names with their bytes to the resident file, one at a time, and returns where they are."""
         path, stored, at = self.resident_path(num_steps), {}, PAGE_BYTES
         fd = files.create_file(path)
         try:
             files.write_at(fd, path, [memoryview(stamp("resident", run_id, num_steps))], 0)
-            for name, memory in contents.items():
-                data = memory().numpy().data
+            for name, memory in contents:
+                data = memory.numpy().data
                 stored[name] = Stored(
                     size_bytes=len(data), offset_bytes=at, in_store=False, xxh3=xxh3_64_hexdigest(data)
                 )

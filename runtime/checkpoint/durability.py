@@ -5,7 +5,7 @@ Contents are committed by name, so a run may be resumed on another schedule of t
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,11 +17,12 @@ import torch
 
 from tierplan.hwmodels.names import NVME
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_same_settings, stamp
+from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
-from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
+from tierplan.runtime.memory.arena import PAGE_BYTES, Block, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.sim.contents import Frozen, States
 
@@ -58,7 +59,7 @@ class Durability:
         self._seal: Extent | None = None
         self._has_failed = False
 
-    def commit(
+    def begin_commit(
         self,
         num_steps: int,
         carried: Mapping[str, Instance],
@@ -67,42 +68,54 @@ class Durability:
         losses: tuple[float, ...],
         rng: tuple[torch.Tensor, ...],
         read_back: bool = False,
-    ) -> None:
-        """Makes the state after so many steps the one to resume from. Nothing runs meanwhile.
+        spare_bytes: int = 0,
+    ) -> Callable[[], None]:
+        """Takes note of the state after so many steps, while nothing runs. What it returns makes that the state to
+        resume from: in any thread, and the next steps may run meanwhile.
 
-        With `read_back`, what lies on the NVMe tier is read and compared before it counts.
+        With `read_back`, what lies on the NVMe tier is read and compared before it counts. `spare_bytes` is the room in
+        host memory for copies of what changes meanwhile.
         """
         if self._has_failed:
             raise CommitError(f"a commit in {self.folder} has failed; resume from the last one that did not")
         if self.last is not None and self.last.num_steps == num_steps:
-            return  # its files stand under this number
+            return lambda: None  # its files stand under this number
         self._has_failed = True
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
         places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
-        contents, resident = _to_memory((x for x in written if x.buffer.content not in places), bodies)
-        seal = None
-        if bodies.store is not None:
-            seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
-            contents.update({content: _stored(place, bodies.store) for content, place in places.items()})
-        contents.update(self._log.write_resident(self.run_id, num_steps, resident))
-        self._log.check(self._lock)
-        self.last = Commit(
-            num_steps=num_steps,
-            run_id=self.run_id,
-            contents=contents,
-            settings=self._settings,
-            losses=losses,
-            seal=seal,
-            frozen=dict(bodies.frozen_sums),
-            folders=tuple(str(path.parent.resolve()) for path in bodies.store.paths) if bodies.store else (),
-            stripes=bodies.store.pattern if bodies.store else (),
-            store_bytes=bodies.store.size_bytes if bodies.store else 0,
-            rng=tuple(s.numpy().tobytes().hex() for s in rng),
-        )
-        self._log.write(self.last)
-        if self._seal is not None:
-            bodies.commit({*places.values(), self._seal})
-        self._has_failed = False
+        contents, blocks = _in_memory(x for x in written if x.buffer.content not in places)
+        snapshot = Snapshot(blocks, spare_bytes)
+        bodies.keep(set(places.values()), snapshot)
+
+        def finish() -> None:
+            try:
+                contents.update(self._log.write_resident(self.run_id, num_steps, snapshot.read()))
+            finally:
+                snapshot.end()
+            seal = None
+            if bodies.store is not None:
+                seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
+                contents.update({content: _stored(place, bodies.store) for content, place in places.items()})
+            self._log.check(self._lock)
+            self.last = Commit(
+                num_steps=num_steps,
+                run_id=self.run_id,
+                contents=contents,
+                settings=self._settings,
+                losses=losses,
+                seal=seal,
+                frozen=dict(bodies.frozen_sums),
+                folders=tuple(str(path.parent.resolve()) for path in bodies.store.paths) if bodies.store else (),
+                stripes=bodies.store.pattern if bodies.store else (),
+                store_bytes=bodies.store.size_bytes if bodies.store else 0,
+                rng=tuple(s.numpy().tobytes().hex() for s in rng),
+            )
+            self._log.write(self.last)
+            if self._seal is not None:
+                bodies.commit({*places.values(), self._seal})
+            self._has_failed = False
+
+        return finish
 
     def _seal_store(self, num_steps: int, store: Store, extents: Iterable[Extent], *, read_back: bool) -> Stored:
         """When this returns, all that was written to the store is on the drives, in the files that are at their paths,
@@ -219,9 +232,14 @@ def save_copy(
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()
     try:
-        written = (x for x in carried.values() if x.buffer.content not in bodies.frozen_sums)
-        contents, resident = _to_memory(written, bodies)
-        contents.update(log.write_resident(run_id, num_steps, resident))
+        written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
+        contents, blocks = _in_memory(x for x in written if not isinstance(value_of(x).place, Extent))
+        stored = (
+            (x.buffer.content, bodies.read(x))
+            for x in written
+            if x.buffer.content not in contents.keys() | blocks.keys()
+        )
+        contents.update(log.write_resident(run_id, num_steps, itertools.chain(Snapshot(blocks).read(), stored)))
         log.write(
             Commit(
                 num_steps=num_steps,
@@ -236,19 +254,18 @@ def save_copy(
         os.close(lock)
 
 
-def _to_memory(
-    instances: Iterable[Instance], bodies: Bodies
-) -> tuple[dict[str, Stored], dict[str, Callable[[], torch.Tensor]]]:
-    """By content: what there is not yet, and how to read what there is."""
+def _in_memory(instances: Iterable[Instance]) -> tuple[dict[str, Stored], dict[str, Block]]:
+    """By content: what there is not yet, and where in memory the others are."""
     absent: dict[str, Stored] = {}
-    resident: dict[str, Callable[[], torch.Tensor]] = {}
+    blocks: dict[str, Block] = {}
     for instance in instances:
-        content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
-        if value_of(instance).is_absent:
+        content, value = instance.buffer.content, value_of(instance)
+        if value.is_absent:
+            size_bytes = instance.buffer.size_bytes
             absent[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
         else:
-            resident[content] = functools.partial(bodies.read, instance)
-    return absent, resident
+            blocks[content] = value.block
+    return absent, blocks
 
 
 def _stored(extent: Extent, store: Store) -> Stored:

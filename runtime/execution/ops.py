@@ -5,7 +5,7 @@ SizeError(ValueError)   an op made more or fewer bytes than its buffer declares;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import torch
 from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
+from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
@@ -84,8 +85,10 @@ class Bodies:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
 
-    committed: set[Extent] = field(default_factory=set)
-    """Extents that the last commit needs: neither written nor freed."""
+    committed: Set[Extent] = frozenset()
+    """Extents that the last commit needs, and one that is being made: neither written nor freed."""
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot({}))
+    """What the last commit has taken from memory, or is to take."""
     frozen_sums: dict[str, str] = field(default_factory=dict)
     """By content, checksums of what is not trained: it is no part of commits, which name them alone."""
     commits_after: int | None = None
@@ -165,7 +168,9 @@ class Bodies:
     def place(self, instance: Instance) -> BufferValue:
         """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
         over = instance.over
-        if over is not None and value_of(over).place not in self.committed:
+        if over is not None and (old := value_of(over).place) not in self.committed:
+            if isinstance(old, Block):
+                self.snapshot.before_change(old)
             instance.value = value = value_of(over)
         else:
             instance.value = value = BufferValue(self.allocate(instance))
@@ -184,6 +189,7 @@ class Bodies:
                 self.drives.free(value.place)
         elif value.place is not None:
             self._unbind(value.place)
+            self.snapshot.before_change(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
 
     def on_free(self, instance: Instance) -> None:
@@ -202,11 +208,15 @@ class Bodies:
         assert isinstance(place, Block)
         return place.data.cpu().clone()
 
-    def commit(self, extents: set[Extent]) -> None:
+    def keep(self, extents: Set[Extent], snapshot: Snapshot) -> None:
+        """From now on these extents, and what the snapshot has yet to read, are as they are for a commit."""
+        self.committed, self.snapshot = self.committed | extents, snapshot
+
+    def commit(self, extents: Set[Extent]) -> None:
         """From now on these are the extents of the last commit."""
-        for extent in self.committed - extents:
+        before, self.committed = self.committed, extents
+        for extent in before - extents:
             self.drives.free(extent)
-        self.committed = extents
 
     def _unbind(self, block: Block) -> None:
         address = block.pages.data_ptr()

@@ -114,8 +114,9 @@ class Store:
 
     def check(self) -> None:
         """Raises `StoreError` unless every file is where and what it was: its name, its length, its first page."""
-        for file in self._files:
-            file.check()
+        with self._lock:  # nothing grows meanwhile
+            for file in self._files:
+                file.check()
 
     def reserve(self, size_bytes: int) -> None:
         """Makes room for so many bytes on the drives now, so that a full disk is an error before the run."""

@@ -237,13 +237,13 @@ def test_a_stop_before_the_first_step_or_during_a_commit_is_heeded(tmp_path: Pat
         assert trainer.num_steps_done == 1
     with new_trainer(tmp_path, schedule, resume=True) as trainer:
         assert trainer._durability is not None
-        real = trainer._durability.commit
+        real = trainer._durability.begin_commit
 
-        def commit(*args: Any, **settings: Any) -> None:
-            real(*args, **settings)
+        def begin_commit(*args: Any, **settings: Any) -> Callable[[], None]:
             trainer.request_stop()
+            return real(*args, **settings)
 
-        with mock.patch.object(trainer._durability, "commit", commit):
+        with mock.patch.object(trainer._durability, "begin_commit", begin_commit):
             trainer.run(make_batches(STEPS), STEPS - 1)
         assert trainer.num_steps_done == 2
     assert same(train_on(tmp_path, schedule), plain_weights())

@@ -1,0 +1,114 @@
+"""What a commit costs the steps beside which it is made.
+
+    python -m benchmarks.commits --nvme-dir DIR [--cycles 12] [--json FILE [--page docs/durability.md]]
+
+One training commits every few steps, and goes on meanwhile. A cycle is a commit and the steps up to the next one. Its
+last steps run alone; what the cycle took longer than as many of those is the commit's cost, in steps. The median over
+cycles, and its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_grid import replace_part
+from benchmarks.runtime import GIB, batches, config, machine, make
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
+from tierplan.runtime.trainer import Trainer
+
+CHOICES = {
+    "all in memory": UnitPlan(grads="host", states="host"),
+    "states on NVMe": UnitPlan(grads="host", states="nvme"),
+}
+STEPS, ALONE = 8, 3
+"""Steps in a cycle; the last of them, beside which no commit is expected any more."""
+PART = "cost of commits"
+
+
+def cost(choice: UnitPlan, folder: Path, *, cycles: int, width: int, num_blocks: int) -> dict[str, object]:
+    """What each commit costs, in steps."""
+    raw = config(width, num_blocks)
+    schedule, training, num_parameters = make(raw, choice, machine(4 * GIB, 4 * GIB))
+    model = hollow_model(raw, training)
+    with Trainer(
+        schedule,
+        model,
+        nvme_dir=folder / "tier",
+        out_dir=folder / "run",
+        weights=random_weights(model, seed=0),
+        checkpoint_every=STEPS,
+        read_back=False,
+    ) as trainer:
+        trainer.run(batches(), (cycles + 1) * STEPS)
+        ends_s = trainer.result().step_ends_s
+        committed_bytes = sum(b.size_bytes for b in schedule.buffers if b.initial)
+    costs = []
+    for first in range(STEPS, len(ends_s), STEPS):
+        steps_s = [b - a for a, b in zip(ends_s[first - 1 :], ends_s[first : first + STEPS], strict=False)]
+        alone_s = statistics.median(steps_s[-ALONE:])
+        costs.append(sum(steps_s) / alone_s - len(steps_s))
+    low, middle, high = statistics.quantiles(costs, n=4)
+    return {
+        "num_parameters": num_parameters,
+        "committed_bytes": committed_bytes,
+        "step_s": statistics.median(b - a for a, b in itertools.pairwise(ends_s)),
+        "cost_steps": middle,
+        "quartiles": [low, high],
+        "costs_steps": costs,
+    }
+
+
+def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
+    """The part of the page."""
+    load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
+    yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
+    yield ""
+    yield "| plan | committed | a step | what a commit adds, in steps (half of the commits) |"
+    yield "|---|---|---|---|"
+    for name, one in record["plans"].items():
+        low, high = one["quartiles"]
+        yield (
+            f"| {name} | {one['committed_bytes'] / 1e9:.2f} GB | {one['step_s']:.2f} s | {one['cost_steps']:.2f} "
+            f"({low:.2f} to {high:.2f} of {len(one['costs_steps'])}) |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nvme-dir", type=Path, required=True)
+    parser.add_argument("--cycles", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--page", type=Path, help="write them into this page, too")
+    args = parser.parse_args()
+    if args.page and not args.json:
+        parser.error("--page needs --json, which the page names")
+    plans: dict[str, Any] = {}
+    for name, choice in CHOICES.items():
+        folder = args.nvme_dir / "commits"
+        shutil.rmtree(folder, ignore_errors=True)
+        plans[name] = cost(choice, folder, cycles=args.cycles, width=args.width, num_blocks=args.blocks)
+        shutil.rmtree(folder)
+        print(name, {k: v for k, v in plans[name].items() if k != "costs_steps"}, flush=True)
+    if args.json:
+        about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
+        record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": plans}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if args.page:
+            replace_part(args.page, PART, "\n".join(lines(record, args.json)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What lies in memory at a commit, kept as it was while the next steps run.
+
+Its blocks are read one after the other, as a file takes them. Who is about to change one has to ask first: a copy is
+made where memory has room for it, else he waits until that block has been read, which is next then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from tierplan.runtime.memory.arena import Block
+
+
+class Snapshot:
+    """Blocks by name, as they are now.
+
+    `read` takes them, in a thread of its own; until then `before_change` guards them. `spare_bytes` is the room that
+    host memory has for copies.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], spare_bytes: int = 0) -> None:
+        self._left, self._spare_bytes = dict(blocks), spare_bytes
+        self._names = {id(block): name for name, block in blocks.items()}
+        self._copies: dict[str, torch.Tensor] = {}
+        self._wanted: list[str] = []
+        self._news = threading.Condition()
+        """A block may change now."""
+        self._reading: str | None = None
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and bytes, in host memory: first what somebody waits for, then copies, then the others in order.
+
+        What has been read may change.
+        """
+        while (item := self._next()) is not None:
+            yield item
+
+    def end(self) -> None:
+        """All may change: nobody reads any more."""
+        with self._news:
+            self._left.clear()
+            self._copies.clear()
+            self._news.notify_all()
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        with self._news:
+            name = next(iter((*self._wanted, *self._copies, *self._left)), None)
+            if name is None:
+                return None
+            if name in self._copies:
+                copied = self._copies.pop(name)
+                self._spare_bytes += copied.numel()
+                return name, copied
+            block, self._reading = self._left.pop(name), name
+        memory = _bytes_of(block)
+        with self._news:
+            self._reading = None
+            self._wanted = [other for other in self._wanted if other != name]
+            self._news.notify_all()
+        return name, memory
+
+    def before_change(self, block: Block) -> None:
+        """Returns when the block may change."""
+        name = self._names.get(id(block))
+        if name is None:
+            return
+        with self._news:
+            if name in self._left and block.data.numel() <= self._spare_bytes:
+                self._spare_bytes -= block.data.numel()
+                self._copies[name] = _bytes_of(self._left.pop(name))
+            elif name in self._left:
+                self._wanted.append(name)
+            while name in self._left or name == self._reading:
+                self._news.wait()
+
+
+def _bytes_of(block: Block) -> torch.Tensor:
+    return block.data.cpu().clone()

@@ -1,0 +1,103 @@
+"""A commit is made while the next steps run, and holds what was there when it was begun."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.runtime.checkpoint.test_commits import new_trainer, plain_weights, same, schedule_for, train_on
+from tests.runtime.models import make_batches
+from tierplan.runtime.checkpoint.commits import CommitLog
+from tierplan.runtime.checkpoint.snapshot import Snapshot
+from tierplan.runtime.memory import files
+from tierplan.runtime.memory.arena import PAGE_BYTES, Block
+from tierplan.runtime.memory.files import StoreError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG_S = 30.0
+
+
+@pytest.mark.parametrize("spare_bytes", [0, PAGE_BYTES, 100 * PAGE_BYTES])
+def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(spare_bytes: int) -> None:
+    pages = {str(k): torch.full((PAGE_BYTES,), k, dtype=torch.uint8) for k in range(20)}
+    blocks = {name: Block(p, p) for name, p in pages.items()}
+    snapshot = Snapshot(blocks, spare_bytes)
+
+    def change() -> None:
+        for name in reversed(blocks):
+            snapshot.before_change(blocks[name])
+            pages[name].zero_()
+
+    changes = threading.Thread(target=change)
+    changes.start()
+    found = {name: memory.clone() for name, memory in snapshot.read()}
+    changes.join(LONG_S)
+    assert not changes.is_alive()
+    assert found.keys() == blocks.keys()
+    assert all(torch.equal(memory, torch.full_like(memory, int(name))) for name, memory in found.items())
+    assert not any(p.any() for p in pages.values())
+
+
+def test_copies_take_no_more_than_there_is_room_for() -> None:
+    pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(3)]
+    blocks = {str(k): Block(p, p) for k, p in enumerate(pages)}
+    snapshot = Snapshot(blocks, spare_bytes=2 * PAGE_BYTES)
+    for name in ("0", "1"):
+        snapshot.before_change(blocks[name])
+    waits = threading.Thread(target=snapshot.before_change, args=(blocks["2"],), daemon=True)
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    assert next(snapshot.read())[0] == "2", "what somebody waits for comes first"
+    waits.join(LONG_S)
+    assert not waits.is_alive()
+
+
+def test_nobody_waits_for_a_snapshot_that_has_ended() -> None:
+    page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+    snapshot = Snapshot({"0": Block(page, page)})
+    snapshot.end()
+    snapshot.before_change(Block(page, page))
+    assert list(snapshot.read()) == []
+
+
+@pytest.mark.parametrize("choice", ["memory", "nvme", "memory_and_nvme"])
+def test_steps_go_on_while_a_commit_is_made(tmp_path: Path, choice: str) -> None:
+    """The first commit is held up until the step behind it has a loss; it holds the state before that step."""
+    schedule = schedule_for(choice)
+    has_gone_on = threading.Event()
+    real = CommitLog.write
+
+    def write(log: CommitLog, commit: Any) -> None:
+        assert has_gone_on.wait(LONG_S), "nothing runs while a commit is made"
+        real(log, commit)
+
+    with mock.patch.object(CommitLog, "write", write), new_trainer(tmp_path, schedule) as trainer:
+        real_forward = trainer._begin_micro_batch
+
+        def begin(step: int, m: int) -> Any:
+            if step == 1:
+                has_gone_on.set()
+            return real_forward(step, m)
+
+        with mock.patch.object(trainer, "_begin_micro_batch", begin):
+            trainer.run(make_batches(3), 3)
+        assert has_gone_on.is_set()
+    assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+def test_a_commit_that_fails_beside_a_step_ends_the_run(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 2)
+    with new_trainer(tmp_path, schedule, resume=True) as trainer:
+        full = StoreError(errno.ENOSPC, "the drive is full")
+        with mock.patch.object(files, "sync_file", side_effect=full), pytest.raises(StoreError, match="drive is full"):
+            trainer.run(make_batches(8), 5)
+    assert same(train_on(tmp_path, schedule), plain_weights())
