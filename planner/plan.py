@@ -189,6 +189,12 @@ class UnitwisePlan(Shown):
                 f"plan {self.policy!r} divides nothing among {self.devices} devices, each with its own states, but "
                 "some are off the device; divide the states, or keep them on the device"
             )
+        away = any({u.params, u.frozen or u.params} - {"device"} for u in self.units)
+        if self.devices > 1 and away and self.sharing.divided not in ("all", "tensors"):
+            raise PlanError(
+                f"plan {self.policy!r} divides {self.sharing.divided} among {self.devices} devices, but some "
+                "parameters are off it, from where each fetches its share alone; divide all, or keep them there"
+            )
         if len(self.units) != len(workload.units):
             raise PlanError(
                 f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "

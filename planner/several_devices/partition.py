@@ -17,6 +17,7 @@ from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.contents import (
+    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -256,7 +257,7 @@ class _Partition:
 
     def _collective(self, key: str, kind: str, b: Buffer, r: int, reads: list[str], out: str, after: list[str]) -> None:
         content = parse_content(b.content)
-        assert isinstance(content, Params | Gradients)
+        assert isinstance(content, Params | Frozen | Gradients)
         work = collective_work(kind, b.size_bytes, self.n)
         op = Op(key=key, stream=collective(r), kind=kind, unit=content.unit, work=work)
         self.ops.append(replace(op, reads=tuple(reads), writes=(out,), after=tuple(after)))

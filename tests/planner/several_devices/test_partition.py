@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planner.test_plan import devices
 from tests.toys import toy_workload
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PlanError
+from tierplan.planner.plan import PlanError, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
 from tierplan.sim.pricing import simulate_on
@@ -80,6 +82,38 @@ def held(policy: str, kind: str, **options: object) -> int:
 def test_each_device_holds_its_share(policy: str, params: int, states: int) -> None:
     assert held(policy, "params") == pytest.approx(SIZE / params, abs=NUM * 10)
     assert held(policy, "states") == pytest.approx(12 * PARAMS / states, abs=NUM * 10)
+
+
+FROZEN_BYTES = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("policy", "share", "passes"),
+    [("ddp", 1, 0), ("zero-2", 1, 0), ("zero-3", NUM, 2), ("fsdp", NUM, 2), ("fsdp-offload", NUM, 2)],
+)
+def test_a_frozen_base_is_gathered_like_parameters_and_reduced_nowhere(policy: str, share: int, passes: int) -> None:
+    """As fsdp_qlora does it: codes lie in shards and are gathered before each forward and backward."""
+    units = [
+        replace(unit, num_parameters=unit.num_parameters + 10**6, num_frozen=10**6, frozen_bytes=FROZEN_BYTES)
+        if unit.kind == "block" else unit
+        for unit in WORKLOAD.units
+    ]  # fmt: skip
+    workload, machine = replace(WORKLOAD, units=tuple(units)), devices(NUM)
+    whole, old = (lower(decide(policy, w, machine, {}), w, machine) for w in (workload, WORKLOAD))
+    frozen = [b for b in whole.buffers if b.content.startswith("frozen/") and b.initial and b.name.endswith("gpu1")]
+    assert sum(b.size_bytes for b in frozen) == len(workload.blocks) * FROZEN_BYTES // share
+    moved, before = (sum(op.work[f"ring{NUM}_bytes"] for op in of_one(s)) for s in (whole, old))
+    wanted = passes * BATCHES * len(workload.blocks) * FROZEN_BYTES * (NUM - 1) / NUM
+    assert moved - before == pytest.approx(wanted)
+    assert simulate_on(whole, machine).duration_s > 0
+
+
+def test_frozen_parameters_off_the_device_are_divided_or_refused() -> None:
+    plan = decide("ddp", WORKLOAD, devices(NUM), {})
+    assert isinstance(plan, UnitwisePlan)
+    away = replace(plan, units=tuple(replace(choice, frozen="host") for choice in plan.units))
+    with pytest.raises(PlanError, match="fetches its share alone"):
+        lower(away, WORKLOAD, devices(NUM))
 
 
 def test_compute_waits_for_deepspeeds_reductions_unless_they_overlap() -> None:
