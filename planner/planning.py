@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.scaling import parts_of
@@ -46,6 +48,7 @@ from tierplan.planner.several_devices.search import (
     search_packs,
 )
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.digest import digest
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
@@ -61,6 +64,11 @@ SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
 MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
+
+Question = tuple[object, ...]
+NUM_ANSWERS = 16
+_ANSWERS: dict[Question, Plan] = {}
+"""The last that were not cut short by the clock: whoever asks for better and better machines has the lesser one's."""
 
 
 def plan(
@@ -110,29 +118,35 @@ def plan(
     write_limit = inf
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
-    policies = None if policies is None else tuple(policies)
-    orders = None if orders is None else tuple(orders)
-    known: tuple[Machine, PlanResult] | None = None
+    asked: dict[str, Any] = {
+        "semantics": semantics,
+        "seed": seed,
+        "policies": None if policies is None else tuple(policies),
+        "orders": None if orders is None else tuple(orders),
+        "batches": batches,
+        "drive_lifetime_years": drive_lifetime_years,
+        "beat_s": beat_s,
+    }
+    started, known = time.perf_counter(), None
     if (less := lesser_of_catalog(machine)) is not None:
         time_limit_s = time_limit_s and time_limit_s / 2
-        try:
-            answer = plan(
-                workload,
-                less,
-                semantics=semantics,
-                time_limit_s=time_limit_s,
-                seed=seed,
-                policies=policies,
-                orders=orders,
-                batches=batches,
-                drive_lifetime_years=drive_lifetime_years,
-                beat_s=beat_s,
-            )
+        question = _question(workload, less, time_limit_s, asked)
+        with suppress(InfeasiblePlan):  # this machine may do better
+            answer = _ANSWERS.get(question) or plan(workload, less, time_limit_s=time_limit_s, **asked).plan
             known = less, answer
-        except InfeasiblePlan:
-            pass  # this machine may do better
     loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s, known)
-    return loop.run(policies, orders)
+    loop.started = started
+    result = loop.run(asked["policies"], asked["orders"])
+    if result.status in ("within-gap", "searched"):
+        if len(_ANSWERS) == NUM_ANSWERS:
+            del _ANSWERS[next(iter(_ANSWERS))]
+        _ANSWERS[_question(workload, machine, time_limit_s, asked)] = result.plan
+    return result
+
+
+def _question(workload: Workload, machine: Machine, time_limit_s: float | None, asked: Mapping[str, Any]) -> Question:
+    limit = asked["drive_lifetime_years"] and allowed_bytes_per_s(machine, asked["drive_lifetime_years"])
+    return digest(workload), digest(machine), Budget.of(time_limit_s).num_ops, limit, *asked.values()
 
 
 @dataclass(eq=False)
@@ -175,7 +189,7 @@ class _Loop:
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = inf,
         beat_s: float = inf,
-        known: tuple[Machine, PlanResult] | None = None,
+        known: tuple[Machine, Plan] | None = None,
     ) -> None:
         if time_limit_s is not None and not 0 < time_limit_s < inf:
             raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
@@ -189,7 +203,7 @@ class _Loop:
             )
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
-        self.started = time.perf_counter() - (known[1].total_s if known else 0.0)
+        self.started = time.perf_counter()
         self.budget = Budget.of(time_limit_s)
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
@@ -233,7 +247,7 @@ class _Loop:
                 raise
             status = "interrupted"
             self.notes.append("the search was interrupted; this is the best plan found until then")
-        if self.known is not None and isinstance(plan := self.known[1].plan, UnitwisePlan):
+        if self.known is not None and isinstance(plan := self.known[1], UnitwisePlan):
             # where more of something only is in the way (a drive's copies slow those of others), it is left unused
             held = replace(plan, parts=parts_of(self.asked, self.known[0]))
             self.incumbents.consider(self._simulator(self.asked)(held))
@@ -340,7 +354,7 @@ class _Loop:
                 if name in names:
                     self.incumbents.consider(candidate)
         if self.known is not None:
-            candidate = self.simulate_plan(self.known[1].plan)
+            candidate = self.simulate_plan(self.known[1])
             seeds.consider(candidate)
             self.incumbents.consider(candidate)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search

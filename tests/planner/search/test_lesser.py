@@ -13,6 +13,7 @@ from tests.planner.instances import random_chain, random_machine, random_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_capacity, with_faster, with_parts
+from tierplan.planner import planning
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import PlanError, UnitwisePlan
@@ -126,3 +127,18 @@ def test_memory_beyond_all_that_a_step_holds_changes_nothing(gpt: Workload, monk
     some, plenty = (plan(gpt, with_capacity(base, {"host": size}), time_limit_s=20) for size in (10**12, 10**13))
     assert (some.plan, some.step_s) == (plenty.plan, plenty.step_s)
     assert plenty.steady.capacity_bytes["host"] == 10**13
+
+
+def test_the_lesser_machine_is_searched_once_for_all_that_are_better(
+    gpt: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "OPS_PER_S", 20)
+    base = load_machine("laptop", ["host.capacity=12 GB", "gpu.capacity=3 GB"])
+    more = [with_faster(base, ["host.adam"], factor) for factor in (2.0, 4.0)]
+    simulated = [plan(gpt, machine, time_limit_s=100, policies=["vertical"]) for machine in more]
+    planning._ANSWERS.clear()
+    again = plan(gpt, more[1], time_limit_s=100, policies=["vertical"])
+    assert (again.plan, again.step_s) == (simulated[1].plan, simulated[1].step_s)
+    known = len(planning._ANSWERS)
+    plan(gpt, more[0], time_limit_s=100, policies=["vertical"])
+    assert (known, len(planning._ANSWERS)) == (2, 3)
