@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -92,6 +93,7 @@ def all_slices(args: argparse.Namespace) -> list[Slice]:
     device = ("--device", args.device)
     toml = str(args.out / "machine.toml")
     slices.append(Slice("machine", (*tierplan, "machine", "measure", *nvme, *device, *short, "-o", toml)))
+    slices.append(Slice("calibrate", (*inner, "--inner", "calibrate", "1", "32" if args.size else "256")))
     short = ("--measure-s", "5") if args.size else ()
     validate = (*tierplan, "validate", args.campaign, "--out", str(args.out / "campaign"), *nvme, *device, *short)
     slices += [Slice(f"campaign/{row}", (*validate, "--only", row)) for row in rows(args.campaign)]
@@ -186,6 +188,32 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
     print(json.dumps(found))
 
 
+def calibrate(device: str, out: Path, batch: int, seq: int, *, is_tiny: bool) -> None:
+    """By commands: a calibration on the machine as it was measured, a plan's prediction from it, a run, and what
+    `compare` says of them."""
+    from benchmarks.runtime import config
+    from tierplan.cli import main as tierplan
+
+    model, text, machine = out / "model.json", out / "text.txt", str(out / "machine.toml")
+    model.write_text(json.dumps(config(64, 2) if is_tiny else config(1024, 16)))
+    text.write_text(Path(__file__).read_text() * 20)
+    dtype = ("--dtype", "fp32", "--backend", "cpu") if device == "cpu" else ("--dtype", "bf16", "--backend", "cuda")
+    asked = ["--model", str(model), "--machine", machine, "--batch", str(batch), "--seq", str(seq), *dtype]
+    calibration, plan, run = str(out / "calibration.json"), str(out / "plan.json"), str(out / "run")
+    where, budget = ["--device", device, "--nvme", str(out / "nvme")], ["--budget-s", "1" if is_tiny else "120"]
+    train = ["--data", str(text), "--steps", "6" if is_tiny else "60", "--out", run, "--no-export"]
+    compared = str(out / "compare.html")
+    shutil.rmtree(run, ignore_errors=True)  # of a slice that was killed
+    for words in (
+        ["calibrate", *asked, *where, *budget, "-o", calibration],
+        ["simulate", "--policy", "zero-offload", *asked, "--calibration", calibration, "-o", plan],
+        ["run", plan, "--model", str(model), *train, *where],
+        ["compare", plan, run, "-o", compared],
+    ):
+        if code := tierplan(words):
+            raise SystemExit(code)
+
+
 def report(out: Path) -> str:
     """What was found, as a page."""
     state: Mapping[str, Any] = json.loads((out / "state.json").read_text())
@@ -198,6 +226,8 @@ def report(out: Path) -> str:
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
         lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", "", "| plan | ratio |", "|---|---|"]
         lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["plain_over_schedule"].items()]
+    log = out / "logs" / "calibrate.log"
+    lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"] * log.exists()
     if (out / "campaign").is_dir():
         from tierplan.validation.campaign.artifact import load_artifacts
         from tierplan.validation.campaign.table import campaign_markdown
@@ -242,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what, *numbers = args.inner
         if what == "environment":
             environment()
+        elif what == "calibrate":
+            calibrate(args.device, args.out, *map(int, numbers), is_tiny=bool(args.size))
         else:
             few = {"steps": 6, "turns": 1} if args.size else {}
             beside_plain(args.device, args.out, int(numbers[0]), int(numbers[1]), **few)
