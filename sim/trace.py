@@ -40,10 +40,17 @@ class Span(NamedTuple):
     """What the op would have taken with nothing beside it; -1 where that is not known (measured traces)."""
     granted_ns: int = -1
     """Memory was granted; in a measured trace the op's thread wakes after that. -1: when the work began."""
+    coreless_ns: int = 0
+    """Of a measured op: its thread could have run, and no core was free."""
 
     @property
     def duration_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+    @property
+    def worked_ns(self) -> int:
+        """Its duration without what its thread waited for a core."""
+        return max(0, self.duration_ns - self.coreless_ns)
 
     @property
     def waited_input_ns(self) -> int:

@@ -31,6 +31,7 @@ from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.threads import add_coreless, coreless_ns
 from tierplan.sim.step import UnitSpec
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -87,6 +88,8 @@ class MicroBatchRun:
     _recording: Any = None
     _error: BaseException | None = None
     _is_cancelled: bool = False
+    _coreless_ns: int = 0
+    """Of the model's own thread, when it last gave back."""
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
@@ -108,8 +111,10 @@ class MicroBatchRun:
             torch.manual_seed(self.seed)
         elif self.seed is not None:
             self.device.set_rng_state(self._rng)
+        before_ns = self._coreless_ns
         self._go.release()
         self._back.acquire()
+        add_coreless(self._coreless_ns - before_ns)
         if self.seed is not None:
             self._rng = self.device.rng_state()
         if self._error is not None:
@@ -337,10 +342,14 @@ class MicroBatchRun:
         finally:
             if self._recording is not None:
                 self._close()
-            self._back.release()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._coreless_ns = coreless_ns()
+        self._back.release()
 
     def _yield(self) -> None:
-        self._back.release()
+        self._give_back()
         self._go.acquire()
         if self._is_cancelled:
             raise _Cancelled

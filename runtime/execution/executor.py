@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun
 from tierplan.runtime.execution.ledger import Ledger
+from tierplan.runtime.execution.threads import coreless_ns
 from tierplan.runtime.execution.unrolling import Unrolling
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
@@ -235,7 +236,9 @@ class Executor:
                 if stream in self._issued:
                     self._issue(node)
                     continue
+                before_ns = coreless_ns()
                 self._body(node)
+                node.coreless_ns = coreless_ns() - before_ns
                 with self._lock:
                     self._take_over(node)
                     node.end_ns = self._now_ns()
@@ -410,7 +413,9 @@ class Executor:
         if self._trace_end is None or node.step < self._trace_end:
             times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
             key = step_prefix(node.step) + node.op.key
-            self._spans.append(Span(key, node.op.stream, *times, granted_ns=node.granted_ns))
+            self._spans.append(
+                Span(key, node.op.stream, *times, granted_ns=node.granted_ns, coreless_ns=node.coreless_ns)
+            )
         dead = []
         for instance in node.reads:
             instance.readers_left -= 1

@@ -90,3 +90,4 @@ class OpRun(Call):
     freed: list[Instance] = field(default_factory=list, repr=False)
     """What its stream has back already, and others when it has ended."""
     end_ns: int = 0
+    coreless_ns: int = 0

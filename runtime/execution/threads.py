@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,3 +51,30 @@ def threads_here(num_threads: int) -> Iterator[None]:
         yield
     finally:
         limit_this_thread(before)
+
+
+class _OfHelpers(threading.local):
+    ns = 0
+
+
+_of_helpers = _OfHelpers()
+
+
+def coreless_ns() -> int:
+    """Nanoseconds that this thread could have run and no core was free, as the kernel counts them; 0 where it does not.
+
+    What others waited while they worked for this thread is in it (`add_coreless`). A reading takes 5 us.
+    """
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(file, 64).split()[1]) + _of_helpers.ns
+    finally:
+        os.close(file)
+
+
+def add_coreless(by_ns: int) -> None:
+    """Another thread has waited so long for a core while this one waited for it."""
+    _of_helpers.ns += by_ns

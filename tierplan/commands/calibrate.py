@@ -94,6 +94,6 @@ def calibration_lines(calibration: Calibration) -> list[str]:
     slowest, quickest = max(calibration.slowdowns), min(calibration.slowdowns)
     return [
         *columns(rows, right=(1, 2)),
-        f"steps in memory took {quickest:.2f} to {slowest:.2f} times their median",
+        f"steps of one plan took {quickest:.2f} to {slowest:.2f} times their median",
         f"90 % interval of a prediction: {low:+.0%} to {high:+.0%}",
     ]

@@ -18,7 +18,6 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from scipy.stats import t as student
-from scipy.stats import trim_mean
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE
@@ -29,13 +28,13 @@ from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, simulate_slower
+from tierplan.validation.calibration.dispatch import DispatchLatency, Slowdown, mean_dispatch_latency, simulate_slower
 from tierplan.validation.calibration.factors import compute_factors, schedule_with_factors, workload_with_factors
-from tierplan.validation.calibration.measurements import PlanMeasurement
+from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
 
-FORMAT, VERSION = "tierplan-calibration", 1
+FORMAT, VERSION = "tierplan-calibration", 2
 LEAST_SPREAD = 0.03
 """Relative, of a prediction: a handful of checks does not show that predictions are better than that."""
 LEAST_FRAC = 0.01
@@ -90,9 +89,11 @@ class Calibration:
     checks: Mapping[str, float] = field(default_factory=dict)
     """By plan: its step as predicted from the other plans' turns, over the measured one."""
     slowdowns: tuple[float, ...] = ()
-    """Of all turns in memory: seconds per step over their median."""
+    """Of all turns: seconds per step over the plan's median."""
     reference_s: tuple[float, float] = (0.0, 0.0)
     """Of the reference work of `tierplan.runtime.measure`: where no other stream works, and beside others."""
+    stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+    """By stream, in plans with one stream and in those with several: seconds of ops over those with a core."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
@@ -106,7 +107,7 @@ class Calibration:
         scatter = pstdev(map(log, self.slowdowns)) if len(self.slowdowns) > 1 else 0.0
         return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * scatter)
 
-    def on(self, machine: Machine, basis: PredictionBasis | None = None) -> Machine:
+    def on(self, machine: Machine, basis: str = "calibrated here", half_width: float | None = None) -> Machine:
         """The machine as it is inside a step. Computations have no latency: it is in their seconds."""
         shared, streams = machine.stream(COMPUTE).takes, []
         for s in without_compute_latency(machine).streams:
@@ -115,7 +116,9 @@ class Calibration:
                 s = s if s.name == COMPUTE else with_demand(s, shared, fit.demand)
                 s = replace(s, latency_s=fit.latency_s, beside_s=fit.beside_s, wake_s=fit.wake_s)
             streams.append(s)
-        return replace(machine, streams=tuple(streams), basis=basis or machine.basis)
+        width = self.half_width if half_width is None else half_width
+        rests_on = PredictionBasis(basis, width, self.reference_s, self.num_threads, self.stretch)
+        return replace(machine, streams=tuple(streams), basis=rests_on)
 
     def timed(self, workload: Workload, machine: Machine) -> Workload:
         """The workload with the seconds of its computations inside a step; `machine` is as it was described.
@@ -145,19 +148,13 @@ class Calibration:
         return load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CalibrationError)
 
 
-def reference_mean_s(times_s: Sequence[float]) -> float:
-    """Of the reference work: the mean without the least and the largest tenth. A median would not see the moments in
-    which others had the core, of which a step has its part."""
-    return float(trim_mean(times_s, 0.1))
-
-
 def machine_sha256(machine: Machine) -> str:
     """The fingerprint of a machine's streams and limits, whatever its capacities and its name."""
     return digest(replace(machine, name="", tiers=()))
 
 
-def steady_at(schedule: Schedule, machine: Machine, slowdown: float) -> SteadyState:
-    """The steady state where the cores are `slowdown` times as slow as when the machine was calibrated."""
+def steady_at(schedule: Schedule, machine: Machine, slowdown: Slowdown) -> SteadyState:
+    """The steady state where the machine is so much slower than when it was calibrated."""
     return steady_state(schedule, machine, simulate=partial(simulate_slower, slowdown=slowdown))
 
 
@@ -166,9 +163,8 @@ def calibrate(
     profiled: Workload,
     machine: Machine,
     measurements: Mapping[str, PlanMeasurement],
-    slowdowns: tuple[float, ...] = (),
 ) -> Calibration:
-    """Fits a calibration to the measurements of all plans, and checks it on each plan.
+    """Fits a calibration to the measurements of all plans (`measurement_of`), and checks it on each plan.
 
     Parameters
     ----------
@@ -178,9 +174,8 @@ def calibrate(
         As it was described.
     measurements
         By name of the plan; `plans.IN_MEMORY` must be there.
-    slowdowns
-        Of all turns in memory.
     """
+    measurements, typical = with_typical_stretch(measurements)
     calibration, _ = _fit(modelled, profiled, machine, measurements)
     checks = {}
     for name, checked in measurements.items():
@@ -190,11 +185,12 @@ def calibrate(
         without, factors = _fit(modelled, profiled, machine, others)
         schedule = schedule_with_factors(name, checked.schedule, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
-        # at the median slowdown of the turns before its own
-        typical = sorted(turn.before_s for turn in checked.turns)[len(checked.turns) // 2] / without.in_memory_step_s
-        checks[name] = steady_at(schedule, fitted, typical).period_s / checked.step_s
+        # as long as its threads waited for cores in its own turns
+        waited = {stream: own / typical[len(schedule.streams) > 1][stream] for stream, own in checked.stretch.items()}
+        checks[name] = steady_at(schedule, fitted, waited).period_s / checked.step_s
     measured_s = {name: m.step_s for name, m in measurements.items()}
-    return replace(calibration, checks=checks, slowdowns=slowdowns, measured_step_s=measured_s)
+    slowdowns = tuple(s / m.step_s for m in measurements.values() for s in m.turns_s)
+    return replace(calibration, checks=checks, slowdowns=slowdowns, measured_step_s=measured_s, stretch=typical)
 
 
 def _fit(

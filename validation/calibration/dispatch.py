@@ -65,13 +65,24 @@ def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> 
     }
 
 
-def slowdown_of(stream: str, slowdown: float) -> float:
-    """The slowdown of a stream when the cores have this one: drives do not slow down with the cores."""
+Slowdown = float | Mapping[str, float]
+"""Of the cores, or by stream."""
+
+
+def slowdown_of(stream: str, slowdown: Slowdown) -> float:
+    """The slowdown of a stream: drives do not slow down with the cores."""
+    if isinstance(slowdown, Mapping):
+        return slowdown.get(stream, 1.0)
     return 1.0 if parse_stream(stream).is_drive else slowdown
 
 
-def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: float) -> Trace:
-    """The predicted trace where the cores are `slowdown` times as slow as the machine says."""
+def slowdown_between(core: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """By stream, where a core is `core` times as slow as before, and ops are stretched so much by waits for one."""
+    return {stream: slowdown_of(stream, core) * own / before.get(stream, 1.0) for stream, own in now.items()}
+
+
+def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: Slowdown) -> Trace:
+    """The predicted trace where the machine is so much slower than it says."""
     known: dict[tuple[int, float], Cost] = {}  # ops of one price go on sharing a `Cost`
     costs = price(schedule, machine)
     for op in schedule.ops:

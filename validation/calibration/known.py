@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import hypot
 from pathlib import Path
 
-from tierplan.hwmodels.machine import CATALOG, Machine, PredictionBasis
+from tierplan.hwmodels.machine import CATALOG, Machine
 from tierplan.sim.workloads.models import SIZES
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.calibration import Calibration, CalibrationError, machine_sha256
@@ -150,5 +150,6 @@ def _placed(calibration: Calibration, described: Machine, base: Machine, workloa
     if machine_sha256(described) != machine_sha256(base):
         text, wider = f"{text}; changed parts by --set", hypot(wider, CATALOG.half_width)
     half_width = hypot(calibration.half_width, wider)
-    basis = PredictionBasis(text, half_width, calibration.reference_s, calibration.num_threads)
-    return CalibratedPlace(described=described, machine=calibration.on(described, basis), calibration=calibration)
+    return CalibratedPlace(
+        described=described, machine=calibration.on(described, text, half_width), calibration=calibration
+    )

@@ -1,28 +1,15 @@
-"""One plan's turns as figures: seconds by op at the machine's typical speed, and dispatch latency."""
+"""One plan's turns as figures: seconds by op without waits for a core, how long these waits were, dispatch latency."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import NamedTuple
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.dispatch import DispatchLatency, measure_dispatch_latency, slowdown_of
+from tierplan.validation.calibration.dispatch import DispatchLatency, measure_dispatch_latency
 from tierplan.validation.comparison.steps import Steps, cut_steps
-
-
-class MeasuredTurn(NamedTuple):
-    """One turn of a plan."""
-
-    steps: tuple[int, ...]
-    """Numbers of its counted steps."""
-    step_s: float
-    before_s: float
-    """Seconds per step of the turn before it, in which everything was in memory."""
-    after_s: float
-    """The same for the turn after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,60 +17,58 @@ class PlanMeasurement:
     """What one plan's turns showed."""
 
     schedule: Schedule
-    turns: tuple[MeasuredTurn, ...]
+    turns_s: tuple[float, ...]
+    """Seconds per step of each turn."""
     op_s: Mapping[str, float]
-    """Seconds of each op, by key, at the machine's typical speed."""
+    """Seconds of each op, by key; without waits for a core until `with_typical_stretch`."""
     dispatch: Mapping[str, DispatchLatency]
+    stretch: Mapping[str, float] = field(default_factory=dict)
+    """By stream, as `Steps.stretch`."""
 
     @property
     def step_s(self) -> float:
         """Median over the turns."""
-        return median(turn.step_s for turn in self.turns)
+        return median(self.turns_s)
 
 
 def measurement_of(
-    schedule: Schedule,
-    trace: Trace,
-    skipped_steps: Collection[int],
-    turns: Sequence[MeasuredTurn],
-    typical_s: float,
-    is_in_memory: bool,
+    schedule: Schedule, trace: Trace, skipped_steps: Collection[int], turns_s: Sequence[float]
 ) -> PlanMeasurement:
-    """The measurement of a plan.
+    """The measurement of a plan, from the trace of all its turns; `skipped_steps` of it are not counted.
 
-    Parameters
-    ----------
-    schedule, trace
-        One step of the plan, and the trace of all its turns.
-    skipped_steps
-        Steps of the trace that are not counted.
-    typical_s
-        Median seconds per step of all turns in which everything was in memory.
-    is_in_memory
-        Whether this is that plan itself. Its slowdowns are its own durations, so these do not tell its outliers.
+    Means of ops add up to what a stream took; medians would leave the late ones out.
     """
-    slowdowns = {step: (turn.before_s + turn.after_s) / 2 / typical_s for turn in turns for step in turn.steps}
-    steps = middle_half(cut_steps(trace, 0, skipped_steps), {} if is_in_memory else slowdowns)
+    steps = middle_half(cut_steps(trace, 0, skipped_steps))
+    worked_ns = {op.key: [steps.spans[k][op.key].worked_ns for k in steps.steady] for op in schedule.ops}
     return PlanMeasurement(
         schedule=schedule,
-        turns=tuple(turns),
-        op_s=_mean_op_s(schedule, steps, slowdowns),
+        turns_s=tuple(turns_s),
+        op_s={key: fmean(ns) / 1e9 for key, ns in worked_ns.items()},
         dispatch=measure_dispatch_latency(steps),
+        stretch=steps.stretch,
     )
 
 
-def middle_half(steps: Steps, slowdowns: Mapping[int, float]) -> Steps:
-    """Only the middle half of the steady steps, by their duration over their slowdown: without outliers."""
-    durations_s = steps.durations_s
-    ordered = sorted(steps.steady, key=lambda k: durations_s[k] / slowdowns.get(k, 1.0))
+def with_typical_stretch(
+    measured: Mapping[str, PlanMeasurement],
+) -> tuple[dict[str, PlanMeasurement], tuple[dict[str, float], dict[str, float]]]:
+    """The measurements with seconds of ops as they are where cores are as busy as they typically were, and how much
+    longer that makes the ops of each stream: in plans with one stream, and in those with several."""
+    typical: tuple[dict[str, float], dict[str, float]] = {}, {}
+    for several in (False, True):
+        mine = [m.stretch for m in measured.values() if (len(m.schedule.streams) > 1) is several]
+        streams = dict.fromkeys(stream for stretch in mine for stream in stretch)
+        typical[several].update({stream: fmean(s[stream] for s in mine if stream in s) for stream in streams})
+    stretched = {}
+    for name, m in measured.items():
+        own = typical[len(m.schedule.streams) > 1]
+        op_s = {op.key: m.op_s[op.key] * own.get(op.stream, 1.0) for op in m.schedule.ops}
+        stretched[name] = replace(m, op_s=op_s)
+    return stretched, typical
+
+
+def middle_half(steps: Steps) -> Steps:
+    """Only the middle half of the steady steps, by their duration: without outliers."""
+    ordered = sorted(steps.steady, key=steps.durations_s.__getitem__)
     num_outer = len(ordered) // 4
     return replace(steps, steady=tuple(sorted(ordered[num_outer : len(ordered) - num_outer])))
-
-
-def _mean_op_s(schedule: Schedule, steps: Steps, slowdowns: Mapping[int, float]) -> dict[str, float]:
-    """Mean seconds of each op. Means add up to what a stream took; medians would leave the late ones out."""
-    return {
-        op.key: fmean(steps.spans[k][op.key].duration_ns / slowdown_of(op.stream, slowdowns[k]) for k in steps.steady)
-        / 1e9
-        for op in schedule.ops
-    }

@@ -1,8 +1,4 @@
-"""A calibration run: the calibration model is profiled and then trained under six plans, in short turns.
-
-Before and after each turn of a plan comes a turn with everything in device memory. It says how slow the machine is at
-that moment, relative to the whole calibration run: the *slowdown*.
-"""
+"""A calibration run: the calibration model is profiled and then trained under six plans, in short turns."""
 
 from __future__ import annotations
 
@@ -27,13 +23,8 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import with_room
-from tierplan.validation.calibration.calibration import (
-    Calibration,
-    calibrate,
-    machine_sha256,
-    reference_mean_s,
-)
-from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, measurement_of
+from tierplan.validation.calibration.calibration import Calibration, calibrate, machine_sha256
+from tierplan.validation.calibration.measurements import PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.calibration.turns import MANY_BATCHES, TurnwiseTraining
@@ -93,13 +84,10 @@ class CalibrationSession:
             )
             self.life.enter_context(turnwise.trainer)
             self._trainings[name] = turnwise
-        measurements, in_memory_s, reference_s = self._train_in_turns(schedules, began_s)
-        in_memory, typical_s = self._trainings[IN_MEMORY], median(in_memory_s)
-        calibration = calibrate(
-            self.workload, profiled, self.machine, measurements, tuple(s / typical_s for s in in_memory_s)
-        )
+        measurements, reference_s = self._train_in_turns(schedules, began_s)
+        in_memory = self._trainings[IN_MEMORY]
         return replace(
-            calibration,
+            calibrate(self.workload, profiled, self.machine, measurements),
             reference_s=reference_s,
             machine=self.machine.name,
             machine_sha256=machine_sha256(self.machine),
@@ -108,9 +96,14 @@ class CalibrationSession:
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         )
 
-    def in_memory_step_s(self, num_steps: int = STEPS_PER_TURN, warmup_steps: int = 1) -> float:
+    def in_memory_step_s(self, num_steps: int = STEPS_PER_TURN) -> float:
         """Seconds per step with everything in device memory, measured now: clocks and other guests change."""
-        training = self._trainings[IN_MEMORY]
+        return self._turn_s(IN_MEMORY, num_steps)
+
+    def _turn_s(self, name: str, num_steps: int = STEPS_PER_TURN) -> float:
+        """Seconds per step of a turn, after a step that follows a pause, or three at first."""
+        training = self._trainings[name]
+        warmup_steps = 1 if training.skipped_steps else 3
         return training.step_s(training.take_turn(warmup_steps + num_steps, warmup_steps))
 
     def _is_over(self, num_turns: int, began_s: float) -> bool:
@@ -124,44 +117,27 @@ class CalibrationSession:
 
     def _train_in_turns(
         self, schedules: Mapping[str, Schedule], began_s: float
-    ) -> tuple[dict[str, PlanMeasurement], list[float], tuple[float, float]]:
-        """What each plan took, the seconds per step of all turns in memory, and those of the reference work alone and
-        beside other streams. Closes all but the in-memory plan."""
-        others = [name for name in schedules if name != IN_MEMORY]
-        in_memory_s = [self.in_memory_step_s(warmup_steps=3)]
-        turns: dict[str, list[MeasuredTurn]] = {name: [] for name in others}
+    ) -> tuple[dict[str, PlanMeasurement], tuple[float, float]]:
+        """What each plan took, and the seconds of the reference work alone and beside other streams. Closes all but the
+        in-memory plan."""
+        turns_s: dict[str, list[float]] = {name: [] for name in schedules}
         num_turns = 0
         while not self._is_over(num_turns, began_s):
             elapsed = (time.monotonic() - began_s) / self.budget_s if self.budget_s else num_turns / NUM_TURNS
             self.progress(
-                f"training under {len(others)} plans, turn {num_turns + 1}", max(PROFILE_FRAC, min(1.0, elapsed))
+                f"training under {len(schedules)} plans, turn {num_turns + 1}", max(PROFILE_FRAC, min(1.0, elapsed))
             )
-            for name in others:
-                warmup_steps = 3 if num_turns == 0 else 1
-                steps = self._trainings[name].take_turn(warmup_steps + STEPS_PER_TURN, warmup_steps)
-                step_s = self._trainings[name].step_s(steps)
-                in_memory_s.append(self.in_memory_step_s())
-                turns[name].append(
-                    MeasuredTurn(steps=steps, step_s=step_s, before_s=in_memory_s[-2], after_s=in_memory_s[-1])
-                )
+            for name in schedules:
+                turns_s[name].append(self._turn_s(name))
             num_turns += 1
-        typical_s = median(in_memory_s)
-        in_memory = self._trainings[IN_MEMORY]
-        counted = sorted(set(range(in_memory.trainer.num_steps_done)) - in_memory.skipped_steps)
-        turns[IN_MEMORY] = [
-            MeasuredTurn(
-                steps=tuple(counted[k * STEPS_PER_TURN : (k + 1) * STEPS_PER_TURN]), step_s=s, before_s=s, after_s=s
-            )
-            for k, s in enumerate(in_memory_s)
-        ]
         measurements = {}
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for name, schedule in schedules.items():
             training = self._trainings[name]
-            trace, skipped = training.trainer.result().trace, training.skipped_steps
-            measurements[name] = measurement_of(schedule, trace, skipped, turns[name], typical_s, name == IN_MEMORY)
+            trace = training.trainer.result().trace
+            measurements[name] = measurement_of(schedule, trace, training.skipped_steps, turns_s[name])
             assert training.trainer.reference_work is not None
             times_s[len(schedule.streams) == 1] += chain(*training.trainer.reference_work.seconds.values())
-        for name in others:
-            self._trainings.pop(name).trainer.close()
-        return measurements, in_memory_s, (reference_mean_s(times_s[True]), reference_mean_s(times_s[False]))
+            if name != IN_MEMORY:
+                self._trainings.pop(name).trainer.close()
+        return measurements, (median(times_s[True]), median(times_s[False]))

@@ -16,6 +16,7 @@ from tierplan.planner.lowering import lower
 from tierplan.sim.output.text import format_error, markdown_table
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.calibration import Calibration, machine_sha256, steady_at
+from tierplan.validation.calibration.dispatch import slowdown_between
 from tierplan.validation.calibration.plans import calibration_plans
 
 SELF, FAMILY, OTHER = "itself", "its family", "another family"
@@ -60,8 +61,9 @@ def transfers(
                     continue
                 schedule = lower(plan, timed, inside)
                 k = int(len(schedule.streams) > 1)
-                slowdown = target.reference_s[k] / source.reference_s[k] if source.reference_s[k] else 1.0
-                predicted_s = steady_at(schedule, inside, slowdown or 1.0).period_s
+                core = target.reference_s[k] / source.reference_s[k] if source.reference_s[k] else 1.0
+                slowdown = slowdown_between(core or 1.0, source.stretch[k], target.stretch[k])
+                predicted_s = steady_at(schedule, inside, slowdown).period_s
                 names = {"source": source.model, "target": target.model, "relation": relation, "plan": name}
                 found.append(Transfer(**names, ratio=predicted_s / target.measured_step_s[name]))
     return found

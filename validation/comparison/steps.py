@@ -42,6 +42,20 @@ class Steps:
         durations, middle = self.durations_s, self.step_s
         return min(self.steady, key=lambda k: abs(durations[k] - middle))
 
+    @property
+    def stretch(self) -> dict[str, float]:
+        """By stream: seconds of its ops in a step over those in which their threads had a core; the median of steps."""
+        ratios: dict[str, list[float]] = {}
+        for k in self.steady:
+            times_ns: dict[str, list[int]] = {}
+            for span in self.spans[k].values():
+                total_ns = times_ns.setdefault(span.stream, [1, 1])
+                total_ns[0] += span.duration_ns
+                total_ns[1] += span.worked_ns
+            for stream, (busy_ns, worked_ns) in times_ns.items():
+                ratios.setdefault(stream, []).append(busy_ns / worked_ns)
+        return {stream: median(of_steps) for stream, of_steps in ratios.items()}
+
     def ns_by_key(
         self, what: str = "duration_ns", over_steps: Callable[[list[int]], float] = median
     ) -> dict[str, float]:

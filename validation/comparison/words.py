@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
+from statistics import median
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.calibration import reference_mean_s, steady_at
+from tierplan.validation.calibration.calibration import steady_at
+from tierplan.validation.calibration.dispatch import Slowdown, slowdown_between, slowdown_of
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
+from tierplan.validation.comparison.steps import cut_steps
 
 NUM_CAUSES = 3
 GOOD_FRAC = 0.05
@@ -26,17 +30,24 @@ HOW = {"rate_s": ("slower", "faster"), "overhead_s": ("longer", "less"), "conten
 
 
 def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, measured: Trace) -> Comparison:
-    """The comparison with the run's slowdown, and the prediction for it, where both timed the reference work."""
-    times = measured.meta.get("reference_s")
-    known_s = machine.basis.reference_s[len(schedule.streams) > 1]
+    """The comparison with the run's slowdown, and the prediction for it, where both timed the reference work.
+
+    Of each stream: how long its threads waited for a core in the run, over what they waited in the calibration; and how
+    long the reference work took with a core, where work is not the drives'. Neither looks at what was predicted.
+    """
+    times, several = measured.meta.get("reference_s"), len(schedule.streams) > 1
+    known_s, known = machine.basis.reference_s[several], machine.basis.stretch[several]
     if not isinstance(times, Mapping) or not times or not known_s:
         return comparison
-    return with_slowdown(comparison, schedule, machine, reference_mean_s([*chain(*times.values())]) / known_s)
+    core = median(chain(*times.values())) / known_s
+    waited = cut_steps(measured, comparison.warmup_steps).stretch
+    return with_slowdown(comparison, schedule, machine, slowdown_between(core, known, waited))
 
 
-def with_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, slowdown: float) -> Comparison:
+def with_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, slowdown: Slowdown) -> Comparison:
     """The comparison with the prediction for a machine that is so slow."""
-    return replace(comparison, slowdown=slowdown, step_s_at_slowdown=steady_at(schedule, machine, slowdown).period_s)
+    step_s = steady_at(schedule, machine, slowdown).period_s
+    return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)
 
 
 def causes_in_words(comparison: Comparison) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tierplan.hwmodels.build import build_machine
-from tierplan.hwmodels.machine import Machine, PredictionBasis
+from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
 from tierplan.planner.lowering import lower
@@ -235,11 +235,10 @@ def run_demo(
         )
         with _timed("calibrate", seconds):
             calibration = session.run()
-        basis = PredictionBasis("calibrated here", calibration.half_width, calibration.reference_s, num_threads)
         with _timed("plan", seconds):
             progress("planning", 0.0)
             workload = calibration.timed(modelled, described)
-            in_memory_bytes, machine = demo_budgets(workload, calibration.on(described, basis))
+            in_memory_bytes, machine = demo_budgets(workload, calibration.on(described))
             # no sub-batches: they would sum gradients in another order than the training in memory
             planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
             progress("planning", 1.0)

@@ -27,7 +27,7 @@ def test_what_is_calibrated_is_taken_by_itself(
     assert found["config"]["num_hidden_layers"] == 3, "a shallow version"
     assert found["num_threads"] == 1
     assert set(found["checks"]) == set(found["measured_step_s"]) - {"in-memory"}
-    assert len(found["slowdowns"]) == 1 + 2 * 5, "before the turns, and after each of five plans' two"
+    assert len(found["slowdowns"]) == 2 * 6, "of each of six plans' two turns"
     assert all(seconds > 0 for seconds in found["reference_s"])
     assert not (tmp_path / "tierplan-calibration").exists(), "scratch files are removed"
     assert main(["simulate", "--policy", "in-memory", *asked, "--json"]) == 0

@@ -27,7 +27,7 @@ from tierplan.validation.calibration.calibration import (
     steady_at,
 )
 from tierplan.validation.calibration.dispatch import measure_dispatch_latency, simulate_slower
-from tierplan.validation.calibration.measurements import MeasuredTurn, PlanMeasurement, middle_half
+from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
 from tierplan.validation.calibration.plans import calibration_plans
 from tierplan.validation.calibration.rates import fit_rates
 from tierplan.validation.comparison.steps import Steps, cut_predicted
@@ -160,15 +160,12 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
     ample = with_ample_memory(believed)
     workload = timed(toy_workload(3, tied=False), believed)
     found = {}
-    in_memory_s = 0.0
     for name, plan in calibration_plans(workload, ample).items():
         schedule = lower(plan, workload, ample)
         steps = cut_predicted(simulate_slower(unroll(schedule, 4), true, slowdown=slowdown))
-        in_memory_s = in_memory_s or steps.step_s
-        turn = MeasuredTurn((), steps.step_s, in_memory_s, in_memory_s)
         found[name] = PlanMeasurement(
             schedule=schedule,
-            turns=(turn, turn),
+            turns_s=(steps.step_s, steps.step_s),
             op_s=seconds_of(schedule, steps),
             dispatch=measure_dispatch_latency(steps),
         )
@@ -263,6 +260,25 @@ def test_the_middle_half_has_no_outliers() -> None:
         end_ns[k] = now_ns
     begin_ns = {k: end_ns.get(k - 1, 0) for k in spans}
     steps = Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(spans))
-    assert middle_half(steps, {}).steady == (5, 6, 7, 9, 10, 11)
-    as_slow = {k: 1.8 for k in spans if k % 4 == 0}
-    assert set(middle_half(steps, as_slow).steady) & set(as_slow), "a slow machine makes no outlier"
+    assert middle_half(steps).steady == (5, 6, 7, 9, 10, 11)
+
+
+def test_waits_for_a_core_are_told_from_work() -> None:
+    """Beside another program every op lasts longer, in some turns more and in others less: what is fitted is the work,
+    at the typical wait, and every plan is predicted for its own."""
+    machine, waits = with_ample_memory(machine_with_cores()), iter((1.1, 1.9, 1.3, 1.6, 1.2, 1.7))
+    quiet, beside = measurements(machine, machine, 1.0), {}
+    for name, m in quiet.items():
+        wait = next(waits)
+        streams = dict.fromkeys(m.schedule.streams, wait)
+        steps = cut_predicted(simulate_slower(unroll(m.schedule, 4), machine, slowdown=streams))
+        beside[name] = replace(m, turns_s=(steps.step_s,) * 2, stretch=streams)
+    stretched, (alone, several) = with_typical_stretch(beside)
+    assert alone == pytest.approx({"gpu0.compute": (1.1 + 1.9 + 1.3) / 3})
+    assert several["gpu0.compute"] == pytest.approx((1.6 + 1.2 + 1.7) / 3)
+    for name, m in stretched.items():
+        typical = several if len(m.schedule.streams) > 1 else alone
+        assert m.op_s == pytest.approx({op.key: quiet[name].op_s[op.key] * typical[op.stream] for op in m.schedule.ops})
+    modelled = toy_workload(3, tied=False)
+    calibration = calibrate(modelled, timed(modelled, machine), machine, beside)
+    assert all(check == pytest.approx(1.0, abs=0.08) for check in calibration.checks.values()), calibration.checks
