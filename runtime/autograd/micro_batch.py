@@ -31,7 +31,7 @@ from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.threads import add_coreless, coreless_ns
+from tierplan.runtime.execution.threads import Baton
 from tierplan.sim.step import UnitSpec
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -88,8 +88,6 @@ class MicroBatchRun:
     _recording: Any = None
     _error: BaseException | None = None
     _is_cancelled: bool = False
-    _coreless_ns: int = 0
-    """Of the model's own thread, when it last gave back."""
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
@@ -97,7 +95,7 @@ class MicroBatchRun:
             spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
         ]
         self._holds_results = any(outside)
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._baton = Baton()
         self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
 
     # ---- called by the thread that executes the compute stream ----
@@ -111,10 +109,7 @@ class MicroBatchRun:
             torch.manual_seed(self.seed)
         elif self.seed is not None:
             self.device.set_rng_state(self._rng)
-        before_ns = self._coreless_ns
-        self._go.release()
-        self._back.acquire()
-        add_coreless(self._coreless_ns - before_ns)
+        self._baton.hand_over()
         if self.seed is not None:
             self._rng = self.device.rng_state()
         if self._error is not None:
@@ -312,14 +307,14 @@ class MicroBatchRun:
     def cancel(self) -> None:
         """Ends the thread, wherever it is."""
         self._is_cancelled = True
-        self._go.release()
+        self._baton.let_go()
         if self._thread.ident is not None:
             self._thread.join()
 
     # ---- called in the model's own thread ----
 
     def _main(self) -> None:
-        self._go.acquire()
+        self._baton.take()
         try:
             if self._is_cancelled:
                 return
@@ -342,15 +337,11 @@ class MicroBatchRun:
         finally:
             if self._recording is not None:
                 self._close()
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._coreless_ns = coreless_ns()
-        self._back.release()
+            self._baton.give_back()
 
     def _yield(self) -> None:
-        self._give_back()
-        self._go.acquire()
+        self._baton.give_back()
+        self._baton.take()
         if self._is_cancelled:
             raise _Cancelled
 

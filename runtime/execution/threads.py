@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ _of_helpers = _OfHelpers()
 def coreless_ns() -> int:
     """Nanoseconds that this thread could have run and no core was free, as the kernel counts them; 0 where it does not.
 
-    What others waited while they worked for this thread is in it (`add_coreless`). A reading takes 5 us.
+    What others waited while they worked for this thread is in it (`Baton`). A reading takes 5 us.
     """
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -75,6 +76,42 @@ def coreless_ns() -> int:
         os.close(file)
 
 
-def add_coreless(by_ns: int) -> None:
-    """Another thread has waited so long for a core while this one waited for it."""
-    _of_helpers.ns += by_ns
+class Baton:
+    """Work that one thread hands to another and back, of which one works at a time.
+
+    The first one's `coreless_ns` grows by what the work has waited for a core, whoever had it: not by what a thread
+    waits that has handed it over and is about to sleep.
+    """
+
+    def __init__(self) -> None:
+        self._there, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._handed_ns = self._mark_ns = self._waited_ns = 0
+        """When the work was last handed over; the other thread's clock since; and its waits."""
+
+    def hand_over(self) -> None:
+        """The other thread works, until it gives back."""
+        before_ns = coreless_ns()
+        self.let_go()
+        self._back.acquire()
+        own_ns = coreless_ns() - before_ns
+        true_ns = min(own_ns, time.perf_counter_ns() - self._handed_ns)
+        _of_helpers.ns += self._waited_ns + true_ns - own_ns
+
+    def let_go(self) -> None:
+        """The other thread works; this one does not wait for it."""
+        self._handed_ns = time.perf_counter_ns()
+        self._there.release()
+
+    def take(self) -> None:
+        """In the other thread: returns when it is to work."""
+        self._there.acquire()
+        now_ns = coreless_ns()
+        self._waited_ns = min(now_ns - self._mark_ns, time.perf_counter_ns() - self._handed_ns)
+        self._mark_ns = now_ns
+
+    def give_back(self) -> None:
+        """In the other thread: the first one works again."""
+        now_ns = coreless_ns()
+        self._waited_ns += now_ns - self._mark_ns
+        self._mark_ns, self._handed_ns = now_ns, time.perf_counter_ns()
+        self._back.release()

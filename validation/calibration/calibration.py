@@ -92,8 +92,8 @@ class Calibration:
     """Of all turns: seconds per step over the plan's median."""
     reference_s: tuple[float, float] = (0.0, 0.0)
     """Of the reference work of `tierplan.runtime.measure`: where no other stream works, and beside others."""
-    stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
-    """By stream, in plans with one stream and in those with several: seconds of ops over those with a core."""
+    stretch: Mapping[str, float] = field(default_factory=dict)
+    """By stream: seconds of ops over those in which they had a core, typically."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
@@ -186,7 +186,7 @@ def calibrate(
         schedule = schedule_with_factors(name, checked.schedule, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
         # as long as its threads waited for cores in its own turns
-        waited = {stream: own / typical[len(schedule.streams) > 1][stream] for stream, own in checked.stretch.items()}
+        waited = {stream: own / typical[stream] for stream, own in checked.stretch.items()}
         checks[name] = steady_at(schedule, fitted, waited).period_s / checked.step_s
     measured_s = {name: m.step_s for name, m in measurements.items()}
     slowdowns = tuple(s / m.step_s for m in measurements.values() for s in m.turns_s)

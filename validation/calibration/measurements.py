@@ -51,18 +51,14 @@ def measurement_of(
 
 def with_typical_stretch(
     measured: Mapping[str, PlanMeasurement],
-) -> tuple[dict[str, PlanMeasurement], tuple[dict[str, float], dict[str, float]]]:
+) -> tuple[dict[str, PlanMeasurement], dict[str, float]]:
     """The measurements with seconds of ops as they are where cores are as busy as they typically were, and how much
-    longer that makes the ops of each stream: in plans with one stream, and in those with several."""
-    typical: tuple[dict[str, float], dict[str, float]] = {}, {}
-    for several in (False, True):
-        mine = [m.stretch for m in measured.values() if (len(m.schedule.streams) > 1) is several]
-        streams = dict.fromkeys(stream for stretch in mine for stream in stretch)
-        typical[several].update({stream: fmean(s[stream] for s in mine if stream in s) for stream in streams})
+    longer that makes the ops of each stream: the mean over the plans, so that only work tells them apart."""
+    streams = dict.fromkeys(stream for m in measured.values() for stream in m.stretch)
+    typical = {name: fmean(m.stretch[name] for m in measured.values() if name in m.stretch) for name in streams}
     stretched = {}
     for name, m in measured.items():
-        own = typical[len(m.schedule.streams) > 1]
-        op_s = {op.key: m.op_s[op.key] * own.get(op.stream, 1.0) for op in m.schedule.ops}
+        op_s = {op.key: m.op_s[op.key] * typical.get(op.stream, 1.0) for op in m.schedule.ops}
         stretched[name] = replace(m, op_s=op_s)
     return stretched, typical
 

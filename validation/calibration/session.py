@@ -34,6 +34,8 @@ LEAST_TURNS, MOST_TURNS = 3, 40
 STEPS_PER_TURN = 1
 """Counted ones. One more comes before them, and three before those of the first turn."""
 PROFILE_STEPS = 8
+SHORT_S = 60.0
+"""A run with less has half as many."""
 ROOM = 1.3
 """Capacity over predicted peak: no training of a calibration run waits for memory."""
 PROFILE_FRAC = 0.15
@@ -64,15 +66,18 @@ class CalibrationSession:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
         began_s = time.monotonic()
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
-        config, steps = self.workload.config, 2 * PROFILE_STEPS
+        config, is_short = self.workload.config, self.budget_s is not None and self.budget_s < SHORT_S
+        num_steps = max(2, PROFILE_STEPS // 2) if is_short else PROFILE_STEPS
         profiled = profile_workload(
             self.workload,
             seeded_model(config, training),
             random_batches(config, training, MANY_BATCHES),
-            num_steps=PROFILE_STEPS,
+            num_steps=num_steps,
             device=self.device,
             num_threads=self.num_threads,
-            on_step=lambda k, _: self.progress("timing the model's blocks", PROFILE_FRAC * min(1.0, k / steps)),
+            on_step=lambda k, _: self.progress(
+                "timing the model's blocks", PROFILE_FRAC * min(1.0, k / (2 * num_steps))
+            ),
         )
         schedules = {}
         for name, plan in calibration_plans(profiled, ample).items():

@@ -62,7 +62,7 @@ def transfers(
                 schedule = lower(plan, timed, inside)
                 k = int(len(schedule.streams) > 1)
                 core = target.reference_s[k] / source.reference_s[k] if source.reference_s[k] else 1.0
-                slowdown = slowdown_between(core or 1.0, source.stretch[k], target.stretch[k])
+                slowdown = slowdown_between(core or 1.0, source.stretch, target.stretch)
                 predicted_s = steady_at(schedule, inside, slowdown).period_s
                 names = {"source": source.model, "target": target.model, "relation": relation, "plan": name}
                 found.append(Transfer(**names, ratio=predicted_s / target.measured_step_s[name]))

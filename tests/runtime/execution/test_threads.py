@@ -15,8 +15,8 @@ import pytest
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.execution import executor
-from tierplan.runtime.execution.threads import add_coreless, coreless_ns
+from tierplan.runtime.execution import executor, threads
+from tierplan.runtime.execution.threads import coreless_ns
 
 COUNTS = Path("/proc/thread-self/schedstat").exists()
 
@@ -43,20 +43,40 @@ def test_waits_beside_another_program_on_the_only_core_are_counted() -> None:
     assert waited_ns + worked_ns == pytest.approx(passed_ns, rel=0.1)
 
 
-def test_what_others_waited_for_this_thread_is_its_own() -> None:
-    found: list[int] = []
+def test_what_another_waits_while_it_has_the_baton_counts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clocks: 100 ns pass with every wait of a thread; the kernel says that each thread waits 10 ns while it works,
+    and 1000 ns after it has handed over, when nobody needs it."""
+    now, waited = [0], threading.local()
+    monkeypatch.setattr(threads.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(threads, "coreless_ns", lambda: getattr(waited, "ns", 0) + threads._of_helpers.ns)
+    baton, found = threads.Baton(), []
+
+    def wait(ns: int) -> None:
+        waited.ns = getattr(waited, "ns", 0) + ns
+
+    class AboutToSleep(threading.Semaphore):  # type: ignore[misc, unused-ignore]
+        def acquire(self, *args: object, **kwargs: object) -> bool:  # type: ignore[override]
+            wait(1000)
+            return super().acquire()
+
+    baton._there, baton._back = AboutToSleep(0), AboutToSleep(0)
 
     def work() -> None:
-        before_ns = coreless_ns()
-        add_coreless(10**12)
-        found.append(coreless_ns() - before_ns)
+        for _ in range(2):
+            baton.take()
+            wait(10)
+            now[0] += 100
+            baton.give_back()
 
-    before_ns = coreless_ns()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found[0] // 10**12 == 1
-    assert coreless_ns() - before_ns < 10**12, "and no other thread's"
+    other = threading.Thread(target=work)
+    other.start()
+    for _ in range(2):
+        before_ns = threads.coreless_ns()
+        wait(10)
+        baton.hand_over()
+        found.append(threads.coreless_ns() - before_ns)
+    other.join()
+    assert found == [20, 20], "10 ns of each, and none of those in which the other worked"
 
 
 def test_spans_say_how_long_their_ops_waited(monkeypatch: pytest.MonkeyPatch) -> None:
