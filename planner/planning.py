@@ -127,16 +127,21 @@ def plan(
         "drive_lifetime_years": drive_lifetime_years,
         "beat_s": beat_s,
     }
-    started, known = time.perf_counter(), None
+    started, known, first = time.perf_counter(), None, None
     if (less := lesser_of_catalog(machine)) is not None:
         time_limit_s = time_limit_s and time_limit_s / 2
         question = _question(workload, less, time_limit_s, asked)
         with suppress(InfeasiblePlan):  # this machine may do better
-            answer = _ANSWERS.get(question) or plan(workload, less, time_limit_s=time_limit_s, **asked).plan
-            known = less, answer
+            if question not in _ANSWERS:
+                first = plan(workload, less, time_limit_s=time_limit_s, **asked)
+            known = less, _ANSWERS[question] if first is None else first.plan
+    if first is not None and first.status == "interrupted":
+        beat_s = 0.0  # no search here
     loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s, known)
     loop.started = started
     result = loop.run(asked["policies"], asked["orders"])
+    if first is not None and first.status == "interrupted":
+        return replace(result, status="interrupted", notes=(*result.notes, *first.notes[-1:]))
     if result.status in ("within-gap", "searched"):
         if len(_ANSWERS) == NUM_ANSWERS:
             del _ANSWERS[next(iter(_ANSWERS))]

@@ -142,3 +142,19 @@ def test_the_lesser_machine_is_searched_once_for_all_that_are_better(
     known = len(planning._ANSWERS)
     plan(gpt, more[0], time_limit_s=100, policies=["vertical"])
     assert (known, len(planning._ANSWERS)) == (2, 3)
+
+
+def test_an_interrupt_ends_both_searches(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def search(loop: planning._Loop) -> None:
+        searched.append(loop.machine.name)
+        if len(searched) == 1:
+            raise KeyboardInterrupt
+        assert loop._to_beat_s() == 0.0
+
+    monkeypatch.setattr(planning._Loop, "_search", search)
+    planning._ANSWERS.clear()
+    found = plan(gpt, load_machine("laptop", ["host.adam=4 G/s"]), policies=["vertical"])
+    assert (found.status, len(searched), planning._ANSWERS) == ("interrupted", 2, {})
+    assert "interrupted" in found.notes[-1]
