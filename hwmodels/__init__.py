@@ -10,6 +10,7 @@ keys         the keys of a machine file, as one table
 description  the parts of a machine, every number with its source; read and written as TOML
 build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates
+curves       what kernels reach over an op's size: measured tables, a relative's, and their errors
 catalog      finds descriptions: in the catalog, in a file, or as measured here
 importers    turn other tools' output into values of a description
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from tierplan.hwmodels.description import Description, Limit, Quantity
 from tierplan.hwmodels.keys import KEYS
@@ -149,7 +150,8 @@ def build_machine(description: Description) -> Machine:
         if share <= 0:
             raise MachineError(f"the share of stream {name!r} is {share}; it must be above 0")
     used = description.used()
-    nameplate = tuple(name for name, q in used.items() if q.basis == "nameplate" and _matters(description, name))
+    matters = [name for name in used if _matters(description, name)]
+    nameplate = tuple(name for name in matters if used[name].basis == "nameplate")
     is_measured = any(q.basis == "measured" for q in used.values())
     return Machine(
         name=description.name,
@@ -168,11 +170,37 @@ def build_machine(description: Description) -> Machine:
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
         nameplate=nameplate,
         description=_record(description),
-        basis=MEASURED if is_measured and not nameplate else CATALOG,
+        basis=MEASURED if is_measured and not nameplate else replace(CATALOG, text=_rests_on(description, matters)),
     )
 
 
-FOR_THE_RECORD = (".price", ".power", ".endurance", ".cores", ".part", ".form")
+RATES: Mapping[str, tuple[str, ...]] = {
+    "gpu": ("peak_", "matmul_", "attention_", "elementwise", "memory_bandwidth"), "link": ("h2d", "d2h"),
+    "host": ("adam", "memory_bandwidth"), "nvme": ("read", "write"),
+}  # fmt: skip
+"""By section: numbers whose weakest basis an answer names."""
+
+
+def _rests_on(description: Description, matters: Collection[str]) -> str:
+    """What predictions rest on: the weakest basis of each part's rates, and which rate its drives write at."""
+    said = []
+    for section, starts in RATES.items():
+        names = [n for n in matters if n.partition(".")[2].startswith(starts) and not n.endswith(("_frac", "_traffic"))]
+        if weakest := description.weakest(section, [n for n in names if not n.endswith("fp32")]):
+            said.append(f"{section} {weakest}")
+    write, cached, cache = (description.quantity(f"nvme.{name}") for name in ("write", "cached_write", "cache"))
+    text = f"{CATALOG.text} (weakest: {', '.join(said)})"
+    if not write or not cached or not description.number("nvme.drives"):
+        return text
+    if write.value == cached.value:
+        return f"{text}; drives write as within their cache: set nvme.write to what yours do beyond it"
+    size = f" of {float(cache.value) / 1e9:,.0f} GB each" if cache else ""  # type: ignore[arg-type]  # one number
+    return f"{text}; drives write as beyond their cache{size}"
+
+
+FOR_THE_RECORD = (
+    ".price", ".power", ".endurance", ".cores", ".part", ".relative", ".form", ".cache", ".cached_write", ".recovery",
+)  # fmt: skip
 """Ends of keys that change no rate, capacity or limit."""
 
 

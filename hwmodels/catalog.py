@@ -11,7 +11,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from tierplan.hwmodels.build import build_machine
+from tierplan.hwmodels.curves import with_derived
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
+from tierplan.hwmodels.importers.gpu_tables import Table, parse_tables
 from tierplan.hwmodels.keys import KEYS, PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -58,9 +60,34 @@ def _part_values(description: Description) -> dict[str, Quantity]:
     for section in PARTS:
         part = description.values.get(f"{section}.part")
         if part is not None:
-            values |= load_part(section, str(part.value)).values
+            relative = description.values.get("gpu.relative")
+            values |= part_values(section, str(part.value), "" if relative is None else str(relative.value))
     void = {derived for name in description.values for derived in KEYS[name].replaces}
     return {name: value for name, value in values.items() if name not in void}
+
+
+def part_values(section: str, name: str, relative: str = "") -> dict[str, Quantity]:
+    """What holds of a GPU or a drive: what its file says, and a GPU's measured curves, or those of a relative."""
+    part = load_part(section, name).values
+    if section != "gpu":
+        return dict(part)
+    if not relative and "gpu.relative" in part:
+        relative = str(part["gpu.relative"].value)
+    other = {**load_part("gpu", relative).values, **load_curves(relative).values} if relative else {}
+    return with_derived({**load_curves(name).values, **part}, other, relative)
+
+
+def load_curves(name: str) -> Description:
+    """The measured curves of a GPU; empty where nobody measured it."""
+    if name not in catalog_names("curves"):
+        return Description(name=name)
+    path = _catalog("curves") / f"{name}.toml"
+    return parse_description(path.read_text(encoding="utf-8"), where=f"{name}.toml")
+
+
+def table_list() -> tuple[Table, ...]:
+    """The public tables that the curves are made from."""
+    return parse_tables(_catalog("tables.toml").read_text(encoding="utf-8"))
 
 
 def load_part(section: str, name: str) -> Description:
@@ -75,7 +102,7 @@ def load_part(section: str, name: str) -> Description:
 
 
 def catalog_names(folder: str = "machines") -> list[str]:
-    """Names in one folder of the catalog (`machines`, `gpus`, `drives`), sorted."""
+    """Names in one folder of the catalog (`machines`, `gpus`, `curves`, `drives`), sorted."""
     return sorted(f.name.removesuffix(".toml") for f in _catalog(folder).iterdir() if f.name.endswith(".toml"))
 
 

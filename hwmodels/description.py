@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import tomli_w
@@ -35,9 +35,11 @@ from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import format_amount, parse_amount
 
-Basis = Literal["nameplate", "measured", "published", "calibrated", "assumed", "given"]
-"""Where a number comes from: a data sheet; a measurement of ours; somebody's publication; a fit to published results;
-a rule of thumb; the user."""
+Basis = Literal["measured", "calibrated", "published", "given", "community", "derived", "nameplate", "assumed"]
+"""Where a number comes from, the strongest first: a measurement of ours; a fit to published results; somebody's
+publication; the user; a shared file; another part's measurement, scaled; a data sheet; a rule of thumb."""
+
+STRENGTH: tuple[Basis, ...] = get_args(Basis)
 
 Points = tuple[tuple[float, float], ...]
 
@@ -96,6 +98,8 @@ class Description:
 
     name: str
     summary: str = ""
+    date: str = ""
+    """When a part's numbers were gathered."""
     values: Mapping[str, Quantity] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
     limits: tuple[Limit, ...] = ()
@@ -123,6 +127,11 @@ class Description:
             raise MachineError(f"{name} of machine {self.name!r} is {quantity.value!r}; it must be one number")
         return float(quantity.value)
 
+    def weakest(self, section: str, names: Collection[str]) -> Basis | None:
+        """The weakest basis among these numbers of a section; None where it has none."""
+        found = [q.basis for name in names if name.startswith(section + ".") and (q := self.quantity(name))]
+        return max(found, key=STRENGTH.index, default=None)
+
     def used(self) -> dict[str, Quantity]:
         """Every key that has a value, in the order of the table."""
         return {name: q for name in KEYS if (q := self.quantity(name)) is not None}
@@ -144,6 +153,7 @@ class _File:
 
     name: str = ""
     summary: str = ""
+    date: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By the short name that entries give as their source."""
     switch: tuple[Switch, ...] = ()
@@ -184,6 +194,7 @@ def parse_description(text: str, *, where: str) -> Description:
     return Description(
         name=file.name or Path(where).stem,
         summary=file.summary,
+        date=file.date,
         values=values,
         switches=tuple(
             replace(x, limit=parse_amount(x.limit, "bytes/s", what=f"limit of [[switch]] {x.name!r}"), source=source(x))
@@ -242,6 +253,7 @@ MOST_PLAUSIBLE: Mapping[str, float] = {
     "bytes": 1e18,
     "s": 10.0,
     "gpu.capacity": 2e12,
+    "nvme.recovery": 1e5,
 }
 
 
@@ -298,6 +310,8 @@ def write_description(description: Description) -> str:
     table: dict[str, object] = {"name": description.name}
     if description.summary:
         table["summary"] = description.summary
+    if description.date:
+        table["date"] = description.date
     for name, quantity in description.values.items():
         section = table.setdefault(KEYS[name].section, {})
         assert isinstance(section, dict)

@@ -272,7 +272,7 @@ def test_every_key_can_be_set_and_has_its_effect(name: str) -> None:
     """The key's new value is the one that the machine is built from."""
     key = KEYS[name]
     base = "fuyou-4090"
-    part = {"gpu.part": "h100-sxm-80gb", "nvme.part": "990-pro"}
+    part = {"gpu.part": "h100-sxm-80gb", "gpu.relative": "l40s", "nvme.part": "990-pro"}
     word = part.get(name) or next((c for c in key.choices if c != key.default), "")
     value = word or ANOTHER[key.unit]
     description = load_description(base, [f"{name}={value}"])
@@ -328,7 +328,9 @@ def rate(machine, stream: str, kind: str) -> float:  # type: ignore[no-untyped-d
 
 def test_nameplate_names_only_what_the_machine_depends_on() -> None:
     machine = load_machine("desktop-4090")
-    assert {"nvme.read", "nvme.write", "gpu.peak_bf16", "gpu.memory_bandwidth"} <= set(machine.nameplate)
+    assert {"nvme.read", "nvme.write", "gpu.memory_bandwidth"} <= set(machine.nameplate)
+    assert "gpu.peak_bf16" not in machine.nameplate, "its matmuls are measured"
+    assert "gpu.peak_fp16" in load_machine("desktop-4090", ["gpu.part=v100-pcie-32gb"]).nameplate
     assert not {"gpu.price", "gpu.power", "nvme.endurance"} & set(machine.nameplate)
     own = load_machine("desktop-4090", ["gpu.matmul_bf16=140 TFLOP/s", "nvme.drives=0"])
     assert "gpu.peak_bf16" not in own.nameplate

@@ -224,7 +224,7 @@ def test_tools_together_make_a_machine(tmp_path: Path, capsys: pytest.CaptureFix
     machine = load_machine(str(target))
     assert machine.tier("gpu0").capacity_bytes > 130 * 2**30
     assert machine.limits["gpu0.link"] == pytest.approx(37.4e9)
-    assert "gpu.peak_bf16" in machine.nameplate
+    assert "gpu.memory_bandwidth" in machine.nameplate
     assert "box.toml" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 tierplan machine list                              what the catalog has
 tierplan machine show desktop-4090                 every number with its source
 tierplan machine measure --nvme-dir /mnt/nvme/tmp  measures this machine, about 1 minute; then --machine here
+tierplan machine curves                            errors of predictions by measured tables, and by a relative's
 tierplan machine import --fio fio.json --base desktop-4090 -o mine.toml
 """
 
@@ -57,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--json", "print the machine as one JSON object")
     measure.set_defaults(act=_measure)
 
+    curves = commands.add_parser(
+        "curves", help="GPUs with measured tables: errors of predictions by them, leave-one-out"
+    )
+    option(curves, "--tables DIR", "make them anew from the repositories in this folder (OWNER/NAME)", new_folder)
+    option(curves, "-o --output DIR", "with --tables: where the curves are written", new_folder)
+    option(curves, "--json", "as one JSON object")
+    curves.set_defaults(act=_curves)
+
     imports = commands.add_parser("import", help="a machine from the output of other tools")
     option(imports, "--base X", "machine whose numbers hold where the tools say nothing")
     add_set(imports)
@@ -101,6 +110,45 @@ def _list(args: argparse.Namespace) -> int:
             rows.append((name, *cells, str(listed["name"])))
         say("", f"{folder.capitalize()} (choose one with --set {section}.part=NAME)", *columns(rows))
     return 0
+
+
+def _curves(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+    from itertools import groupby
+    from statistics import median
+
+    from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, table_list
+    from tierplan.hwmodels.curves import curve_errors
+    from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves
+    from tierplan.hwmodels.machine import MachineError
+    from tierplan.sim.output.text import columns
+    from tierplan.sim.trace import write_atomically
+
+    if bool(args.tables) != bool(args.output):
+        raise MachineError("--tables says what is read and --output where the curves go; give both or neither")
+    curves = {name: load_curves(name) for name in catalog_names("curves")}
+    if args.tables:
+        tables = sorted(table_list(), key=lambda table: table.gpu)
+        curves = {gpu: read_curves(list(of), Path(args.tables)) for gpu, of in groupby(tables, lambda table: table.gpu)}
+        for name, curve in curves.items():
+            write_atomically(Path(args.output) / f"{name}.toml", curves_text(curve))
+    errors = list(curve_errors({name: load_part("gpu", name) for name in catalog_names("gpus")}, curves))
+    own, by_relative = (
+        median(e) for e in ([e.own for e in errors], [e.by_relative for e in errors if e.by_relative is not None])
+    )
+    if args.json:
+        rows = [asdict(e) for e in errors]
+        print(json.dumps({"median_own": own, "median_by_relative": by_relative, "gpus": rows}, indent=1))
+        return 0
+    cells = [(e.gpu, str(e.steps), f"{e.own:.1%}", _percent(e.by_relative), e.relative or "-") for e in errors]
+    say("Steps of GPT and Llama, 1 to 70B, matmuls and attention, against each GPU's table: median error", "")
+    say(*columns([("GPU", "steps", "own", "by relative", "relative"), *cells]), "")
+    say(f"median over GPUs: {own:.1%} with the own table, {by_relative:.1%} from a relative's")
+    return 0
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _cell(quantity: Quantity | None, key: Key) -> str:

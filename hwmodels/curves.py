@@ -1,0 +1,110 @@
+"""What a GPU's kernels reach over the size of an op: measured tables, or those of a relative, and how far off they are.
+
+A part has its own curves in `catalog/curves/` (`importers/gpu_tables.py` makes them), or names a relative that has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from tierplan.hwmodels.description import Description, Points, Quantity
+from tierplan.hwmodels.importers.gpu_tables import SHAPES
+from tierplan.hwmodels.machine import Rate
+
+Values = Mapping[str, Quantity]
+CLOCK = 1 / 3
+"""Where power is short, a chip's clock goes with this power of it: watts grow with the cube of clock and voltage."""
+
+
+def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quantity]:
+    """The part's values, with curves that it lacks: its own in the other 16-bit type, else its relative's, scaled."""
+    found = dict(values)
+    for work in ("matmul", "attention"):
+        for dtype, other in (("bf16", "fp16"), ("fp16", "bf16")):
+            key, peak = f"gpu.{work}_{dtype}", f"gpu.peak_{dtype}"
+            if key in found or f"gpu.matmul_{dtype}" in values or peak not in values:
+                continue
+            own = f"gpu.{work}_{other}"
+            if own in values and f"gpu.peak_{other}" in values:
+                scale = _number(values, peak) / _number(values, f"gpu.peak_{other}")
+                found[key] = _scaled(values[own], scale, scale, f"as {own}")
+            elif f"gpu.{work}_bf16" in relative:
+                scale = _number(values, peak) / _number(relative, "gpu.peak_bf16")
+                watts = _number(values, "gpu.power") / _number(relative, "gpu.power")
+                slower = min(1.0, watts / scale) ** CLOCK
+                why = f"{name}'s table by peak ({scale:.3g}) and watts per peak ({slower:.3g})"
+                found[key] = _scaled(relative[f"gpu.{work}_bf16"], scale, scale * slower, why)
+    if "gpu.elementwise" not in found and "gpu.elementwise" in relative:
+        scale = _number(values, "gpu.memory_bandwidth") / _number(relative, "gpu.memory_bandwidth")
+        found["gpu.elementwise"] = _scaled(relative["gpu.elementwise"], scale, scale, f"{name}'s by bandwidth")
+    return found
+
+
+def _number(values: Values, name: str) -> float:
+    value = values[name].value
+    assert isinstance(value, float)
+    return value
+
+
+def _points(quantity: Quantity) -> Points:
+    return quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
+
+
+def _scaled(quantity: Quantity, amount: float, rate: float, why: str) -> Quantity:
+    points = tuple((x * amount, y * rate) for x, y in _points(quantity))
+    return Quantity(points if len(points) > 1 else points[0][1], "derived", f"{why}: {quantity.source}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveErrors:
+    """How far off one GPU's steps are, matmuls and attention, that its table measured: medians over models."""
+
+    gpu: str
+    steps: int
+    own: float
+    """By its own curve."""
+    relative: str
+    by_relative: float | None
+    """By its relative's, its own table left out; None without a relative."""
+
+
+def curve_errors(parts: Mapping[str, Description], curves: Mapping[str, Description]) -> Iterator[CurveErrors]:
+    """Leave-one-out over all GPUs whose tables measured steps. `parts` are as their files say, without curves."""
+    for name, curve in curves.items():
+        steps = [step for step in curve.notes.get("steps", ()) if isinstance(step, list)]  # type: ignore[attr-defined]
+        if not steps:
+            continue
+        own = parts[name].values
+        relative = str(own["gpu.relative"].value) if "gpu.relative" in own else ""
+        error = None
+        if relative:
+            derived = with_derived(own, {**parts[relative].values, **curves[relative].values}, relative)
+            error = _median_error(derived, steps)
+        yield CurveErrors(
+            gpu=name,
+            steps=len(steps),
+            own=_median_error({**own, **curve.values}, steps),
+            relative=relative,
+            by_relative=error,
+        )
+
+
+def _median_error(values: Values, steps: list[list[object]]) -> float:
+    matmul = Rate(_points(values["gpu.matmul_bf16"]))
+    attention = Rate(_points(values.get("gpu.attention_bf16", values["gpu.matmul_bf16"])))
+    errors = []
+    for model, sequences, length, matmul_s, attention_s in steps:
+        shape, tokens = SHAPES[str(model)], int(str(sequences)) * int(str(length))
+        seconds = shape.layers * _op_s(matmul, shape.flops(tokens), 2.0)
+        measured_s = float(str(matmul_s)) + float(str(attention_s))
+        if float(str(attention_s)):
+            seconds += shape.layers * _op_s(attention, 4.0 * tokens * int(str(length)) * shape.hidden, 2.5)
+        errors.append(abs(seconds / measured_s - 1))
+    return median(errors)
+
+
+def _op_s(rate: Rate, forward: float, backward: float) -> float:
+    """Of one block's op forward, and of the one backward, which is so many times the work."""
+    return forward / rate.at(forward) + backward * forward / rate.at(backward * forward)

@@ -1,0 +1,121 @@
+"""Curves of GPUs: what tables become, what a relative's are worth, and that answers name the basis."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, table_list
+from tierplan.hwmodels.curves import curve_errors, with_derived
+from tierplan.hwmodels.description import Quantity, parse_description
+from tierplan.hwmodels.importers.gpu_tables import SHAPES, Table, curves_text, read_curves
+from tierplan.hwmodels.importers.reading import ImportedFileError
+from tierplan.hwmodels.machine import Rate
+
+
+def table(path: str, kind: str, **more: str) -> Table:
+    return Table(gpu="x", kind=kind, repository="o/r", commit="c0ffee", licence="MIT", path=path, **more)  # type: ignore[arg-type]
+
+
+def test_leave_one_out_is_within_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "curves", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["median_own"] < 0.03
+    assert record["median_by_relative"] < 0.10
+    assert len(record["gpus"]) >= 12
+
+
+def test_a_gpu_as_fast_as_its_relative_predicts_as_well_as_the_table() -> None:
+    """A witness of the comparison: the same table under another name."""
+    own, curve = load_part("gpu", "h100-sxm-80gb"), load_curves("h100-sxm-80gb")
+    twin = {**own.values, "gpu.relative": Quantity("h100-sxm-80gb", "given", "test")}
+    twins = {"h100-sxm-80gb": own, "twin": replace(own, values=twin)}
+    error = next(curve_errors(twins, {"twin": curve, "h100-sxm-80gb": curve}))
+    assert error.by_relative == pytest.approx(error.own)
+
+
+def test_a_layer_table_becomes_blocks(tmp_path: Path) -> None:
+    """100 TFLOP/s whatever the size: that is what the curve says, for one op forward and one backward."""
+    shape, rows = SHAPES["llama-8b"], ["layer,tokens,time_us"]
+    for tokens in (256, 2048):
+        for name, (n, k) in zip(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), shape.products, strict=True):
+            rows.append(f"{name},{tokens},{2 * tokens * n * k / 1e14 * 1e6}")
+        rows.append(f"layernorm,{tokens},7")
+    (tmp_path / "o" / "r").mkdir(parents=True)
+    (tmp_path / "o" / "r" / "dense.csv").write_text("\n".join(rows))
+    found = read_curves([table("dense.csv", "layers", model="llama-8b")], tmp_path)
+    quantity = found.values["gpu.matmul_bf16"]
+    assert isinstance(quantity.value, tuple)
+    assert [rate for _, rate in quantity.value] == pytest.approx([1e14] * len(quantity.value))
+    assert quantity.basis == "published"
+    assert "MIT, https://github.com/o/r/blob/c0ffee/dense.csv" in quantity.source
+    step_s = 3 * shape.layers * shape.flops(2048) / 1e14
+    assert found.notes["steps"] == [["llama-8b", 1, 2048, pytest.approx(step_s, rel=1e-3), 0.0]]
+    again = parse_description(curves_text(found), where="x.toml")
+    assert again.values == found.values
+    assert again.notes == found.notes
+
+
+def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "o" / "r").mkdir(parents=True)
+    (tmp_path / "o" / "r" / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ImportedFileError, match="not a table of layers"):
+        read_curves([table("x.csv", "layers", model="llama-8b")], tmp_path)
+    with pytest.raises(ImportedFileError, match="clone o/r there"):
+        read_curves([table("y.csv", "layers", model="llama-8b")], tmp_path)
+
+
+def test_every_curve_is_of_a_part_and_of_a_listed_table() -> None:
+    assert set(catalog_names("curves")) == {t.gpu for t in table_list()} <= set(catalog_names("gpus"))
+
+
+def test_a_relative_is_scaled_by_peak_bandwidth_and_watts() -> None:
+    def values(peak: float, watts: float, bandwidth: float) -> dict[str, Quantity]:
+        numbers = {"gpu.peak_bf16": peak, "gpu.power": watts, "gpu.memory_bandwidth": bandwidth}
+        return {name: Quantity(number, "nameplate", "sheet") for name, number in numbers.items()}
+
+    measured = {
+        "gpu.matmul_bf16": Quantity(((1e9, 1e13), (1e12, 8e13)), "published", "table"),
+        "gpu.elementwise": Quantity(9e11, "published", "table"),
+    }
+    relative = {**values(1e14, 300.0, 1e12), **measured}
+    twice = with_derived(values(2e14, 600.0, 5e11), relative, "r")
+    assert twice["gpu.matmul_bf16"].value == ((2e9, 2e13), (2e12, 1.6e14))
+    assert twice["gpu.elementwise"].value == 4.5e11
+    assert {q.basis for n, q in twice.items() if n in measured} == {"derived"}
+    starved = with_derived(values(2e14, 75.0, 5e11), relative, "r")["gpu.matmul_bf16"].value
+    assert isinstance(starved, tuple)
+    assert starved[1][1] == pytest.approx(1.6e14 / 2), "an eighth of the watts per peak: half the clock"
+
+
+def test_a_card_of_72_watts_is_not_quicker_than_one_of_350() -> None:
+    def at(part: str) -> float:
+        value = part_values("gpu", part)["gpu.matmul_bf16"].value
+        assert isinstance(value, tuple)
+        return Rate(value).at(1e12)
+
+    assert at("l4") < at("rtx-3090") < at("rtx-4090") < at("l40s") < at("h100-sxm-80gb") < at("b200-sxm-180gb")
+
+
+def test_what_a_machine_says_itself_goes_before_its_parts_curves() -> None:
+    """Fuyou's machine was fitted, SSDTrain's has its clock locked: tables of their cards change neither."""
+    fuyou, locked = load_machine("fuyou-4090"), load_machine("ssdtrain-a100")
+    rates = fuyou.stream("gpu0.compute").rates
+    assert rates["matmul_bf16_flops"] == Rate.constant(130e12)
+    assert rates["attention_fp16_flops"] == Rate.constant(0.7 * 130e12)
+    assert locked.stream("gpu0.compute").rates["matmul_fp16_flops"] == Rate.constant(0.6 * 169e12)
+
+
+def test_answers_name_the_weakest_basis_and_which_rate_drives_write_at() -> None:
+    text = load_machine("desktop-4090").basis.text
+    assert "gpu nameplate" in text, "elementwise rests on the sheet's bandwidth"
+    assert "link assumed" in text
+    assert "within their cache: set nvme.write" in text
+    steady = load_machine("desktop-4090", ["nvme.part=nm790"]).basis.text
+    assert "drives write as beyond their cache of 280 GB each" in steady
+    assert "cache" not in load_machine("fuyou-4090").basis.text
