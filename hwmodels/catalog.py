@@ -13,7 +13,7 @@ from pathlib import Path
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.curves import with_derived
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
-from tierplan.hwmodels.importers.gpu_tables import Table, parse_tables
+from tierplan.hwmodels.importers.gpu_tables import PublicTable, parse_tables
 from tierplan.hwmodels.keys import KEYS, PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -85,7 +85,7 @@ def load_curves(name: str) -> Description:
     return parse_description(path.read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
-def table_list() -> tuple[Table, ...]:
+def table_list() -> tuple[PublicTable, ...]:
     """The public tables that the curves are made from."""
     return parse_tables(_catalog("tables.toml").read_text(encoding="utf-8"))
 

@@ -4,7 +4,7 @@
     read_nvbandwidth    nvbandwidth --format json: copies between host and GPU, and between GPUs
     read_nccl_tests     nccl-tests: collectives of several GPUs
     read_nvidia_smi     nvidia-smi --query-gpu=... --format=csv: which GPUs, their memory, power and link
-    read_curves         tables of GPUs in public repositories: matmuls, attention and kernels over their size
+    gpu_tables          tables of GPUs in public repositories: matmuls, attention and kernels over their size
     read_ds_io          DeepSpeed's ds_io and ds_nvme_tune: drive reads and writes (their GB are GiB)
 
 A file that is damaged, incomplete or of another tool is an `ImportedFileError` that says what is wrong.

@@ -79,7 +79,7 @@ KERNELS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PublicTable:
     """One file of a public repository."""
 
     gpu: str
@@ -94,17 +94,19 @@ class Table:
     """Whose layers these are."""
 
 
-def parse_tables(text: str) -> tuple[Table, ...]:
+def parse_tables(text: str) -> tuple[PublicTable, ...]:
     """What `catalog/tables.toml` lists."""
     record = tomllib.loads(text)
     common = record.get("repository", {})
     try:
-        return tuple(decode(Table, {**common[row["repository"]], **row}, complete=False) for row in record["table"])
+        return tuple(
+            decode(PublicTable, {**common[row["repository"]], **row}, complete=False) for row in record["table"]
+        )
     except (RecordError, KeyError) as error:
         raise ImportedFileError(f"the list of tables is wrong: {error}") from error
 
 
-def read_curves(tables: Sequence[Table], folder: Path) -> Description:
+def read_curves(tables: Sequence[PublicTable], folder: Path) -> Description:
     """The curves of one GPU from its tables below `folder/OWNER/NAME`, and the steps that they measure.
 
     Raises `ImportedFileError` where a file is missing or is no such table.
@@ -131,17 +133,18 @@ def read_curves(tables: Sequence[Table], folder: Path) -> Description:
 def curves_text(description: Description) -> str:
     """TOML that `parse_description` reads, one curve a line."""
     lines = [f'name = "{description.name}"', "", "[gpu]"]
-    for key, quantity in description.values.items():
-        points = ", ".join(f"[{amount:.3g}, {rate:.3g}]" for amount, rate in quantity.value)  # type: ignore[misc]
+    for name, quantity in description.values.items():
+        assert isinstance(quantity.value, tuple)
+        points = ", ".join(f"[{amount:.3g}, {rate:.3g}]" for amount, rate in quantity.value)
         source = f'basis = "{quantity.basis}", source = "{quantity.source}"'
-        lines.append(f"{key.partition('.')[2]} = {{ value = [{points}], {source} }}")
+        lines.append(f"{name.partition('.')[2]} = {{ value = [{points}], {source} }}")
     if steps := description.notes["steps"]:
         lines += ["", "[notes]", "# model, sequences, their length, seconds of matmuls and of attention in a step"]
         lines += ["steps = [", *(f"    {json.dumps(step)}," for step in steps), "]"]  # type: ignore[attr-defined]
     return "\n".join(lines) + "\n"
 
 
-def _rows(table: Table, path: Path) -> list[Row]:
+def _rows(table: PublicTable, path: Path) -> list[Row]:
     try:
         if path.suffix == ".csv":
             with path.open(newline="", encoding="utf-8") as file:
@@ -172,7 +175,7 @@ def _curve(samples: Iterable[Sample]) -> Points:
     return tuple((amount, rate) for amount, rate in middle)
 
 
-def _products(table: Table, rows: Iterable[Row]) -> Read:
+def _products(table: PublicTable, rows: Iterable[Row]) -> Read:
     found: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for r in rows:
         if r["gemm_dtype"] == "bfloat16" and min(r["m"], r["n"], r["k"]) >= 128:
@@ -207,7 +210,7 @@ def _around(grid: Sequence[int], size: int) -> Iterator[tuple[int, float]]:
     yield from ((x, w) for x, w in ((low, 1 - part), (high, part)) if w > 0)
 
 
-def _layers(table: Table, rows: Iterable[Row]) -> Read:
+def _layers(table: PublicTable, rows: Iterable[Row]) -> Read:
     """Rows of LLMServingSim (layer, tokens, time_us) or of Vidur (a column for each layer, in ms)."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for r in rows:
@@ -224,7 +227,7 @@ def _layers(table: Table, rows: Iterable[Row]) -> Read:
     return "gpu.matmul_bf16", samples, steps
 
 
-def _attention(table: Table, rows: Iterable[Row]) -> Read:
+def _attention(table: PublicTable, rows: Iterable[Row]) -> Read:
     by_length: dict[int, list[Sample]] = defaultdict(list)
     for r in rows:
         if r["attn_dtype"] == r["kv_cache_dtype"] == "bfloat16" and not r.get("window_size") and r["isl"] >= 256:
@@ -242,7 +245,7 @@ def _attention(table: Table, rows: Iterable[Row]) -> Read:
     return "gpu.attention_bf16", samples, steps
 
 
-def _prefill(table: Table, rows: Iterable[Row]) -> Read:
+def _prefill(table: PublicTable, rows: Iterable[Row]) -> Read:
     shape, slower = SHAPES[table.model], 3.5 / (1 + 2.5 / BACKWARD_ATTENTION)
     whole = [r for r in rows if r["kv_prefill"] == r["n_decode"] == "0" and int(r["prefill_chunk"]) >= 256]
     at = {int(r["prefill_chunk"]): 1e-6 * float(r["time_us"]) for r in whole}
@@ -252,12 +255,12 @@ def _prefill(table: Table, rows: Iterable[Row]) -> Read:
     return "gpu.attention_bf16", samples, steps
 
 
-def _fp32(table: Table, rows: Iterable[Row]) -> Read:
+def _fp32(table: PublicTable, rows: Iterable[Row]) -> Read:
     flops = [(2.0 * int(r["B"]) * int(r["M"]) * int(r["N"]) * int(r["K"]), float(r["Latency"])) for r in rows]
     return "gpu.matmul_fp32", [(4 * amount, amount / (1e-3 * ms)) for amount, ms in flops], {}
 
 
-def _memory(table: Table, rows: Iterable[Row]) -> Read:
+def _memory(table: PublicTable, rows: Iterable[Row]) -> Read:
     """Kernels that read one or two tensors and write one."""
     passes = {"add": 3, "mul": 3, "addu": 2, "mulu": 2, "relu": 2, "gelu": 2, "tanh": 2}
     known = [(r, 4.0 * passes[r["OPName"]] * int(r["B"]) * int(r["H"])) for r in rows if r["OPName"] in passes]

@@ -13,13 +13,13 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, table_list
 from tierplan.hwmodels.curves import curve_errors, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
-from tierplan.hwmodels.importers.gpu_tables import SHAPES, Table, curves_text, read_curves
+from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
 
 
-def table(path: str, kind: str, **more: str) -> Table:
-    return Table(gpu="x", kind=kind, repository="o/r", commit="c0ffee", licence="MIT", path=path, **more)  # type: ignore[arg-type]
+def table(path: str, kind: str, **more: str) -> PublicTable:
+    return PublicTable(gpu="x", kind=kind, repository="o/r", commit="c0ffee", licence="MIT", path=path, **more)  # type: ignore[arg-type]
 
 
 def test_leave_one_out_is_within_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,3 +64,8 @@ def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"desktop-4090", "laptop"} <= listed["machines"].keys()
     assert listed["gpus"]["rtx-4090"]["gpu.capacity"]["value"] == 24564 * 2**20
     assert all("source" in number for number in listed["drives"]["990-pro"].values() if isinstance(number, dict))
+    assert len(listed["gpus"]) >= 22
+    assert len(listed["drives"]) >= 12
+    assert all(part["basis"] and part["date"] for folder in ("gpus", "drives") for part in listed[folder].values())
+    assert listed["gpus"]["rtx-4090"]["basis"] == "published"
+    assert listed["gpus"]["rtx-5090"]["basis"] == "derived"

@@ -19,15 +19,22 @@ from tierplan.commands.options.terminal import progress_bar, say
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description, Quantity
-    from tierplan.hwmodels.keys import Key
     from tierplan.hwmodels.machine import Machine
 
 QUICK_S, THOROUGH_S = 55.0, 900.0
 LISTED = (
-    (("memory", "capacity"), ("bandwidth", "memory_bandwidth"), ("bf16", "peak_bf16"), ("USD", "price")),
-    (("read", "read"), ("write", "write"), ("may be written", "endurance")),
+    (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
+     ("reached", "matmul_bf16", 1e12), ("USD", "price", 1)),
+    (("read", "read", 1e9), ("write", "write", 1e9), ("in cache", "cached_write", 1e9), ("cache", "cache", 1e9),
+     ("TB written", "endurance", 1e12)),
+)  # fmt: skip
+"""Of a GPU and of a drive: what the list shows, in which unit."""
+UNITS = (
+    "peak and reached: bf16 TFLOP/s; basis: of reached, else of peak",
+    "rates in GB/s, cache in GB; basis: of write",
 )
-"""Of a GPU and of a drive: what the list shows."""
+DECIDING = {"gpu": ("matmul_bf16", "matmul_fp16", "peak_bf16", "peak_fp32"), "nvme": ("write",)}
+"""The number whose basis it shows: the first that a part has."""
 NOISY = 0.125
 """A spread from which on a number deserves a warning: 95 % of measurements lie within twice that."""
 
@@ -85,31 +92,39 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part
-    from tierplan.hwmodels.keys import KEYS, PARTS
-    from tierplan.sim.output.text import columns
+    from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part, part_values
+    from tierplan.hwmodels.keys import PARTS
+    from tierplan.sim.output.text import columns, wrapped
 
     names = catalog_names() + ([HERE] if here_path().exists() else [])
     machines = {name: load_description(name).summary for name in names}
+    lists: dict[str, list[tuple[str, ...]]] = {}
     parts: dict[str, dict[str, dict[str, object]]] = {}
-    for section, folder in PARTS.items():
+    for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
+        lists[folder] = [("name", *(heading for heading, _, _ in keys), "basis", "date")]
         parts[folder] = {}
         for name in catalog_names(folder):
-            part = load_part(section, name)
-            entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in part.values.items()}
-            parts[folder][name] = {"name": part.name, **entry}
+            part, values = load_part(section, name), part_values(section, name)
+            entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in values.items()}
+            rate = next(key for name in DECIDING[section] if (key := f"{section}.{name}") in values)
+            heading = {"name": part.name, "basis": values[rate].basis, "date": part.date}
+            parts[folder][name] = {**heading, **entry}
+            cells = [_cell(values.get(f"{section}.{key}"), unit) for _, key, unit in keys]
+            lists[folder].append((name, *cells, values[rate].basis, part.date))
     if args.json:
         print(json.dumps({"machines": machines, **parts}, indent=1))
         return 0
     say("Machines", *columns(list(machines.items())))
-    for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
-        rows: list[tuple[str, ...]] = [("name", *(heading for heading, _ in keys), "what")]
-        for name, listed in parts[folder].items():
-            values = load_part(section, name).values
-            cells = [_cell(values.get(f"{section}.{key}"), KEYS[f"{section}.{key}"]) for _, key in keys]
-            rows.append((name, *cells, str(listed["name"])))
-        say("", f"{folder.capitalize()} (choose one with --set {section}.part=NAME)", *columns(rows))
+    for (section, folder), units in zip(PARTS.items(), UNITS, strict=True):
+        say("", *wrapped(f"{folder.capitalize()} (--set {section}.part=NAME; {units})"), *columns(lists[folder]))
     return 0
+
+
+def _cell(quantity: Quantity | None, unit: float) -> str:
+    if quantity is None or isinstance(quantity.value, str):
+        return "-"
+    most = max(rate for _, rate in quantity.value) if isinstance(quantity.value, tuple) else quantity.value
+    return f"{most / unit:,.4g}" if most < 1e4 * unit else f"{most / unit:,.0f}"
 
 
 def _curves(args: argparse.Namespace) -> int:
@@ -149,12 +164,6 @@ def _curves(args: argparse.Namespace) -> int:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _cell(quantity: Quantity | None, key: Key) -> str:
-    if quantity is None or not isinstance(quantity.value, float):
-        return "-"
-    return quantity.text(key).removesuffix(" USD")
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ NOT_YET: Mapping[str, str] = {
     "4.?bit|8.?bit|nf4|int[48]|fp8|quant": "a quantised base: --base nf4 with --lora r=16; 8-bit states: --optimizer "
     "adamw:states=8bit",
     r"^mi\d{3}|^rx|^w[67]9|radeon|amd|rocm": (
-        "AMD's GPUs are not in the catalog, and no plan was executed on one; nearest: their data sheet on a machine "
-        "of the catalog: --set gpu.capacity='192 GB' --set gpu.memory_bandwidth='5.3 TB/s' --set gpu.peak_bf16='1307 "
-        "TFLOP/s' (these are an MI300X's)"
+        "of AMD's GPUs the catalog has the mi300x, and no plan was executed on one; nearest: their data sheet on a "
+        "machine of the catalog: --set gpu.capacity='192 GB' --set gpu.memory_bandwidth='5.3 TB/s' --set "
+        "gpu.peak_bf16='1307 TFLOP/s' (these are an MI300X's)"
     ),
     r"^m[1-5]\b|apple|^mac(book|-|$)|mps": (
         "Apple's memory, which CPU and GPU share, is not planned yet; nearest: simulate --policy in-memory, with "
