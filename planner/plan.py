@@ -306,7 +306,8 @@ class PackPlan:
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
-        _refuse_frozen(f"plan {self.policy!r} runs in packs", workload)
+        if packs.form != "resident" and packs.devices * packs.rounds == 1 and not (packs.streams or packs.late_updates):
+            _refuse_frozen(f"plan {self.policy!r} runs in packs on one device", workload)
         _refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(

@@ -148,12 +148,12 @@ def _split(weights: list[float], count: int) -> Runs:
 def backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
     """Harmony's estimate for a backward task: weights, gradients, all saved tensors, double-buffered borders."""
     t = workload.training
-    params = sum(u.num_parameters for u in units) * (t.param_bytes + t.grad_bytes)
+    params = sum(t.params_bytes(u) + u.num_trained * t.grad_bytes for u in units)
     acts = sum(u.saved_bytes + u.input_bytes for u in units) + max(u.backward_work_bytes for u in units)
     return params + acts + 3 * units[0].input_bytes + 2 * units[-1].output_bytes
 
 
 def _forward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
-    params = sum(u.num_parameters for u in units) * workload.training.param_bytes
+    params = sum(map(workload.training.params_bytes, units))
     work = max(u.saved_bytes + u.forward_work_bytes for u in units)
     return params + work + 3 * units[0].input_bytes + 2 * max(u.output_bytes for u in units)

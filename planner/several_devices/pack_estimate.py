@@ -51,7 +51,7 @@ class PackEstimate:
         self.machine, self.training, self.units = machine, workload.training, workload.units
         self.capacity_bytes = machine.tier(DEVICE).capacity_bytes
         self.update_s = [
-            machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s if u.num_parameters else 0.0
+            machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s if u.num_trained else 0.0
             for u in self.units
         ]
         self.fits = cache(self._fits)
@@ -61,14 +61,15 @@ class PackEstimate:
     def _fits(self, phase: str, first: int, end: int) -> bool:
         """By what a pack must hold at its fullest."""
         t, units = self.training, self.units[first:end]
-        num_parameters = sum(u.num_parameters for u in units)
+        params_bytes = sum(map(t.params_bytes, units))
         borders = 2 * units[0].input_bytes + 2 * units[-1].output_bytes
         if phase == "fwd":
             working = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            return num_parameters * t.param_bytes + working + borders <= self.capacity_bytes
+            return params_bytes + working + borders <= self.capacity_bytes
         saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         work = max(u.backward_work_bytes for u in units)
-        return num_parameters * (t.param_bytes + t.grad_bytes) + saved + work + borders <= self.capacity_bytes
+        gradients = sum(u.num_trained for u in units) * t.grad_bytes
+        return params_bytes + gradients + saved + work + borders <= self.capacity_bytes
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""
@@ -94,13 +95,12 @@ class PackEstimate:
         units, num = self.units[first:end], len(self.units)
         own = {u.name for u in units}
         tied = {u.shares for u in units if u.shares} - own
-        num_parameters = sum(u.num_parameters for u in units)
-        num_tied = sum(u.num_parameters for u in self.units if u.name in tied)
+        params_bytes = sum(self.training.params_bytes(u) for u in (*units, *(u for u in self.units if u.name in tied)))
         is_backward, is_last = phase == "bwd", phase == "bwd" and end == num
         border = units[-1].output_bytes if is_backward and not is_last else units[0].input_bytes
         gradients_s = 0.0
         if is_backward:
-            size = num_parameters * self.training.grad_bytes
+            size = sum(u.num_trained for u in units) * self.training.grad_bytes
             gradients_s = self._copy_s(D2H, size, at_once)
             if at_once > 1:
                 gradients_s += self.machine.cost(collective(0), collective_work("all_reduce", size, at_once)).alone_s
@@ -111,7 +111,7 @@ class PackEstimate:
             end=end,
             is_backward=is_backward,
             is_last=is_last,
-            params_s=self._copy_s(H2D, (num_parameters + num_tied) * self.training.param_bytes, at_once),
+            params_s=self._copy_s(H2D, params_bytes, at_once),
             first_s=self.work_s("fwd", first, end),
             second_s=self.work_s("bwd", first, end) if is_backward else 0.0,
             send_s=sum(self._copy_s(stream, border, at_once) for stream in down_and_up),

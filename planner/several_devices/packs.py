@@ -32,6 +32,7 @@ from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
+    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -91,6 +92,7 @@ class PackLowering:
         self.units, self.training = workload.units, workload.training
         self.builder = Builder()
         self.params_home: dict[str, str] = {}
+        self.frozen_home: dict[str, str] = {}
         self.states_home: dict[str, str] = {}
         self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
         self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
@@ -156,7 +158,9 @@ class PackLowering:
 
     def _declare_homes(self) -> None:
         for unit in self.units:
-            if size := unit.num_parameters * self.training.param_bytes:
+            if unit.frozen_bytes:
+                self.frozen_home[unit.name] = self.builder.home(Frozen(unit.name), HOST, unit.frozen_bytes, "params")
+            if size := unit.num_trained * self.training.param_bytes:
                 self.params_home[unit.name] = self.builder.home(Params(unit.name), HOST, size, "params")
             if size := self.training.states_bytes(unit):
                 self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states")
@@ -187,13 +191,15 @@ class PackLowering:
         left = before[-1] if before else None
         left2 = before[-2] if len(before) > 1 else None
         params: list[str] = []
+        homes_of = {Params: self.params_home, Frozen: self.frozen_home}
 
         def fetch_params() -> None:
             ended = (left.computes[:1] if self.packs.streams else left.computes[-1:]) if left else []
             after = [*ended, *self.flushed]
-            for unit in self.shared_params(task):
-                key = op_key(copy_key("fetch", Params(unit)), task.phase, name)
-                params.append(self.builder.copy(key, h2d(task.device), self.params_home[unit], gpu, after=after))
+            for unit, (content, homes) in product(self.shared_params(task), homes_of.items()):
+                if unit in homes:
+                    key = op_key(copy_key("fetch", content(unit)), task.phase, name)
+                    params.append(self.builder.copy(key, h2d(task.device), homes[unit], gpu, after=after))
 
         between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
         params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
@@ -335,7 +341,7 @@ class PackLowering:
         flops = total_work(u.forward for u in units)
         task.again.append(self._op(recompute_key(pack, m), task, "recompute", flops, reads, [acts], units[0], m))
         reads += [acts, *([dy] if dy else [])]
-        size = sum(u.num_parameters for u in units) * self.training.grad_bytes
+        size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
         size_bytes = max(u.backward_work_bytes for u in units)
         writes = [self.builder.buffer(Transient(backward), gpu, size_bytes, "work")]
@@ -405,7 +411,7 @@ class PackLowering:
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run."""
         for unit in self.between(task.first, task.end):
-            if not unit.num_parameters:
+            if not unit.num_trained:
                 continue
             reads, after = self._arrived(task, unit)
             writes = []
@@ -424,7 +430,7 @@ class PackLowering:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""
         for task in tasks:
             pack = self.between(task.first, task.end)
-            size = sum(unit.num_parameters for unit in pack) * self.training.grad_bytes
+            size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
             content = Gradients(self.pack(task), device=task.device if self.packs.devices > 1 else None)
             old = self.sums[task.first] = self.builder.home(content, HOST, size, "grads")
             for unit in pack:
@@ -432,7 +438,7 @@ class PackLowering:
                     new = self.states_home[unit.name] = self.builder.over(home)
                     params = self.builder.like(self.params_home[unit.name], HOST)
                     self.builder.replaces(params, self.params_home[unit.name])
-                    work, key = {"parameters": unit.num_parameters}, States(unit.name).update_key
+                    work, key = self.training.host_work(unit), States(unit.name).update_key
                     reads, writes = (old, home), (new, params)
                     self.builder.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 

@@ -52,7 +52,7 @@ class _Paged:
         t = self.workload.training
         for unit in self.workload.units:
             for r in range(self.n):
-                if size := unit.num_parameters * t.param_bytes:
+                if size := t.params_bytes(unit):
                     home = self.builder.home(Params(unit.name, device=r), HOST, size, "params")
                     self.home["params", unit.name, r] = home
                 if size := t.states_bytes(unit):

@@ -55,7 +55,7 @@ class _Resident:
         self.grads: dict[int, str] = {}
         home = self.builder.home
         self.params = [
-            [home(Params(u.name), device(d), u.num_parameters * self.training.param_bytes, "params") for u in stage]
+            [home(Params(u.name), device(d), self.training.params_bytes(u), "params") for u in stage]
             for d, stage in enumerate(self.stages)
         ]
         self.states = [
@@ -110,7 +110,7 @@ class _Resident:
         self._op(recompute_key(name, m), d, "recompute", again, [*self.params[d], *x, *dy], [acts], m)
         key = backward_key(name, m)
         old = [self.grads[d]] if d in self.grads else []
-        grad_bytes = sum(u.num_parameters for u in stage) * self.training.grad_bytes
+        grad_bytes = sum(u.num_trained for u in stage) * self.training.grad_bytes
         content = Gradients(name, device=d)
         self.grads[d] = self.builder.over(old[0]) if old else self.builder.buffer(content, gpu, grad_bytes, "grads")
         work = self.builder.buffer(Transient(key), gpu, max(u.backward_work_bytes for u in stage), "work")
@@ -141,7 +141,7 @@ class _Resident:
                 work = self.training.update_work(unit)
                 reads, writes = [self.grads[d], *homes], [self.builder.over(home) for home in homes]
                 key = States(unit.name).update_key
-                if unit.num_parameters:
+                if unit.num_trained:
                     self.builder.op(key, compute(d), "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
 

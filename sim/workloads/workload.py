@@ -149,6 +149,10 @@ class Training:
         """Of one trained parameter, where states lie region by region."""
         return self.optim.flat_bytes + (4 if self.has_master else 0)
 
+    def params_bytes(self, unit: Unit) -> int:
+        """Of a unit's parameters, trained and frozen."""
+        return unit.num_trained * self.param_bytes + unit.frozen_bytes
+
     def states_bytes(self, unit: Unit, part: range | None = None) -> int:
         """Of a unit's optimizer states, or of those of some of its parameters: master copy (if any) and moments."""
         num, master, optim = len(part or range(unit.num_trained)), 4 if self.has_master else 0, self.optim
@@ -305,7 +309,7 @@ class Workload(Shown):
     @property
     def params_bytes(self) -> int:
         """Of all parameters, trained and frozen."""
-        return self.num_trained * self.training.param_bytes + sum(u.frozen_bytes for u in self.units)
+        return sum(map(self.training.params_bytes, self.units))
 
     @property
     def first_trained(self) -> int:

@@ -68,8 +68,14 @@ class Question:
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
 
+    adapters_of_experts: int = 0
+    """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
+
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training)
+        if more := self.adapters_of_experts:
+            blocks = [replace(u, num_parameters=u.num_parameters + more) for u in workload.blocks]
+            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
         if self.block_s:
             tokens = self.training.per_device_train_batch_size * self.training.sequence_length
             forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
@@ -146,6 +152,7 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         sequences=ranks * micro_batch * accumulation,
         block_s=tuple(facts["block_s"]) if "block_s" in facts else None,
         compiled_loss=bool(facts.get("compiled_loss")),
+        adapters_of_experts=int(facts.get("adapters_of_experts", 0)),
     )
 
 

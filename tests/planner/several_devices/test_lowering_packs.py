@@ -49,6 +49,30 @@ def test_inputs_come_one_micro_batch_ahead_of_compute() -> None:
     assert ops["send_y/L1/mb3"].stream == "gpu0.p2p.gpu1"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_frozen_parameters_come_with_a_pack_and_have_neither_gradients_nor_states(late: bool) -> None:
+    """A tenth of each block is trained, the ends not at all; each pack's parameters come twice, the last one's once."""
+    units = [
+        replace(u, num_frozen=u.num_parameters * (9 if u.kind == "block" else 10) // 10, frozen_bytes=u.num_parameters)
+        for u in WORKLOAD.units
+    ]
+    workload = replace(WORKLOAD, units=tuple(units))
+    packs = Packs(form="pipeline", devices=2, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), streams=True,
+                  late_updates=late)  # fmt: skip
+    schedule = lower(PackPlan(policy="test", packs=packs), workload, two_gpus())
+    whole = [2 * u.num_trained + u.frozen_bytes for u in units]
+    moved = {buffer.name: buffer.size_bytes for buffer in schedule.buffers}
+    brought = [op for op in schedule.ops if op.key.startswith(("fetch_params", "fetch_frozen"))]
+    assert sum(moved[op.writes[0]] for op in brought) == 2 * sum(whole[:4]) + sum(whole[4:])
+    trained = [u for u in units if u.num_trained]
+    assert sum(op.work["bytes"] for op in schedule.ops if op.key.startswith("offload_grads")) == sum(
+        2 * u.num_trained for u in trained
+    )
+    updates = {op.key: op.work for op in schedule.ops if op.kind == "update"}
+    assert updates == {f"update/{u.name}": {"parameters": u.num_trained} for u in trained}
+    assert steady_state(columns_of(schedule), two_gpus()).period_s > 0
+
+
 def test_a_stash_that_another_device_will_use_passes_through_host_memory_for_all_devices_at_once() -> None:
     """L0 goes forward on the second device and backward on the first: read and written, at the shared rate."""
     forward, backward = ((0, 1), (1, 3)), ((0, 1), (1, 2), (2, 3), (3, 6))

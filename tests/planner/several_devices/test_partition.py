@@ -44,13 +44,19 @@ def of_one(schedule: Schedule) -> list[Op]:
         ("fsdp", {}, 3 * BATCHES),
         ("fsdp", {"reduces": "last"}, 2 * BATCHES + 1),
         ("fsdp-offload", {}, 3 * BATCHES),
+        ("in-memory", {}, 2),
+        ("in-memory", {"sharing": "fsdp"}, 3 * BATCHES),
+        ("zero-offload", {}, 2 * BATCHES + 1),
+        ("sliding-window", {}, 2 * BATCHES + BATCHES),
+        ("vertical", {}, 3),  # a unit's parameters stay for all micro-batches
     ],
 )
 def test_each_device_sends_what_the_papers_count(policy: str, options: dict[str, object], passes: int) -> None:
     """`passes` over all parameters, of each of which a device sends the others' share. Embeddings have no backward
     that reads them: their second gather is left out."""
     ops = of_one(schedule_of(policy, **options))
-    second_gathers = BATCHES if policy in ("zero-3", "fsdp", "fsdp-offload") else 0
+    whole = policy in ("ddp", "zero-1", "zero-2", "zero-offload") or (policy == "in-memory" and not options)
+    second_gathers = 0 if whole else 1 if policy == "vertical" else BATCHES
     embed = 2 * WORKLOAD.units[0].num_parameters * second_gathers
     assert sum(op.work[f"ring{NUM}_bytes"] for op in ops) == pytest.approx((passes * SIZE - embed) * (NUM - 1) / NUM)
 
