@@ -3,6 +3,7 @@
 trainer     trains a model on a schedule
 reference   plain in-memory training: the numbers that every schedule must give, bit for bit
 execution   the four rules on threads, and what each kind of op does
+ranks       several processes that execute one schedule together, a device each
 autograd    an unmodified model, run unit by unit; what it saves, kept, moved or made again
 memory      host memory, and the NVMe tier as files
 optim       the optimizer step in PyTorch's bits

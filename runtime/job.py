@@ -25,6 +25,7 @@ from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
+from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.digest import digest
 from tierplan.sim.output.text import format_bytes
@@ -122,11 +123,12 @@ class Done:
         }
 
 
-def run_job(job: Job, *, show_progress: bool = False) -> Done:
+def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None) -> Done:
     """Runs or resumes a job. Ctrl-C or SIGTERM lets the step under way end, commits it, and returns with
-    `was_stopped`."""
+    `was_stopped`. With `ranks`, this process does one device's part, and the first one writes for all."""
     schedule = load_schedule(job.plan)
-    training = _training(schedule, job.plan)
+    rank, num_ranks = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
+    training = _training(schedule, job.plan, rank, num_ranks)
     if job.num_steps < 1:
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
     if training.base and not training.lora and job.export:
@@ -139,12 +141,16 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     weights = checkpoint_weights(model, folder, seed=job.seed) if loaded else random_weights(model, seed=job.seed)
     files.make_folder(job.out_dir)
     config: Any = model.config
-    tokens = read_tokens(
-        job.data,
-        vocab_size=config.get_text_config().vocab_size,
-        tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
-        cache_dir=job.out_dir,
-    )
+    for turn in range(num_ranks):  # the first one leaves what it has read for the others
+        if turn == rank:
+            tokens = read_tokens(
+                job.data,
+                vocab_size=config.get_text_config().vocab_size,
+                tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
+                cache_dir=job.out_dir,
+            )
+        if ranks is not None:
+            ranks.barrier()
     batches = TokenBatches(tokens, training.per_device_train_batch_size, training.sequence_length, job.seed)
     optimizer = OptimizerSettings(
         name=training.optimizer,
@@ -156,11 +162,14 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
     predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)
-    with _Metrics(job, training, rate, predicted, show_progress) as metrics:
+    tokens_per_step = training.tokens_per_step * num_ranks
+    own = "" if ranks is None else f"rank-{rank}"
+    nvme_dirs = job.nvme_dirs or (job.out_dir / "nvme",)
+    with _Metrics(job, tokens_per_step, rate, predicted, show_progress, is_first=rank == 0) as metrics:
         trainer = Trainer(
             schedule,
             model,
-            nvme_dir=list(job.nvme_dirs) or [job.out_dir / "nvme"],
+            nvme_dir=[path / own for path in nvme_dirs],
             nvme_weights=job.nvme_weights,
             optimizer=optimizer,
             learning_rate=rate,
@@ -176,24 +185,26 @@ def run_job(job: Job, *, show_progress: bool = False) -> Done:
             resume=job.resume,
             fixed={"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps},
             weights=weights,
+            ranks=ranks,
         )
-        with trainer, stop_on_interrupt(trainer.request_stop) as was_stopped:
+        with trainer, stop_on_interrupt(trainer.request_stop) as was_asked:
             metrics.begin(trainer.num_steps_done)
             trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
             result = trainer.result()
             if result.step_ends_s:  # else the run was done before, and its trace is there
-                result.trace.save(job.out_dir / "trace.json")
-            if job.export and not was_stopped():
+                result.trace.save(job.out_dir / own / "trace.json")
+            was_stopped = was_asked() if ranks is None else trainer.was_stopped
+            if job.export and not was_stopped:
                 export(trainer, job.out_dir / "model")
-                for path in tokenizer_files:
+                for path in tokenizer_files if rank == 0 else ():
                     write_atomically(job.out_dir / "model" / path.name, path.read_bytes())
             return Done(
                 result=result,
                 num_steps=trainer.num_steps_done,
-                tokens_per_step=training.tokens_per_step,
+                tokens_per_step=tokens_per_step,
                 predicted_step_s=predicted,
                 interval_s=(interval[0], interval[1]) if isinstance(interval, list | tuple) else None,
-                was_stopped=was_stopped() and trainer.num_steps_done < job.num_steps,
+                was_stopped=was_stopped and trainer.num_steps_done < job.num_steps,
                 out_dir=job.out_dir,
             )
 
@@ -211,13 +222,13 @@ def _predicted(name: str, schedule: Schedule) -> Any:
     return schedule.meta.get(name)
 
 
-def _training(schedule: Schedule, path: Path) -> Training:
+def _training(schedule: Schedule, path: Path, rank: int, num_ranks: int) -> Training:
     """What the file's schedule trains, when it is the one that was written and one that can be run."""
     plan = schedule.meta.get("tierplan-plan", {})
     if not isinstance(plan, Mapping) or plan.get("schedule_sha256") not in (None, digest(schedule)):
         raise JobError(f"{path}: the schedule is not the one that the planner wrote; plan again")
     try:
-        step = executable_step(schedule)
+        step = executable_step(schedule, rank, num_ranks)
     except ValueError as error:
         raise JobError(f"{path}: {error}") from error
     if (wrong := check_tokens(schedule, step)) is not None:
@@ -285,15 +296,25 @@ class _Metrics(ExitStack):
     """Writes one line per step, and shows a bar."""
 
     def __init__(
-        self, job: Job, training: Training, rate: Callable[[int], float], predicted_s: float | None, show: bool
+        self,
+        job: Job,
+        tokens_per_step: int,
+        rate: Callable[[int], float],
+        predicted_s: float | None,
+        show: bool,
+        is_first: bool,
     ) -> None:
         super().__init__()
+        self._is_first = is_first
+        """Of the ranks, if there are several."""
         self._path = job.out_dir / "metrics.jsonl"
         self._job, self._rate, self._predicted_s, self._show = job, rate, predicted_s, show
-        self._tokens = training.tokens_per_step
+        self._tokens = tokens_per_step
 
     def begin(self, num_steps_done: int) -> None:
         """Drops the lines of steps that were not committed, which are run again."""
+        if not self._is_first:
+            return
         kept = []
         if num_steps_done:
             lines = (files.read_content(self._path) or b"").decode(errors="replace").splitlines()
@@ -310,6 +331,8 @@ class _Metrics(ExitStack):
             self._bar = self.enter_context(tqdm(total=self._job.num_steps, initial=num_steps_done, **settings))
 
     def on_step(self, step: int, loss: float) -> None:
+        if not self._is_first:
+            return
         now_s = time.perf_counter()
         step_s, self._last_s = now_s - self._last_s, now_s
         record = {

@@ -70,11 +70,15 @@ def train_plainly(
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     seed: int | None = 0,
     delayed: bool = False,
+    groups: Sequence[Sequence[int]] = (),
+    cut: Callable[[nn.Parameter, torch.Tensor], Sequence[torch.Tensor]] = lambda p, gradient: [gradient],
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """The losses by step; the model is trained in place. Settings as in `trainer.Trainer`.
 
-    `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later.
+    `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later. Several devices add gradients up
+    in another order: `groups` are micro-batches of a step whose sums are taken by themselves, then added in order.
+    Where they divide gradients, the norm is that of what `cut` makes of each.
     """
     settings = optimizer or OptimizerSettings()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -92,9 +96,10 @@ def train_plainly(
     source, losses = iter(batches), []
     with without_cache(model):
         for step in range(steps):
-            total = 0.0
-            for m in range(gradient_accumulation_steps):
-                batch = next(source)
+            total, batches_of_step = 0.0, [next(source) for _ in range(gradient_accumulation_steps)]
+            sums: list[list[torch.Tensor | None]] = []
+            for m in (m for group in groups or [range(gradient_accumulation_steps)] for m in group):
+                batch = batches_of_step[m]
                 if seed is not None:
                     torch.manual_seed(micro_batch_seed(seed, step, m))
                 scaled = loss_of(model, batch, loss)
@@ -102,8 +107,17 @@ def train_plainly(
                     scaled = scaled / gradient_accumulation_steps
                 scaled.backward()
                 total += scaled.item()
+                if m in [group[-1] for group in groups]:
+                    sums.append([p.grad for p in parameters])
+                    for p in parameters:
+                        p.grad = None
+            for of_group in sums:
+                for p, gradient in zip(parameters, of_group, strict=True):
+                    p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
             if max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
+                parts = [part for p in parameters if p.grad is not None for part in cut(p, p.grad)]
+                norm = torch.nn.utils.get_total_norm(parts, foreach=False)
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm, foreach=False)
             gradients = [p.grad for p in parameters]
             if delayed:
                 gradients, waiting = waiting or [], gradients  # type: ignore[assignment]

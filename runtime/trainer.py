@@ -30,7 +30,7 @@ from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
-from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.execution.executable import check_units, executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
@@ -41,9 +41,14 @@ from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
+from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
+from tierplan.sim.ranks import rank_schedule
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
+
+STEPS_TO_STOP = 10
+"""At most; then ranks tell each other who was asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +150,22 @@ class Trainer:
     """Each micro-batch's loss is divided by their number; not so where the model does that."""
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
     """A unit's parameters, for a model that has none in memory (`tierplan.runtime.checkpoint.weights`)."""
+    ranks: Ranks | None = None
+    """The processes that execute a schedule of several devices, of which this is one. All are given the same batches,
+    and take turns: rank r of n trains on micro-batches r, r + n, ... of a step."""
 
     def __post_init__(self) -> None:
-        self._step = executable_step(self.schedule)
+        self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
+        self._step = executable_step(self.schedule, self._rank, self._num_ranks)
+        self.schedule = rank_schedule(self.schedule, self._rank)
+        if self._num_ranks > 1 and self.device != "cpu":
+            raise TrainingError(
+                f"{self._num_ranks} ranks are to run on device {self.device!r}; several are executed on CPUs only yet: "
+                "choose device cpu"
+            )
         training = self._step.training
-        self._num_micro_batches = training.gradient_accumulation_steps
+        self._num_micro_batches = training.gradient_accumulation_steps * self._num_ranks
+        """Of a step, on all ranks."""
         self._dtype = TORCH_DTYPES[training.dtype_of_trained]
         if self.optimizer.name != training.optimizer:
             raise TrainingError(
@@ -169,6 +185,8 @@ class Trainer:
         self.placement: Placement
         """What outlives a step, in the schedule's tiers; from the first `run` on."""
         self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
+        self.was_stopped = False
+        """The last `run` ended because that was asked for."""
         self._hooks: ModelHooks
         self._batches = AheadBatches(iter(()), 0)
         self._source: Iterator[Batch] | None = None
@@ -180,7 +198,7 @@ class Trainer:
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
-        self._origin = None if folder is None else Durability(folder, self._settings(), resume=resume)
+        self._origin = None if folder is None else Durability(folder, self._settings(), resume=resume, ranks=self.ranks)
         """Where the state to begin with is."""
         self._durability = self._origin if self.start is None else None
         self._resumed = self._origin.last if self._origin is not None else None
@@ -196,6 +214,11 @@ class Trainer:
         self.close()
 
     @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes what belongs to all."""
+        return self._rank == 0
+
+    @property
     def num_steps_done(self) -> int:
         """Steps done so far, those before the commit that was resumed included."""
         if self._is_set_up:
@@ -208,28 +231,35 @@ class Trainer:
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
         before, self._source = self._source, iter(batches)
-        source = self._batches.rest() if self._source is before else self._source  # the same iterator goes on
+        is_same = self._source is before  # it goes on
+        source = self._batches.rest() if is_same else self._of_rank(self._source)
         if not self._is_set_up:
             used = 0 if self.start is not None else self.num_steps_done * self._num_micro_batches
             if used and hasattr(batches, "starting_at"):
-                source, used = iter(batches.starting_at(used)), 0
+                source, used = self._of_rank(iter(batches.starting_at(used))), 0
             first = next(source, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
-            source = itertools.islice(itertools.chain([first], source), used, None)
+            source = itertools.islice(itertools.chain([first], source), used // self._num_ranks, None)
             self._set_up(first)
-        self._batches = AheadBatches(source, steps * self._num_micro_batches)
+        self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_ranks)
         torch.set_num_threads(self._threads)
         wanted = self.num_steps_done + steps
         try:
+            due = self.num_steps_done
             while self.num_steps_done < wanted:
-                part = 1 if self._is_stop_wanted else min(wanted - self.num_steps_done, self.checkpoint_every or steps)
+                due = min(wanted, due + (self.checkpoint_every or steps)) if self.num_steps_done == due else due
+                part = 1 if self._is_stop_wanted else due - self.num_steps_done
+                if self.ranks is not None:
+                    part = min(part, STEPS_TO_STOP)
                 self._has_failed = True
                 self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
                 self._executor.run(part)
                 self._has_failed = False
+                if self.ranks is not None:
+                    self._is_stop_wanted = any(x for (x,) in self.ranks.share([self._is_stop_wanted], "steps"))
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
-                if self._durability is not None:
+                if self._durability is not None and (is_last or self.num_steps_done == due):
                     self._begin_commit(read_back=self.read_back or is_last)
                 if is_last or self._is_stop_wanted:
                     break
@@ -239,7 +269,7 @@ class Trainer:
                 error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
             raise
         finally:
-            self._is_stop_wanted = False
+            self.was_stopped, self._is_stop_wanted = self._is_stop_wanted, False
             torch.set_num_threads(self._threads_before)
 
     def commit(self, *, read_back: bool = True) -> None:
@@ -290,6 +320,7 @@ class Trainer:
             "seed": self.seed,
             "num_threads": self._threads,
             "device": self.device if isinstance(self.device, str) else self.device.torch_device.type,
+            **({"rank": [self._rank, self._num_ranks]} if self.ranks is not None else {}),
             **self.fixed,
         }
 
@@ -304,9 +335,12 @@ class Trainer:
         return self._bodies.grad_norm if self._is_set_up else None
 
     def request_stop(self) -> None:
-        """Lets the steps under way run to their end, or one if there is none; `run` returns then."""
+        """Lets the steps under way run to their end, or one if there is none; `run` returns then.
+
+        Several ranks stop together, as soon as they have heard of it.
+        """
         self._is_stop_wanted = True
-        if self._is_set_up:
+        if self._is_set_up and self.ranks is None:
             self._executor.request_stop()
 
     def result(self) -> RunResult:
@@ -362,6 +396,9 @@ class Trainer:
 
     # ---- setting up ----
 
+    def _of_rank(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return itertools.islice(batches, self._rank, None, self._num_ranks) if self._num_ranks > 1 else batches
+
     def _set_up(self, first: Batch) -> None:
         self._set_back.enter_context(without_cache(self.model))
         self._set_back.enter_context(loss_in_chunks(self.model, self._step.training.loss_chunks))
@@ -370,7 +407,7 @@ class Trainer:
         if self.reference_frac is not None:
             self.reference_work = ReferenceWork(self._device, self._dtype, self.reference_frac)
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
-        self._check_units()
+        check_units(self.units, self._step, self._dtype)
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._open_store(capacity.get(NVME, 0))
         self._hooks = ModelHooks(self.units)
@@ -396,6 +433,7 @@ class Trainer:
             parameters=list(self.model.parameters()),
             updates_of_step_before=self._step.updates_of_step_before,
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
+            ranks=self.ranks,
         )
         self._set_back.callback(self._bodies.close)
         self._executor = Executor(
@@ -407,6 +445,7 @@ class Trainer:
             device=self._device,
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,
+            on_failure=self.ranks.fail if self.ranks is not None else lambda error: None,
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
@@ -420,26 +459,6 @@ class Trainer:
             self.placement.begin_again(self.weights)
             self._origin.check_frozen(self._bodies.frozen_sums)
         self._device.settle()
-
-    def _check_units(self) -> None:
-        for unit, spec in zip(self.units, self._step.units, strict=False):
-            own, planned = (unit.num_trained, unit.frozen.size_bytes), (spec.num_parameters, spec.frozen_bytes)
-            if (unit.name, *own) != (spec.name, *planned):
-                raise TrainingError(
-                    f"the model has unit {unit.name!r} with {own[0]:,} parameters that are trained and {own[1]:,} "
-                    f"bytes of others, where the schedule has {spec.name!r} with {planned[0]:,} and {planned[1]:,}; "
-                    "make the schedule from this model"
-                )
-        if len(self.units) != len(self._step.units):
-            raise TrainingError(
-                f"the model has {len(self.units)} units, the schedule {len(self._step.units)}; make it from this model"
-            )
-        for unit in self.units:
-            if unit.num_trained and unit.dtype != self._dtype:
-                raise TrainingError(
-                    f"unit {unit.name!r} trains parameters in {unit.dtype}, but the schedule trains in {self._dtype}; "
-                    "convert the model or plan again"
-                )
 
     def _open_store(self, capacity_bytes: int) -> None:
         stored = [b for b in self.schedule.buffers if b.tier == NVME and b.reuses is None]
@@ -465,6 +484,13 @@ class Trainer:
 
     # ---- during the run ----
 
+    def _on_step_end(self, step: int, time_ns: int) -> None:
+        if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
+            self._losses[step] = list(
+                itertools.chain(*zip(*self.ranks.share(self._losses[step], "steps"), strict=True))
+            )
+        self.on_step(step, sum(self._losses[step]))
+
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
         if self.reference_work is not None:
             self.reference_work.on_step(step)
@@ -486,13 +512,8 @@ class Trainer:
             forward=forward,
             external=batch_addresses(moved, self.model),
             device=self._device,
-            seed=None if self.seed is None else micro_batch_seed(self.seed, step, m),
+            seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_ranks + self._rank),
         )
-
-    def _on_step_end(self, step: int, time_ns: int) -> None:
-        self.on_step(step, sum(self._losses[step]))
-        if self._committing is not None and self._committing.done():
-            self._end_commit()
 
     def _on_thread_start(self, stream: str) -> None:
         if not parse_stream(stream).is_compute:

@@ -13,6 +13,7 @@ Around it:
     step           what a schedule trains, for the runtime
     digest         the fingerprint (SHA-256) of a workload, machine or schedule
     builder        how lowerings write a schedule: names, versions, list order
+    ranks          what one of several devices does, which do alike
     columns        a schedule as arrays, for whoever makes or executes thousands of them
     contents       what buffers hold and how ops are called, as records and as text
     pricing        what every op costs on a machine

@@ -272,6 +272,13 @@ def part_ranges(num_parameters: int, num_parts: int) -> list[range]:
     return [range(begin, min(begin + each, num_parameters)) for begin in range(0, num_parameters, each)]
 
 
+def shard(values: range, index: int, num_shards: int) -> range:
+    """One device's share of consecutive values: about equal, and none is larger than that of the first device."""
+    each, more = divmod(len(values), num_shards)
+    begin = values.start + index * each + min(index, more)
+    return range(begin, begin + each + (index < more))
+
+
 # ---- names of buffers ----
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     parser = command_parser()
     args, unknown = parser.parse_known_args(argv)
+    args.given = list(sys.argv[1:] if argv is None else argv)
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2

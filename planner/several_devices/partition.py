@@ -29,6 +29,7 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
     parse_content,
+    shard,
 )
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.workloads.workload import Amounts
@@ -56,6 +57,10 @@ class _Partition:
         self.computes: list[list[str]] = [[] for _ in range(devices)]  # keys per device, in order
         self.awaited: list[list[str]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
         self.keys: dict[str, list[str]] = {}
+        self.lengths = {} if schedule.step is None else {u.name: u.num_parameters for u in schedule.step.units}
+        self.made_on_device = {
+            name for op in schedule.ops if parse_stream(op.stream).device is not None for name in op.writes
+        }
 
     def schedule(self) -> Schedule:
         for name in self.old:
@@ -96,9 +101,13 @@ class _Partition:
         on_device = self.sharing.reduces == "each" and b.kind == "grads" and b.tier == DEVICE and not self.cuts_tensors
         return on_device and isinstance(parse_content(b.content), Gradients)
 
+    def _has_tied_share(self, b: Buffer) -> bool:
+        """Whether this sum over devices begins where one device's share of a tied gradient is."""
+        return self._is_summed_at_once(b) and b.reuses is not None and not self._is_summed_at_once(self.old[b.reuses])
+
     def _ranks(self, name: str) -> Iterable[int]:
         b = self.old[name]
-        is_shared = b.tier != DEVICE and b.kind not in (*SHARDED, "acts")
+        is_shared = b.tier != DEVICE and b.kind not in (*SHARDED, "acts") and name not in self.made_on_device
         return (0,) if is_shared else range(self.n)
 
     def _name(self, name: str, r: int) -> str:
@@ -110,9 +119,17 @@ class _Partition:
             b,
             name=self._name(name, r),
             tier=device(r) if b.tier == DEVICE else b.tier,
-            size_bytes=-(-b.size_bytes // self.n) if self._is_sharded(b) else b.size_bytes,
-            reuses=self._name(b.reuses, r) if b.reuses else None,
+            size_bytes=self._shard_bytes(b, r) if self._is_sharded(b) else b.size_bytes,
+            reuses=self._name(b.reuses, r) if b.reuses and not self._has_tied_share(b) else None,
             becomes=self._name(b.becomes, r) if b.becomes else None,
+        )
+
+    def _shard_bytes(self, b: Buffer, r: int) -> int:
+        """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
+        length = self.lengths.get(getattr(parse_content(b.content), "unit", ""), 0)
+        is_flat = length and b.size_bytes % length == 0 and not self.cuts_tensors
+        return (
+            len(shard(range(length), r, self.n)) * (b.size_bytes // length) if is_flat else -(-b.size_bytes // self.n)
         )
 
     def _all(self, names: Iterable[str]) -> list[str]:
@@ -201,7 +218,7 @@ class _Partition:
             kind = "all_reduce" if whole else self.sharing.by
             key = device_name(copy_key("reduce", b.content), r)
             out = self.scattered[name, r] = buffer_name(key, device(r))
-            self._buffer(out, b, r, b.size_bytes if whole else -(-b.size_bytes // self.n))
+            self._buffer(out, b, r, b.size_bytes if whole else self._shard_bytes(b, r))
             self._collective(key, kind, b, r, [self._name(name, k) for k in range(self.n)], out, [])
         return self.scattered[name, r]
 
@@ -216,9 +233,9 @@ class _Partition:
         b, own = self.buffers[self._name(name, r)], buffer_name(op_key("own", op.key), device(r))
         is_sum = op.kind in COMPUTE_KINDS
         size_bytes = self.old[name].size_bytes if is_sum else b.size_bytes
-        self.buffers[own] = replace(
-            b, name=own, size_bytes=size_bytes, reuses=None if is_sum else b.reuses, becomes=None
-        )
+        old = self.old[name].reuses if self._has_tied_share(self.old[name]) else None
+        reuses = (self._name(old, r) if old else None) if is_sum else b.reuses
+        self.buffers[own] = replace(b, name=own, size_bytes=size_bytes, reuses=reuses, becomes=None)
         if not is_sum:
             self.buffers[b.name] = replace(b, reuses=own)
         return own
@@ -229,7 +246,7 @@ class _Partition:
         own = [buffer_name(op_key("own", op.key), device(k)) for k in range(self.n)]
         if is_sum:
             kind = "all_reduce" if self.sharing.divided == "nothing" else self.sharing.by
-            reads = [*own, *([self._name(b.reuses, r)] if b.reuses else [])]
+            reads = [*own, *([self._name(b.reuses, r)] if b.reuses and not self._has_tied_share(b) else [])]
             self._collective(op_key("reduce", op.key, device(r)), kind, b, r, reads, self._name(name, r), [])
         else:
             key = op_key("gather", op.key, device(r))

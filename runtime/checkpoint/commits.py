@@ -34,10 +34,11 @@ from xxhash import xxh3_64_hexdigest
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.ranks.group import Ranks
 
 FORMAT = "tierplan-commit"
 VERSION = 2
-LOCK_NAME = "tierplan.lock"
+RECORD, LOCK_NAME = "commit.json", "tierplan.lock"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Hexadecimal = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
@@ -88,7 +89,7 @@ class CommitLog:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         files.make_folder(self.folder)
-        self._record = self.folder / "commit.json"
+        self._record = self.folder / RECORD
 
     def lock(self) -> int:
         """A descriptor; until it is closed, no other process trains here. Raises `StoreError` when one does."""
@@ -182,12 +183,71 @@ class CommitLog:
 
     def write(self, commit: Commit) -> None:
         """Makes this commit the last one, at once and for good."""
+        self._put(self._record, commit)
+        self._forget_others(commit)
+
+    def _put(self, path: Path, commit: Commit) -> None:
         record = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(commit)}
         text = json.dumps({**record, "xxh3": _checksum(record)})
-        files.replace_content(self._record, text.encode())
+        files.replace_content(path, text.encode())
+
+    def _forget_others(self, commit: Commit) -> None:
         for old in self.folder.glob("resident-*.bin"):
             if old != self.resident_path(commit.num_steps):
                 files.remove_file(old)
+
+
+class CommitLogOfRank(CommitLog):
+    """The commits of one of several ranks, in a folder of its own in that of the run.
+
+    All write their records beside the last ones; then the first makes them the last commit of all, by one small file
+    that says the number of steps; then each takes its own for the last. A crash in between is made good by `last`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
+        super().__init__(Path(folder) / f"rank-{ranks.rank}")
+        self._ranks, self._decided, self._next = ranks, Path(folder) / RECORD, self.folder / "next.json"
+
+    def last(self) -> Commit | None:
+        decided = files.read_content(self._decided)
+        if decided is None:
+            return None
+        num_steps, num_ranks = self._parsed(decided)
+        if num_ranks != self._ranks.size:
+            raise CommitError(
+                f"{self._decided.parent} holds a run of {num_ranks} ranks, and {self._ranks.size} were started; start "
+                f"{num_ranks}"
+            )
+        own = super().last()
+        if own is None or own.num_steps != num_steps:
+            if self._next.exists():
+                files.rename_file(self._next, self._record)
+                files.sync_folder(self.folder)
+                own = super().last()
+            if own is None or own.num_steps != num_steps:
+                raise self._broken(f"all ranks were committed after {num_steps} steps, and this one was not")
+        return own
+
+    def write(self, commit: Commit) -> None:
+        self._put(self._next, commit)
+        self._ranks.barrier()
+        if self._ranks.rank == 0:
+            content = {"num_steps": commit.num_steps, "num_ranks": self._ranks.size}
+            files.replace_content(self._decided, json.dumps(content).encode())
+        self._ranks.barrier()
+        files.rename_file(self._next, self._record)
+        files.sync_folder(self.folder)
+        self._forget_others(commit)
+
+    def _parsed(self, decided: bytes) -> tuple[int, int]:
+        try:
+            record = json.loads(decided)
+            return int(record["num_steps"]), int(record["num_ranks"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommitError(
+                f"{self._decided} does not say after how many steps {self._ranks.size} ranks were committed ({error}); "
+                "a run is resumed with as many ranks as it was begun with"
+            ) from error
 
 
 def stamp(what: str, run_id: str, num_steps: int) -> bytes:

@@ -10,13 +10,20 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierplan.hwmodels.names import NVME
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, check_same_settings, stamp
+from tierplan.runtime.checkpoint.commits import (
+    Commit,
+    CommitError,
+    CommitLog,
+    CommitLogOfRank,
+    Stored,
+    check_same_settings,
+    stamp,
+)
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
@@ -24,6 +31,7 @@ from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
+from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, States
 
 Fill = Callable[[Instance, torch.Tensor], None]
@@ -33,11 +41,18 @@ Fill = Callable[[Instance, torch.Tensor], None]
 class Durability:
     """The commits of one run, made and resumed."""
 
-    def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        resume: bool,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Holds the folder until `close`. Raises `CommitError` if it holds a run that is not to be resumed, or of other
         settings, and `StoreError` if another run holds the folder."""
-        self._log = CommitLog(folder)
-        self.folder = Path(folder)
+        self._log = CommitLog(folder) if ranks is None else CommitLogOfRank(folder, ranks)
+        self.folder = self._log.folder
         self._settings = settings
         self._lock = self._log.lock()
         self.close = weakref.finalize(self, os.close, self._lock)

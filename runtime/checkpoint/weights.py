@@ -239,6 +239,11 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
+    if not trainer.is_first_rank:  # the first one writes what all have
+        for unit in trainer.units:
+            if unit.parameters:
+                trainer.placement.content(Params(unit.name))
+        return
     if hasattr(trainer.model, "peft_config"):
         _export_adapters(trainer, target)
         return

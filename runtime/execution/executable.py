@@ -1,4 +1,4 @@
-"""Which schedules the runtime executes: those whose ops are a unit's, on one device, and train the model as it is.
+"""Which schedules the runtime executes: those whose ops are a unit's, each device alike, and train the model as it is.
 
 A schedule in a file may be anybody's: what no lowering makes is refused before anything is allocated. The reader of the
 file has checked its form, and `schedule.validate` the language. What remains is whether its ops are those that the
@@ -8,10 +8,13 @@ runtime knows, on streams and in tiers that it has, about units of the step, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
+from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.kernels import KERNELS
 from tierplan.sim.contents import (
@@ -24,7 +27,9 @@ from tierplan.sim.contents import (
     parse_content,
     parse_key,
     part_ranges,
+    shard,
 )
+from tierplan.sim.ranks import COLLECTIVES, RankError, num_ranks, rank_schedule
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
 from tierplan.sim.workloads.workload import DTYPE_BYTES
@@ -36,18 +41,26 @@ STREAMS_BY_KIND = {
     **dict.fromkeys(("forward", "recompute", "backward", "leave"), (COMPUTE,)),
     **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
     "copy": tuple(COPIES),
+    **dict.fromkeys(COLLECTIVES, (names.collective(0),)),
 }
 """The kinds of op that the runtime executes, and where."""
 
 
-def executable_step(schedule: Schedule) -> StepSpec:
-    """What the schedule trains. Raises `TrainingError` for one that is only simulated, or that does not say it."""
-    devices = {names.parse_stream(stream).device for stream in schedule.streams} - {None}
-    if len(devices) > 1:
+def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> StepSpec:
+    """What the schedule trains. Raises `TrainingError` for one that is only simulated, or that does not say it.
+
+    This is to execute the part of `rank`, of so many that there are: one for each device.
+    """
+    if (num := num_ranks(schedule)) != num_there:
         raise TrainingError(
-            f"schedule {schedule.name!r} is for {len(devices)} devices, which only the simulator executes; the runtime "
-            "trains on one: plan with a machine that has one"
+            f"schedule {schedule.name!r} is for {num} devices, and {num_there} rank{'s' * (num_there != 1)} were "
+            f"started; start {num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
         )
+    if num > 1:
+        try:
+            schedule = rank_schedule(schedule, rank)
+        except RankError as error:
+            raise TrainingError(str(error)) from error
     keys = (parse_key(op.key) for op in schedule.ops)
     if any((op.verb, op.moved) == ("offload", "params") and "fwd" in op.where for op in keys):
         raise TrainingError(
@@ -74,7 +87,7 @@ def executable_step(schedule: Schedule) -> StepSpec:
             f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
             f"{', '.join(KERNELS)}"
         )
-    if (wrong := next(_wrongs(schedule, schedule.step), None)) is not None:
+    if (wrong := next(_wrongs(schedule, schedule.step, rank, num), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step
 
@@ -83,14 +96,19 @@ Wrongs = Iterator[str]
 """What is wrong, the rule, and what there is. What comes behind the first may rest on it."""
 
 
-def _wrongs(schedule: Schedule, step: StepSpec) -> Wrongs:
+def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
+    if num > 1 and step.updates_of_step_before:
+        yield "updates of the step before are executed on one device only; plan with another semantics"
+    small = next((u for u in step.units if 0 < u.num_parameters < num), None)
+    if small is not None:
+        yield f"unit {small.name!r} has {small.num_parameters} parameters, fewer than the {num} devices"
     for tier in schedule.tiers:
         if tier.name not in (DEVICE, HOST, NVME) and any(b.tier == tier.name for b in schedule.buffers):
             yield f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}"
     yield from _check_step(schedule, step)
     units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
     for b in schedule.buffers:
-        yield from _check_content(b, step, units)
+        yield from _check_content(b, step, units, rank, num)
     for op in schedule.ops:
         yield from _check_op(op, tiers, step, units)
     yield from _check_memory(schedule)
@@ -113,6 +131,28 @@ def _check_step(schedule: Schedule, step: StepSpec) -> Wrongs:
         )
 
 
+def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) -> None:
+    """Raises `TrainingError` unless these are the units that the step was made for."""
+    for unit, spec in zip(units, step.units, strict=False):
+        own, planned = (unit.num_trained, unit.frozen.size_bytes), (spec.num_parameters, spec.frozen_bytes)
+        if (unit.name, *own) != (spec.name, *planned):
+            raise TrainingError(
+                f"the model has unit {unit.name!r} with {own[0]:,} parameters that are trained and {own[1]:,} "
+                f"bytes of others, where the schedule has {spec.name!r} with {planned[0]:,} and {planned[1]:,}; "
+                "make the schedule from this model"
+            )
+    if len(units) != len(step.units):
+        raise TrainingError(
+            f"the model has {len(units)} units, the schedule {len(step.units)}; make it from this model"
+        )
+    for unit in units:
+        if unit.num_trained and unit.dtype != dtype:
+            raise TrainingError(
+                f"unit {unit.name!r} trains parameters in {unit.dtype}, but the schedule trains in {dtype}; "
+                "convert the model or plan again"
+            )
+
+
 def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
     """What is wrong with the shape of the batches of a language model, if anything is."""
     training = step.training
@@ -126,7 +166,7 @@ def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
     return None
 
 
-def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> Wrongs:
+def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], rank: int, num: int) -> Wrongs:
     try:
         content = parse_content(b.content)
     except ContentError as error:
@@ -141,18 +181,23 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec]) -> 
     if owner is None:
         return
     training, num_parameters = step.training, owner.num_parameters
+    share = len(shard(range(num_parameters), rank, num))
+    if num > 1 and isinstance(content, States) and (content.num_parts > 1 or not training.optim.is_flat):
+        whole = "travel in parts" if content.num_parts > 1 else f"of {training.optimizer} are not alike for all values"
+        yield f"buffer {b.name!r}: states that {whole} are executed on one device only"
     if isinstance(content, States) and training.optim.is_flat:  # others are known with the model's shapes
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):
             yield f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts"
         wanted = len(ranges[content.part]) * training.flat_state_bytes
+        of_share = share * training.flat_state_bytes
     elif isinstance(content, Params):
-        wanted = num_parameters * training.param_bytes
+        wanted, of_share = num_parameters * training.param_bytes, share * training.param_bytes
     elif isinstance(content, Frozen):
-        wanted = owner.frozen_bytes
+        wanted = of_share = owner.frozen_bytes
     else:
         return
-    if b.size_bytes != wanted:
+    if b.size_bytes not in (wanted, of_share):
         yield f"buffer {b.name!r} has {b.size_bytes:,} bytes; those of {num_parameters:,} parameters have {wanted:,}"
 
 
@@ -169,7 +214,7 @@ def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[s
         if way != COPIES[op.stream]:
             source, target = COPIES[op.stream]
             yield f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from {source} to {target}"
-    elif op.kind in ("forward", "recompute", "backward", "update") and op.unit not in units:
+    elif op.kind in ("forward", "recompute", "backward", "update", *COLLECTIVES) and op.unit not in units:
         yield f"op {op.key!r} is of unit {op.unit!r}, which the step has not"
     if not 0 <= op.micro_batch < (count := step.training.gradient_accumulation_steps):
         yield f"op {op.key!r} is of micro-batch {op.micro_batch}; they count from 0 to one less than {count}"

@@ -54,6 +54,8 @@ class Executor:
     on_step_end
         Called with (step, nanoseconds since the first `run`) when the last op of a step has ended: in the thread that
         called `run`, in order, while the workers go on. An error that it raises ends the run.
+    on_failure
+        Called with the error that ends the run, before the workers have ended. Must be quick.
     trace_steps
         Spans and memory events are kept for the first so many steps; None keeps all.
     device
@@ -73,13 +75,14 @@ class Executor:
         on_thread_start: Callable[[str], None] = lambda stream: None,
         on_step_end: Callable[[int, int], None] = lambda step, time_ns: None,
         trace_steps: int | None = None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
         device: Device | None = None,
         first_step: int = 0,
     ) -> None:
         self.schedule = schedule
         self._body, self._on_grant, self._release = body, on_grant, release
         self._on_free, self._device = on_free, device
-        self._on_thread_start, self._on_step_end = on_thread_start, on_step_end
+        self._on_thread_start, self._on_step_end, self._on_failure = on_thread_start, on_step_end, on_failure
         self._trace_end = None if trace_steps is None else first_step + trace_steps
         self.ledger = Ledger(schedule)
         self._lock = threading.Lock()
@@ -457,6 +460,7 @@ class Executor:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+            self._on_failure(error)
         for wakeup in (*self._wakeup.values(), *self._moves.values()):
             wakeup.notify_all()
 

@@ -1,7 +1,4 @@
-"""What the ops of a training step do: the bodies that `executor.Executor` calls, by kind of op.
-
-SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
-"""
+"""What the ops of a training step do: the bodies that `executor.Executor` calls, by kind of op."""
 
 from __future__ import annotations
 
@@ -20,17 +17,23 @@ from tierplan.runtime.execution.gradients import complete, gather, given, gradie
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
+    REMEDY,
     BufferValue,
     InputHandle,
     SavedTensorHandle,
+    SizeError,
     content_of,
+    expect,
     value_of,
 )
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
-from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, update_states
+from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
+from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import layout_of
+from tierplan.runtime.ranks.collectives import do_collective, own_bytes, own_part, shard_gradients
+from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
     CastGradients,
     Clip,
@@ -45,14 +48,11 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
 )
+from tierplan.sim.ranks import COLLECTIVES
 from tierplan.sim.schedule import Op
 
-IN_BLOCKS = ("copy", "accumulate", "cast", "update")
+IN_BLOCKS = ("copy", "accumulate", "cast", "update", *COLLECTIVES)
 """Kinds of op that write flat memory, which is a block of a pool."""
-
-
-class SizeError(ValueError):
-    """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
 
 
 @dataclass(eq=False)
@@ -80,6 +80,8 @@ class Bodies:
     updates_of_step_before: frozenset[str] = frozenset()
     """Units whose update in a step takes the gradients of the step before."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
+    ranks: Ranks | None = None
+    """The processes that execute the other devices of the schedule."""
     grad_norm: torch.Tensor | None = None
     """Of all gradients of the last step, before they were clipped."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
@@ -110,6 +112,8 @@ class Bodies:
         self._runs: dict[tuple[int, int], MicroBatchRun] = {}
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._has_shards = False
+        """Norms are those of a rank's shards."""
         self._kinds: Mapping[str, Callable[[Call], None]] = {
             "forward": self._forward,
             "recompute": self._recompute,
@@ -120,6 +124,7 @@ class Bodies:
             "norm": self._norm,
             "clip": self._clip,
             "update": self._update,
+            **dict.fromkeys(COLLECTIVES, self._collective),
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
         self._hooks = [
@@ -246,7 +251,10 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.drives.read(old.place, new.block.pages)
         else:
-            new.block.data.copy_(self._memory(source), non_blocking=True)
+            memory = new.block.data
+            if size < len(memory):  # a rank's shard of parameters that are whole there
+                memory = own_bytes(memory, self.units[self._index[call.op.unit]], self.ranks)
+            memory.copy_(self._memory(source), non_blocking=True)
         if new.handle is not None and target.buffer.tier == DEVICE:
             new.arrived = new.handle.unpack(new.block.data)
             for t in new.arrived:
@@ -271,6 +279,12 @@ class Bodies:
         memory = value.handle.memory()
         expect(instance, memory.numel())
         return memory
+
+    def _collective(self, call: Call) -> None:
+        assert self.ranks is not None
+        target = self.place(call.writes[0])
+        num_bytes = do_collective(call, self.units[self._index[call.op.unit]], target, self.ranks)
+        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
 
     # ---- compute ----
 
@@ -414,9 +428,15 @@ class Bodies:
             cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
 
     def _norm(self, call: Call) -> None:
-        """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
+        """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it.
+
+        Where gradients are divided, of what this rank has of each.
+        """
         unit = self.units[self._index[call.op.unit]]
-        parts = gradients_of(value_of(call.reads[0]), unit)
+        part = own_part(call.reads[0], unit, self.ranks)
+        self._has_shards = len(part) < unit.num_trained
+        value = value_of(call.reads[0])
+        parts = shard_gradients(value, unit, part) if self._has_shards else gradients_of(value, unit)
         with threads_here(self.num_threads):
             norms = {
                 self._position[id(p)]: torch.linalg.vector_norm(part, 2.0)
@@ -427,15 +447,11 @@ class Bodies:
         call.writes[0].value = BufferValue(norms=list(zip(norms, on_host, strict=True)))
 
     def _clip(self, call: Call) -> None:
-        norms = sorted((pair for x in call.reads for pair in value_of(x).norms), key=lambda pair: pair[0])
-        self.grad_norm = total = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), 2.0)
-        if not torch.isfinite(total):
-            raise NonFiniteGradientError(
-                f"the global norm of the gradients is {total.item()} in step {call.step}; no update was made and the "
-                "last committed step is intact. Lower the learning rate, or look at the data of this step"
-            )
         assert self.max_grad_norm is not None
-        call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0))
+        pairs = [pair for x in call.reads for pair in value_of(x).norms]
+        ranks = self.ranks if self._has_shards else None
+        self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step)
+        call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0))
 
     # ---- update ----
 
@@ -456,7 +472,13 @@ class Bodies:
                         f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
                     )
         assert params is not None
-        flat = params.block.data.view(self.dtype)[part.start : part.stop]
+        if part == layout.whole:
+            part = own_part(call.reads[0], unit, self.ranks)
+
+        def of_part(flat: torch.Tensor) -> torch.Tensor:
+            return flat if flat.numel() == len(part) else flat[part.start : part.stop]
+
+        flat = of_part(params.block.data.view(self.dtype))
         if grads.is_absent:
             for view in layout.views(states.block.data, part) if states and self.has_master else ():
                 flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
@@ -468,7 +490,7 @@ class Bodies:
             gradient = [t.view(-1) for t in grads.gradients if t is not None]
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
-            gradient = flat_gradient[part.start : part.stop].to(self.dtype)  # exact either way
+            gradient = of_part(flat_gradient).to(self.dtype)  # exact either way
         num_updates = call.step - (unit.name in self.updates_of_step_before)
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
             update_states(
@@ -484,18 +506,3 @@ class Bodies:
                 segments=self.segments[unit.name],
                 label=unit.name,
             )
-
-
-REMEDY = (
-    "Make the schedule from a workload of this model, with the same shapes, dtype and backend "
-    "(tierplan.runtime.tracing.trace.trace_workload)"
-)
-
-
-def expect(instance: Instance, found_bytes: int) -> None:
-    """Raises `SizeError` unless the buffer declares so many bytes."""
-    b = instance.buffer
-    if found_bytes != b.size_bytes:
-        raise SizeError(
-            f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
-        )

@@ -22,6 +22,7 @@ from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import update_states
+from tierplan.runtime.ranks.collectives import joined, own_part, shards_of
 from tierplan.sim.contents import Content, Frozen, Gradients, Params, States
 
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
@@ -62,10 +63,14 @@ class Placement:
             del parts
             if not unit.num_trained:
                 continue
-            self.fill(by_content[Params(unit.name)], flat_n.view(torch.uint8))
+            home = by_content[Params(unit.name)]
+            own = own_part(home, unit, self.bodies.ranks)
+            self.fill(home, flat_n[own.start : own.stop].view(torch.uint8))
             for content in states_of(unit.name, by_content):
                 layout = self.bodies.layouts[unit.name]
                 part = layout.part(content)
+                if (ranks := self.bodies.ranks) and by_content[content].buffer.size_bytes < layout.size_bytes(part):
+                    part = shards_of(unit, ranks)[ranks.rank]
                 start = map_host(size_bytes := layout.size_bytes(part))[:size_bytes]
                 for view in layout.views(start, part) if layout.has_master else ():
                     view.tensors["master"].copy_(flat_n[view.begin :][: view.length])
@@ -142,7 +147,13 @@ class Placement:
         return {content_of(x): x for x in self.executor.carried.values()}
 
     def _as_it_is(self, content: Content) -> torch.Tensor:
-        return self.bodies.read(self._by_content()[content])
+        instance = self._by_content()[content]
+        memory, ranks = self.bodies.read(instance), self.bodies.ranks
+        if not isinstance(content, Params) or ranks is None:
+            return memory
+        unit = self._unit(content.unit)
+        is_whole = len(own_part(instance, unit, ranks)) == unit.num_trained
+        return memory if is_whole else joined(memory.view(unit.dtype), unit, ranks).view(torch.uint8)
 
     def _states(self, name: str) -> torch.Tensor:
         """A copy of all states of a unit, joined where they travel in parts."""

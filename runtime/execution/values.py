@@ -3,6 +3,8 @@
 A `BufferValue` is memory (a block of a pool), a place on a drive (an extent), or nothing but an `AutogradHandle`, which
 stands for what lives on the device by itself, such as a tensor that autograd saved. The handle travels with the content
 through the tiers, and is told which copy of its bytes on the device to use, and when that one leaves.
+
+SizeError(ValueError)   an op made more or fewer bytes than its buffer declares; says which
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.sim.contents import Content, parse_content
+
+
+class SizeError(ValueError):
+    """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
 
 
 class AutogradHandle(ABC):
@@ -156,3 +162,18 @@ def content_of(instance: Instance) -> Content:
 def value_of(instance: Instance) -> BufferValue:
     assert isinstance(instance.value, BufferValue), f"buffer {instance.buffer.name!r} has no value"
     return instance.value
+
+
+REMEDY = (
+    "Make the schedule from a workload of this model, with the same shapes, dtype and backend "
+    "(tierplan.runtime.tracing.trace.trace_workload)"
+)
+
+
+def expect(instance: Instance, found_bytes: int) -> None:
+    """Raises `SizeError` unless the buffer declares so many bytes."""
+    b = instance.buffer
+    if found_bytes != b.size_bytes:
+        raise SizeError(
+            f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
+        )

@@ -8,6 +8,8 @@ Examples:
     tierplan run plan.json --model ./gpt2 --data corpus/ --steps 1000 --out run1
     tierplan run plan.json --model config.json --data text.txt --steps 200 --out run2 --nvme /mnt/a --nvme /mnt/b
     tierplan run plan.json --model ./gpt2 --data corpus/ --steps 1000 --out run1 --resume
+    tierplan run zero2.json --model ./gpt2 --data corpus/ --steps 1000 --out run3 --devices 2
+    torchrun --nproc-per-node 2 -m tierplan run zero2.json --model ./gpt2 --data corpus/ --steps 1000 --out run3
     tierplan run --verify --out run1
 """
 
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(training, "--seed N", "of weights, order of data, and dropout", whole(0), 0)
     machine = parser.add_argument_group("machine")
     add_device(machine)
+    option(machine, "--devices N", "execute a plan of N devices, each in a process of its own (CPUs)", whole(1))
     option(machine, "--threads T", "threads for kernels on the CPU (default: as PyTorch chooses)", whole(1))
 
 
@@ -80,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     from tierplan.runtime.job import Job, run_job
+    from tierplan.runtime.ranks.launch import own_ranks, start_ranks
+
+    if args.devices is not None and "WORLD_SIZE" not in os.environ:
+        return start_ranks(args.devices, args.given)
 
     alike = (
         "model", "data", "resume", "checkpoint_every", "lr", "lr_schedule", "warmup_steps", "eps", "weight_decay",
@@ -97,6 +104,9 @@ def run(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         **{name: getattr(args, name) for name in alike},
     )
-    done = run_job(job, show_progress=True)
-    print(json.dumps(done.record(), indent=1) if args.json else done.summary())
-    return 130 if done.was_stopped else 0
+    with own_ranks() as ranks:
+        is_first = ranks is None or ranks.rank == 0
+        done = run_job(job, show_progress=is_first, ranks=ranks)
+        if is_first:
+            print(json.dumps(done.record(), indent=1) if args.json else done.summary())
+        return 130 if done.was_stopped else 0

@@ -1,0 +1,120 @@
+"""What gathers and reductions do: the bodies of the ops that all ranks do together.
+
+Sums are taken in the order of ranks, onto the sum of the micro-batches before, if there is one: each rank adds up its
+own shard. So the numbers depend on nothing but the schedule. What is on its way goes through a few MiB at a time.
+
+Shapes: `r` ranks, `n` values.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.execution.instances import Call, Instance
+from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.ranks.group import Ranks
+from tierplan.sim.contents import CastGradients, shard
+
+CHUNK_BYTES = 1 << 22
+"""What goes from one rank to another at once."""
+
+
+def shards_of(unit: ModelUnit, ranks: Ranks) -> list[range]:
+    """By rank, the parameters of the unit whose updates are its own."""
+    return [shard(range(unit.num_trained), k, ranks.size) for k in range(ranks.size)]
+
+
+def own_part(instance: Instance, unit: ModelUnit, ranks: Ranks | None) -> range:
+    """The parameters of the unit that a flat buffer has: all, or this rank's shard of them."""
+    whole = range(unit.num_trained)
+    each = torch.float32.itemsize if isinstance(content_of(instance), CastGradients) else unit.dtype.itemsize
+    if ranks is None or instance.buffer.size_bytes >= len(whole) * each:
+        return whole
+    return shards_of(unit, ranks)[ranks.rank]
+
+
+def own_bytes(memory: torch.Tensor, unit: ModelUnit, ranks: Ranks | None) -> torch.Tensor:
+    """Of a unit's parameters (uint8), this rank's shard."""
+    assert ranks is not None
+    own = shards_of(unit, ranks)[ranks.rank]
+    return memory[own.start * unit.dtype.itemsize : own.stop * unit.dtype.itemsize]
+
+
+def pieces(unit: ModelUnit, part: range) -> list[range]:
+    """What a part of a unit's values has of each of its parameters."""
+    ends = list(itertools.accumulate(unit.lengths, initial=0))
+    return [range(max(a, part.start), min(b, part.stop)) for a, b in itertools.pairwise(ends)]
+
+
+def shard_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor | None]:
+    """By parameter of the unit, what a rank's shard has of its gradient."""
+    flat_n = value.block.data.view(unit.dtype)
+    return [flat_n[own.start - part.start : own.stop - part.start] if own else None for own in pieces(unit, part)]
+
+
+def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks) -> int:
+    """Fills `target`, the value of what the op writes. Returns the bytes that this rank has sent."""
+    over, shards, each = call.writes[0].over, shards_of(unit, ranks), CHUNK_BYTES // unit.dtype.itemsize
+    out_n, mine = target.block.data.view(unit.dtype), shards[ranks.rank]
+    is_whole = own_part(call.writes[0], unit, ranks) == range(unit.num_trained)
+    mine_n = out_n[mine.start : mine.stop] if is_whole else out_n
+    is_sum = call.op.kind != "gather"
+    if is_sum:
+        own = value_of(next(x for x in call.reads if x is not over))
+    elif call.reads[0] is not over:
+        own_n = value_of(call.reads[0]).block.data.view(unit.dtype)
+        mine_n.copy_(own_n if own_n.numel() == len(mine) else own_n[mine.start : mine.stop])
+    num_sent = 0
+    sent_rn, received_rn = torch.empty(2, ranks.size, min(each, len(shards[0])), dtype=unit.dtype)
+    for at in range(0, len(shards[0]), each):
+        parts = [own[at : at + each] for own in shards]
+        here_n = mine_n[at : at + each]
+        if is_sum:
+            for part, sent_n in zip(parts, sent_rn, strict=True):
+                _take(own, unit, part, sent_n)
+            ranks.all_to_all(_bytes(received_rn), _bytes(sent_rn))
+            for k, received_n in enumerate(received_rn):
+                if k == 0 and over is None:
+                    here_n.copy_(received_n[: len(here_n)])
+                else:
+                    here_n.add_(received_n[: len(here_n)])
+            num_sent += sum(map(len, parts)) - len(here_n)
+        if call.op.kind != "reduce":
+            sent_rn[0, : len(here_n)].copy_(here_n)
+            ranks.all_gather(received_rn.view(torch.uint8), _bytes(sent_rn[0]))
+            num_sent += (ranks.size - 1) * len(here_n)
+            for part, received_n in zip(parts, received_rn, strict=True):
+                if is_whole:
+                    out_n[part.start : part.stop].copy_(received_n[: len(part)])
+    return num_sent * unit.dtype.itemsize
+
+
+def joined(own_n: torch.Tensor, unit: ModelUnit, ranks: Ranks) -> torch.Tensor:
+    """The parameters of a unit from the shards of all ranks, which ask for them together."""
+    shards = shards_of(unit, ranks)
+    sent_n = torch.zeros(len(shards[0]), dtype=unit.dtype)
+    sent_n[: len(own_n)].copy_(own_n)
+    received_rn = torch.empty(ranks.size, len(sent_n), dtype=unit.dtype)
+    ranks.all_gather(received_rn.view(torch.uint8), _bytes(sent_n), "steps")
+    return torch.cat([row_n[: len(own)] for row_n, own in zip(received_rn, shards, strict=True)])
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.view(-1).view(torch.uint8)
+
+
+def _take(value: BufferValue, unit: ModelUnit, part: range, to_n: torch.Tensor) -> None:
+    """Copies a part of a unit's gradients."""
+    if value.gradients is None:
+        to_n[: len(part)].copy_(value.block.data.view(unit.dtype)[part.start : part.stop])
+        return
+    begin = 0
+    for gradient, own in zip(value.gradients, pieces(unit, part), strict=True):
+        assert gradient is not None
+        if own:
+            at = own.start - part.start
+            to_n[at : at + len(own)].copy_(gradient.reshape(-1)[own.start - begin : own.stop - begin])
+        begin += gradient.numel()

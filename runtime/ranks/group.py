@@ -1,0 +1,164 @@
+"""The ranks of a run on one machine: what they exchange, and how all end when one does.
+
+All bytes go through PyTorch's distributed engine (gloo), each kind of exchange in a group of its own, in which one
+thread of each rank calls in the same order. A watcher in each rank sees at once when another's process has ended, and
+hears from the store when one has failed; whoever waits for it is told.
+
+RankFailure(RuntimeError)   another rank has failed or died; names it
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CHANNELS = ("collectives", "norms", "steps")
+"""What exchanges something at its own pace, in a thread of its own."""
+TIMEOUT_S = 600
+"""After which one that does not come is given up."""
+WATCH_S = 0.1
+GRACE_S = 5.0
+"""Between the failure of another rank and the end of this process, whatever it is in."""
+
+
+class RankFailure(RuntimeError):
+    """Another rank has failed or died; says which one."""
+
+
+class Ranks:
+    """This process among others, as `torchrun` started it. A context manager that ends it in order."""
+
+    def __init__(self) -> None:
+        if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]):
+            raise RankFailure(
+                f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
+                "machine; ranks on several machines are not executed yet: start all on one"
+            )
+        timeout = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", timeout=timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._store = dist.PrefixStore("tierplan", store)
+        self.failure: BaseException | None = None
+        self._is_closed = threading.Event()
+        self._store.set(f"pid/{self.rank}", str(os.getpid()))
+        others = [r for r in range(self.size) if r != self.rank]
+        pids = {r: int(self._store.get(f"pid/{r}")) for r in others}
+        self._watched = {os.pidfd_open(pid): (r, pid) for r, pid in pids.items()}
+        self._watcher = threading.Thread(target=self._watch, name="tierplan ranks", daemon=True)
+        self._watcher.start()
+        self._groups: dict[str, Any] = {
+            name: dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in CHANNELS
+        }
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Row k of what is sent goes to rank k, whose row is received there; uint8, of equal length."""
+        group = self._groups["collectives"]
+        self._finish(lambda: dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor, channel: str = "collectives") -> None:
+        """What rank k has sent is row k of what all receive."""
+        group = self._groups[channel]
+        self._finish(lambda: dist.all_gather(list(received), sent, group=group, async_op=True))
+
+    def share(self, values: Sequence[float], channel: str) -> list[list[float]]:
+        """By rank, its values; every rank gives as many."""
+        received = torch.empty(self.size, len(values), dtype=torch.float64)
+        self.all_gather(received, torch.tensor(values, dtype=torch.float64), channel)
+        rows: list[list[float]] = received.tolist()
+        return rows
+
+    def barrier(self) -> None:
+        """Returns when every rank is here."""
+        self.share([0.0], "steps")
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: all others are told why, and no thread of it waits for them any more."""
+        if self.failure is None:
+            self.failure = error
+            if not isinstance(error, RankFailure):
+                what = f"rank {self.rank} of {self.size} has failed: {type(error).__name__}: {error}"
+                self._store.compare_set("failed", "", what)
+
+    def is_first_to_say(self) -> bool:
+        """Whether no other rank has told of the failure yet."""
+        return bool(self._store.add("said", 1) == 1)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the others, who may go on; after a failure, without waiting for anything."""
+        if self.failure is None:
+            self._store.set(f"done/{self.rank}", "1")
+            self.barrier()
+        self._is_closed.set()
+        self._watcher.join()
+        if self.failure is None:
+            dist.destroy_process_group()
+
+    def _finish(self, begin: Any) -> None:
+        """Waits for an exchange, or for the news that it will not come to its end."""
+        if self.failure is not None:
+            raise self.failure
+        pause_s = 2e-5
+        try:
+            work = begin()
+            while not work.is_completed():
+                if self.failure is not None:
+                    raise self.failure
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1e-3)
+            work.wait()
+        except RuntimeError as error:
+            deadline_s = time.monotonic() + GRACE_S  # the watcher knows in a moment whose connection was lost
+            while self.failure is None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            if self.failure is None:
+                raise RankFailure(f"rank {self.rank}: an exchange with the other ranks failed: {error}") from error
+            raise self.failure from None
+
+    def _watch(self) -> None:
+        ended = select.poll()
+        for fd in self._watched:
+            ended.register(fd, select.POLLIN)
+        while not self._is_closed.wait(WATCH_S):
+            over = [fd for fd, _ in ended.poll(0)]
+            why = self._failure_of_others(over)
+            if why is not None:
+                self.failure = self.failure or RankFailure(why)
+                if not self._is_closed.wait(GRACE_S):
+                    if self.is_first_to_say():
+                        os.write(2, f"error: {why}\n".encode())
+                    os._exit(1)
+                return
+            for fd in over:
+                ended.unregister(fd)
+
+    def _failure_of_others(self, over: Sequence[int]) -> str | None:
+        """What has gone wrong elsewhere, given whose processes are over."""
+        died = (
+            f"rank {rank} of {self.size} (process {pid}) has died; all ranks end. Resume from the last commit"
+            for rank, pid in (self._watched[fd] for fd in over)
+        )
+        try:
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode()
+            done = [self._store.check([f"done/{self._watched[fd][0]}"]) for fd in over]
+            return next((text for text, is_done in zip(died, done, strict=True) if not is_done), None)
+        except RuntimeError:  # the store went with the rank that had it
+            return next(died, None)

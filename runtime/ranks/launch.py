@@ -1,0 +1,34 @@
+"""Starts the ranks of a run on this machine, by the machinery of `torchrun`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from tierplan.runtime.ranks.group import Ranks
+
+
+def start_ranks(num: int, arguments: Sequence[str]) -> int:
+    """Runs `tierplan` with these arguments as so many ranks. Returns its exit status."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # ranks speak for themselves
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "tierplan", *arguments)
+    except ChildFailedError as error:
+        return max(1, error.get_first_failure()[1].exitcode)
+    return 0
+
+
+def own_ranks() -> AbstractContextManager[Ranks | None]:
+    """This process among the others that `torchrun` has started, if it has."""
+    return Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext()

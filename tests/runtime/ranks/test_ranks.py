@@ -1,0 +1,136 @@
+"""Several ranks train the numbers of one process that adds up in the same order, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.ranks.pair import run_ranks
+from tests.runtime.test_trainer import CPU, machine
+from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
+from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.ranks.collectives import pieces, shards_of
+from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.ranks import rank_schedule
+from tierplan.sim.schedule import Schedule
+
+STEPS = 3
+ADAM = OptimizerSettings(lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Case:
+    policy: str
+    options: dict[str, object] = field(default_factory=dict)
+    family: str = "gpt2"
+    dtype: str = "fp32"
+    accumulation: int = 1
+    clip: float | None = None
+
+    def __str__(self) -> str:
+        words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
+        return "-".join(map(str, words))
+
+    @property
+    def divides(self) -> bool:
+        return self.policy != "ddp"
+
+
+def several(num: int) -> Machine:
+    one = machine()
+    own = [s for s in one.streams if s.name.startswith("gpu0")]
+    others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
+    rates = dict.fromkeys((f"ring{num}_bytes", "hops"), Rate.constant(1e9))
+    others += [Stream(name=f"gpu{k}.collective", rates=rates) for k in range(num)]
+    tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
+    return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others))
+
+
+def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
+    training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=case.accumulation, max_grad_norm=case.clip)  # type: ignore[arg-type]
+    model = make_model(case.family, num_blocks=2, dropout=0.1, dtype=case.dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    return model, lower(decide(case.policy, workload, several(num), case.options), workload, several(num))
+
+
+def groups_of(schedule: Schedule, accumulation: int, num: int) -> Sequence[Sequence[int]]:
+    """Micro-batches that are added up by themselves: those of a rank before the ranks are, or those of a turn on their
+    way to host memory; none where each is added as it comes, which is plain training."""
+    reductions = [op for op in schedule.ops if op.kind in ("reduce", "all_reduce") and op.stream == "gpu0.collective"]
+    if len(reductions) < len(schedule.step.units) * accumulation:  # type: ignore[union-attr]
+        return [range(rank, num * accumulation, num) for rank in range(num)]
+    if any(op.kind == "accumulate" for op in schedule.ops):
+        return [range(num * m, num * (m + 1)) for m in range(accumulation)]
+    return ()
+
+
+def cut_of(model: nn.Module, num: int) -> Callable[[nn.Parameter, torch.Tensor], Sequence[torch.Tensor]]:
+    """What each rank has of a parameter."""
+    parts: dict[int, list[int]] = {}
+    ranks: Any = type("R", (), {"size": num})
+    for unit in split_model(model, make_batches(1)[0]):
+        begin = 0
+        for k, (_, p) in enumerate(unit.parameters):
+            parts[id(p)] = [len(pieces(unit, own)[k]) for own in shards_of(unit, ranks)]
+            begin += p.numel()
+    return lambda p, gradient: [t for t in gradient.reshape(-1).split(parts[id(p)]) if t.numel()]
+
+
+def train_ranks(ranks: Ranks, cases: Sequence[Case]) -> list[str]:
+    """What is wrong, by case."""
+    found = []
+    for case in cases:
+        model, schedule = prepared(case, ranks.size)
+        plain, count = copy.deepcopy(model), case.accumulation * ranks.size
+        batches = make_batches(STEPS * count)
+        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, nvme_dir=f"/tmp/x{ranks.rank}") as trainer:
+            trainer.run(batches, STEPS)
+            trainer.restore_model()
+            result = trainer.result()
+        settings: dict[str, Any] = {"groups": groups_of(schedule, case.accumulation, ranks.size)}
+        if case.divides and case.clip is not None:
+            settings["cut"] = cut_of(plain, ranks.size)
+        losses = train_plainly(
+            plain, batches, steps=STEPS, optimizer=ADAM, gradient_accumulation_steps=count, max_grad_norm=case.clip,
+            **settings,
+        )  # fmt: skip
+        if list(result.losses) != losses:
+            found.append(f"{case}: losses {result.losses} are {losses} plainly")
+        if not same_weights(model, plain):
+            found.append(f"{case}: weights differ")
+        local = rank_schedule(schedule, ranks.rank)
+        size = sum(op.work.get(f"ring{ranks.size}_bytes", 0) for op in local.ops)
+        moved = sum(row[0] for row in ranks.share([result.moved_bytes.get("gpu0.collective", 0)], "steps"))
+        if moved != round(STEPS * size * ranks.size):
+            found.append(f"{case}: collectives moved {moved} bytes, not {STEPS * size * ranks.size}")
+        for stream, planned in local.bytes_moved().items():
+            if result.moved_bytes.get(stream, 0) != STEPS * planned:
+                found.append(f"{case}: {stream} moved {result.moved_bytes.get(stream)} bytes, not {STEPS * planned}")
+    return found
+
+
+PAIR = [
+    Case("ddp"),
+    Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
+    Case("zero-1", accumulation=2, clip=0.5),
+    Case("zero-2", accumulation=2),
+    Case("zero-2", family="llama", dtype="bf16", accumulation=2, clip=0.5),
+]
+
+
+@pytest.mark.parametrize("num", [2])
+def test_ranks_train_the_numbers_of_one_process(num: int) -> None:
+    for found in run_ranks(train_ranks, num, PAIR):
+        assert found == []

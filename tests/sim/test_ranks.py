@@ -1,0 +1,83 @@
+"""What each of several ranks executes, and that together they come to one end whatever their timings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.test_plan import devices
+from tests.sim.naive import State
+from tests.sim.random_schedules import schedules
+from tests.toys import toy_workload
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
+from tierplan.sim.analysis.completion import completes
+from tierplan.sim.ranks import RankError, rank_schedule
+from tierplan.sim.schedule import Schedule
+
+
+def execute_together(own: Sequence[Schedule], joint: set[str], seed: int) -> list[set[str]]:
+    """By rank, what has ended when nothing goes on: ops end in random order, and messages arrive late; a joint op ends
+    when it has started on all ranks."""
+    rng, ranks = random.Random(seed), [State(schedule) for schedule in own]
+    while True:
+        for state in rng.sample(ranks, len(ranks)):
+            if rng.random() < 0.7:  # others have not heard of it yet
+                state.settle()
+        running = [set(state.running) for state in ranks]
+        ends = [(r, key) for r, keys in enumerate(running) for key in sorted(keys - joint)]
+        ends += [(-1, key) for key in sorted(set.intersection(*running) & joint)]
+        if not ends:
+            before = [list(state.started) for state in ranks]
+            for state in ranks:
+                state.settle()
+            if before == [state.started for state in ranks]:
+                return [state.ended for state in ranks]
+            continue
+        r, key = rng.choice(ends)
+        for state in ranks if r < 0 else [ranks[r]]:
+            state.ended.add(key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(2, 4), st.sets(st.integers(0, 13)), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_ranks_complete_together_if_the_first_one_s_part_does(
+    schedule: Schedule, num: int, joint: set[int], one: int, two: int
+) -> None:
+    """Shards of later ranks are smaller; any ops may be joint, on any streams."""
+    own = [
+        replace(schedule, buffers=tuple(replace(b, size_bytes=b.size_bytes * (8 - r) // 8) for b in schedule.buffers))
+        for r in range(num)
+    ]
+    keys = {op.key for k, op in enumerate(schedule.ops) if k in joint}
+    first, second = execute_together(own, keys, one), execute_together(own, keys, two)
+    assert first == second
+    if completes(schedule):
+        assert all(len(ended) == len(schedule.ops) for ended in first)
+
+
+@pytest.mark.parametrize("policy", ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-offload"])
+@pytest.mark.parametrize("num", [2, 3])
+def test_parts_of_ranks_are_alike_and_whole(policy: str, num: int) -> None:
+    workload = toy_workload(2, gradient_accumulation_steps=2, max_grad_norm=1.0)
+    schedule = lower(decide(policy, workload, devices(num)), workload, devices(num))
+    parts = [rank_schedule(schedule, r) for r in range(num)]
+    assert all([op.key for op in part.ops] == [op.key for op in parts[0].ops] for part in parts)
+    sizes = zip(*([b.size_bytes for b in part.buffers] for part in parts), strict=True)
+    assert all(of_ranks[0] == max(of_ranks) for of_ranks in sizes)
+    states = [b.size_bytes for part in parts for b in part.buffers if b.kind == "states" and b.initial]
+    copies = num if policy == "ddp" else 1
+    assert sum(states) == copies * sum(workload.training.states_bytes(unit) for unit in workload.units)
+
+
+@pytest.mark.parametrize("policy", ["megatron-tp", "megatron-pp", "harmony"])
+def test_devices_that_do_not_do_alike_are_refused(policy: str) -> None:
+    workload = toy_workload(4, tied=False, gradient_accumulation_steps=2)
+    schedule = lower(decide(policy, workload, devices(2)), workload, devices(2))
+    with pytest.raises(RankError, match="does not do the same on each of its devices"):
+        rank_schedule(schedule, 1)
