@@ -29,6 +29,7 @@ from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.trainer import RunResult, Trainer
 from tierplan.sim.digest import digest
 from tierplan.sim.output.text import format_bytes
+from tierplan.sim.ranks import joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
@@ -192,7 +193,11 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
             result = trainer.result()
             if result.step_ends_s:  # else the run was done before, and its trace is there
-                result.trace.save(job.out_dir / own / "trace.json")
+                trace = result.trace
+                if ranks is not None:
+                    trace = joined_trace(ranks.collect((trace, trainer.placement.executor.begun_ns)))
+                if rank == 0:
+                    trace.save(job.out_dir / "trace.json")
             was_stopped = was_asked() if ranks is None else trainer.was_stopped
             if job.export and not was_stopped:
                 export(trainer, job.out_dir / "model")

@@ -9,13 +9,16 @@ RankError(ValueError)   devices that do not do alike
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tierplan.hwmodels.names import DEVICE, device, device_index, parse_stream
 from tierplan.sim.schedule import Buffer, Op, Schedule, validate
+from tierplan.sim.trace import MemoryEvent, Span, Trace, peaks
 
 COLLECTIVES = ("gather", "reduce", "all_reduce")
 """Kinds of op that all devices do together."""
+TIMES = ("free_ns", "ready_ns", "start_ns", "end_ns", "granted_ns")
 
 
 class RankError(ValueError):
@@ -36,7 +39,8 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
     own = [op for op in schedule.ops if _owner(op.key, op.stream) in (None, 0)]
     num_shared = sum(_owner(op.key, op.stream) is None for op in own)
     for op in own:
-        if any(_on(op.key, r) not in keys for r in range(num) if _owner(op.key, op.stream) == 0):
+        matches = [(r, _on(op.key, r)) for r in range(num) if _owner(op.key, op.stream) == 0]
+        if any(key not in keys or _owner(key, keys[key]) != r for r, key in matches):
             raise _unlike(schedule, f"op {op.key!r} has no match on every device")
     if num_shared + num * (len(own) - num_shared) != len(schedule.ops):
         raise _unlike(schedule, "some devices have ops that the first has not")
@@ -56,6 +60,37 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
         if device_index(t.name) in (None, 0)
     )
     return validate(replace(schedule, tiers=tuple(tiers), buffers=tuple(local.values()), ops=ops))
+
+
+def joined_trace(ranks: Sequence[tuple[Trace, int]]) -> Trace:
+    """What all ranks did as one trace of their schedule, each with when it began, by a clock that they share.
+
+    Of what the host or a drive does for all, the spans are those of the first rank's share; bytes are those of all.
+    """
+    spans, memory, capacity_bytes = list[Span](), list[MemoryEvent](), dict[str, int]()
+    for rank, (trace, begun_ns) in enumerate(ranks):
+        late_ns = begun_ns - min(begun_ns for _, begun_ns in ranks)
+
+        def tier(name: str, rank: int = rank) -> str:
+            return device(rank) if name == DEVICE else name
+
+        for s in trace.spans:
+            stream, owner = parse_stream(s.stream), _owner(s.key, s.stream)
+            if owner is not None or rank == 0:
+                times = {name: t + late_ns for name, t in s._asdict().items() if name in TIMES and t >= 0}
+                on = s.stream if stream.device is None else stream.on(rank)
+                spans.append(s._replace(key=s.key if owner is None else _on(s.key, rank), stream=on, **times))
+        memory += [e._replace(time_ns=e.time_ns + late_ns, tier=tier(e.tier)) for e in trace.memory]
+        for name, size in trace.capacity_bytes.items():
+            capacity_bytes[tier(name)] = capacity_bytes.get(tier(name), 0) + size
+    memory.sort(key=lambda e: e.time_ns)
+    return replace(
+        ranks[0][0],
+        spans=tuple(sorted(spans, key=lambda s: s.start_ns)),
+        memory=tuple(memory),
+        capacity_bytes=capacity_bytes,
+        peak_bytes=peaks(memory, capacity_bytes),
+    )
 
 
 def _owner(name: str, place: str) -> int | None:
@@ -80,7 +115,7 @@ def _own_part(schedule: Schedule, op: Op, local: dict[str, Buffer], kept: set[st
         raise _unlike(schedule, f"op {op.key!r} is of parts of operators")
     work = {kind: amount / num if is_shared else amount for kind, amount in op.work.items()}
     if op.kind == "copy" and "bytes" in work and reads:
-        work["bytes"] = float(local[reads[0]].size_bytes)
+        work["bytes"] = float(min(local[reads[0]].size_bytes, local[op.writes[0]].size_bytes))
     return replace(
         op,
         work=work,

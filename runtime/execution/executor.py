@@ -121,6 +121,11 @@ class Executor:
         return self._unrolling.carried
 
     @property
+    def begun_ns(self) -> int:
+        """When the first call of `run` was, by `time.perf_counter_ns`, which processes of a machine share."""
+        return self._zero_ns or 0
+
+    @property
     def held(self) -> tuple[Instance, ...]:
         """What the tiers hold now."""
         return tuple(self.ledger.held)

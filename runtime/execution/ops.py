@@ -234,7 +234,7 @@ class Bodies:
     def _copy(self, call: Call) -> None:
         source, target = call.reads[0], call.writes[0]
         old = value_of(source)
-        size = source.buffer.size_bytes
+        size = min(source.buffer.size_bytes, target.buffer.size_bytes)
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
         if isinstance(old.handle, SavedTensorHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
@@ -251,10 +251,12 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.drives.read(old.place, new.block.pages)
         else:
-            memory = new.block.data
-            if size < len(memory):  # a rank's shard of parameters that are whole there
-                memory = own_bytes(memory, self.units[self._index[call.op.unit]], self.ranks)
-            memory.copy_(self._memory(source), non_blocking=True)
+            new_bytes, old_bytes = new.block.data, self._memory(source)
+            if len(new_bytes) > size:  # a rank's shard of parameters that are whole there
+                new_bytes = own_bytes(new_bytes, self.units[self._index[call.op.unit]], self.ranks)
+            elif len(old_bytes) > size:
+                old_bytes = own_bytes(old_bytes, self.units[self._index[call.op.unit]], self.ranks)
+            new_bytes.copy_(old_bytes, non_blocking=True)
         if new.handle is not None and target.buffer.tier == DEVICE:
             new.arrived = new.handle.unpack(new.block.data)
             for t in new.arrived:

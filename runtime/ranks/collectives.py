@@ -43,7 +43,7 @@ def own_bytes(memory: torch.Tensor, unit: ModelUnit, ranks: Ranks | None) -> tor
     return memory[own.start * unit.dtype.itemsize : own.stop * unit.dtype.itemsize]
 
 
-def pieces(unit: ModelUnit, part: range) -> list[range]:
+def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
     """What a part of a unit's values has of each of its parameters."""
     ends = list(itertools.accumulate(unit.lengths, initial=0))
     return [range(max(a, part.start), min(b, part.stop)) for a, b in itertools.pairwise(ends)]
@@ -52,7 +52,9 @@ def pieces(unit: ModelUnit, part: range) -> list[range]:
 def shard_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor | None]:
     """By parameter of the unit, what a rank's shard has of its gradient."""
     flat_n = value.block.data.view(unit.dtype)
-    return [flat_n[own.start - part.start : own.stop - part.start] if own else None for own in pieces(unit, part)]
+    return [
+        flat_n[own.start - part.start : own.stop - part.start] if own else None for own in parameter_parts(unit, part)
+    ]
 
 
 def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks) -> int:
@@ -112,7 +114,7 @@ def _take(value: BufferValue, unit: ModelUnit, part: range, to_n: torch.Tensor) 
         to_n[: len(part)].copy_(value.block.data.view(unit.dtype)[part.start : part.stop])
         return
     begin = 0
-    for gradient, own in zip(value.gradients, pieces(unit, part), strict=True):
+    for gradient, own in zip(value.gradients, parameter_parts(unit, part), strict=True):
         assert gradient is not None
         if own:
             at = own.start - part.start

@@ -10,6 +10,7 @@ RankFailure(RuntimeError)   another rank has failed or died; names it
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import threading
 import time
@@ -77,6 +78,18 @@ class Ranks:
         rows: list[list[float]] = received.tolist()
         return rows
 
+    def collect(self, own: Any) -> list[Any]:
+        """By rank, what each has, of any size."""
+        sent = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self.share([len(sent)], "steps")]
+        padded, received = (
+            torch.zeros(max(sizes), dtype=torch.uint8),
+            torch.empty(self.size, max(sizes), dtype=torch.uint8),
+        )
+        padded[: len(sent)] = sent
+        self.all_gather(received, padded, "steps")
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes, strict=True)]
+
     def barrier(self) -> None:
         """Returns when every rank is here."""
         self.share([0.0], "steps")
@@ -90,8 +103,11 @@ class Ranks:
                 self._store.compare_set("failed", "", what)
 
     def is_first_to_say(self) -> bool:
-        """Whether no other rank has told of the failure yet."""
-        return bool(self._store.add("said", 1) == 1)
+        """Whether no other rank has told the user of the failure yet."""
+        try:
+            return bool(self._store.add("said", 1) == 1)
+        except RuntimeError:  # the store is gone
+            return True
 
     def __enter__(self) -> Ranks:
         return self

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tierplan.runtime.ranks.group import Ranks
 
@@ -29,6 +30,20 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def own_ranks() -> AbstractContextManager[Ranks | None]:
-    """This process among the others that `torchrun` has started, if it has."""
-    return Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext()
+@contextmanager
+def own_ranks(name: str) -> Iterator[Ranks | None]:
+    """This process among the others that `torchrun` has started, if it has. An error ends it, and one rank says it,
+    under this name."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    ranks = Ranks()
+    try:
+        with ranks:
+            yield ranks
+    except BaseException as error:
+        if os.environ.get("TIERPLAN_DEBUG"):
+            traceback.print_exception(error)
+        elif ranks.is_first_to_say():
+            print(f"{name}: {error or type(error).__name__}", file=sys.stderr, flush=True)
+        os._exit(1)  # an exchange that was left may wait for its end

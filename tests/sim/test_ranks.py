@@ -17,7 +17,8 @@ from tests.toys import toy_workload
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.sim.analysis.completion import completes
-from tierplan.sim.ranks import RankError, rank_schedule
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.ranks import RankError, joined_trace, rank_schedule
 from tierplan.sim.schedule import Schedule
 
 
@@ -75,9 +76,22 @@ def test_parts_of_ranks_are_alike_and_whole(policy: str, num: int) -> None:
     assert sum(states) == copies * sum(workload.training.states_bytes(unit) for unit in workload.units)
 
 
-@pytest.mark.parametrize("policy", ["megatron-tp", "megatron-pp", "harmony"])
-def test_devices_that_do_not_do_alike_are_refused(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options"), [("megatron-tp", {}), ("megatron-pp", {}), ("harmony", {"devices": 2}), ("mobius", {})]
+)
+def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str, object]) -> None:
     workload = toy_workload(4, tied=False, gradient_accumulation_steps=2)
-    schedule = lower(decide(policy, workload, devices(2)), workload, devices(2))
+    schedule = lower(decide(policy, workload, devices(2), options), workload, devices(2))
     with pytest.raises(RankError, match="does not do the same on each of its devices"):
         rank_schedule(schedule, 1)
+
+
+def test_traces_of_ranks_are_one_of_their_schedule() -> None:
+    """On one time axis, with the bytes of all."""
+    workload = toy_workload(2, gradient_accumulation_steps=2, max_grad_norm=1.0)
+    schedule = lower(decide("fsdp-offload", workload, devices(2)), workload, devices(2))
+    traces = [simulate_on(rank_schedule(schedule, r), devices(2)) for r in range(2)]
+    joined = joined_trace([(traces[0], 1_000), (traces[1], 1_500)])
+    assert {span.key: span.stream for span in joined.spans} == {op.key: op.stream for op in schedule.ops}
+    assert joined.peak_bytes["gpu1"] == traces[1].peak_bytes["gpu0"]
+    assert joined.duration_ns == max(traces[0].duration_ns, traces[1].duration_ns + 500)

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         **{name: getattr(args, name) for name in alike},
     )
-    with own_ranks() as ranks:
+    with own_ranks(f"tierplan {args.command}") as ranks:
         is_first = ranks is None or ranks.rank == 0
         done = run_job(job, show_progress=is_first, ranks=ranks)
         if is_first:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +22,10 @@ from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
-from tierplan.runtime.ranks.collectives import pieces, shards_of
-from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.ranks.collectives import parameter_parts, shards_of
+from tierplan.runtime.ranks.group import RankFailure, Ranks
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.ranks import rank_schedule
@@ -83,19 +88,19 @@ def cut_of(model: nn.Module, num: int) -> Callable[[nn.Parameter, torch.Tensor],
     for unit in split_model(model, make_batches(1)[0]):
         begin = 0
         for k, (_, p) in enumerate(unit.parameters):
-            parts[id(p)] = [len(pieces(unit, own)[k]) for own in shards_of(unit, ranks)]
+            parts[id(p)] = [len(parameter_parts(unit, own)[k]) for own in shards_of(unit, ranks)]
             begin += p.numel()
     return lambda p, gradient: [t for t in gradient.reshape(-1).split(parts[id(p)]) if t.numel()]
 
 
-def train_ranks(ranks: Ranks, cases: Sequence[Case]) -> list[str]:
+def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
     """What is wrong, by case."""
     found = []
     for case in cases:
         model, schedule = prepared(case, ranks.size)
         plain, count = copy.deepcopy(model), case.accumulation * ranks.size
         batches = make_batches(STEPS * count)
-        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, nvme_dir=f"/tmp/x{ranks.rank}") as trainer:
+        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, nvme_dir=folder / f"nvme-{ranks.rank}") as trainer:
             trainer.run(batches, STEPS)
             trainer.restore_model()
             result = trainer.result()
@@ -121,16 +126,79 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case]) -> list[str]:
     return found
 
 
+HOST: dict[str, object] = {"optimizer": "host"}
+ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
 PAIR = [
-    Case("ddp"),
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-1", accumulation=2, clip=0.5),
-    Case("zero-2", accumulation=2),
-    Case("zero-2", family="llama", dtype="bf16", accumulation=2, clip=0.5),
+    Case("zero-2", HOST, accumulation=2, clip=0.5),
+    Case("zero-3", family="llama", accumulation=2),
+    Case("zero-infinity", dtype="bf16", accumulation=2, clip=0.5),
 ]
+EVERY = [
+    Case(policy, options, family, dtype, accumulation, clip)
+    for policy, options in [("ddp", {}), ("zero-1", {}), ("zero-1", HOST), ("zero-2", {}), ("zero-2", HOST),
+                            ("zero-3", {}), ("zero-3", HOST), ("zero-3", ALL_HOST), ("fsdp", {}),
+                            ("fsdp", {"reduces": "last"}), ("fsdp-offload", {}), ("zero-infinity", {})]
+    for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]
+    for accumulation, clip in [(1, None), (2, 0.5)]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("num", [2])
-def test_ranks_train_the_numbers_of_one_process(num: int) -> None:
-    for found in run_ranks(train_ranks, num, PAIR):
+def train_and_resume(ranks: Ranks, folder: Path, dies_at: int | None) -> list[str]:
+    """Trains with a commit after every step. Rank 1 dies in the middle of a step, if it is to; else what is wrong."""
+    case = Case("zero-2", HOST, dtype="bf16", clip=0.5)
+    model, schedule = prepared(case, ranks.size)
+    plain, batches = copy.deepcopy(model), make_batches(6 * ranks.size)
+
+    def on_step(step: int, loss: float) -> None:
+        if step == dies_at and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    places: dict[str, Any] = {"out_dir": folder, "checkpoint_every": 1, "resume": True}
+    with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, on_step=on_step, **places) as trainer:
+        begun = trainer.num_steps_done
+        trainer.run(batches, 6 - begun)
+        trainer.restore_model()
+        losses = trainer.result().losses
+    wanted = train_plainly(
+        plain, batches, steps=6, optimizer=ADAM, gradient_accumulation_steps=ranks.size, max_grad_norm=case.clip,
+        cut=cut_of(plain, ranks.size),
+    )  # fmt: skip
+    wrong = [f"it went on after {begun} steps, not 3"] if begun != 3 else []
+    return wrong + ([] if list(losses) == wanted and same_weights(model, plain) else ["losses or weights differ"])
+
+
+def train_and_fail(ranks: Ranks) -> None:
+    """The batches of rank 1 end too early."""
+    model, schedule = prepared(Case("ddp"), ranks.size)
+    with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
+        trainer.run(make_batches(4 - ranks.rank), 2)
+
+
+def resume_and_train_all(ranks: Ranks, folder: Path) -> list[str]:
+    return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder)]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(tmp_path: Path) -> None:
+    """And ranks train the numbers of one process, move the schedule's bytes, and leave in order."""
+    survivor, killed = run_ranks(train_and_resume, 2, tmp_path, 3)
+    assert killed == -signal.SIGKILL
+    assert isinstance(survivor, RankFailure)
+    assert re.match(r"rank 1 of 2 \(process \d+\) has died", str(survivor))
+    for found in run_ranks(resume_and_train_all, 2, tmp_path):
+        assert found == []
+
+
+@pytest.mark.nightly
+def test_a_rank_that_fails_is_named() -> None:
+    first, second = run_ranks(train_and_fail, 2)
+    assert str(first).startswith("rank 1 of 2 has failed: TrainingError: the batches ended before micro-batch 0")
+    assert isinstance(second, TrainingError)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num", [2, 4])
+def test_every_policy(num: int, tmp_path: Path) -> None:
+    for found in run_ranks(train_ranks, num, EVERY, tmp_path):
         assert found == []

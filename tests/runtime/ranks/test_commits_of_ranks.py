@@ -1,0 +1,74 @@
+"""A crash at any moment of a commit leaves all ranks with the same last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLogOfRank
+
+
+class Crash(Exception):
+    pass
+
+
+class TwoRanks:
+    """Rank `rank` of two, which crashes at barrier `last` of a commit."""
+
+    size = 2
+
+    def __init__(self, rank: int, last: int | None = None) -> None:
+        self.rank, self._last = rank, last
+
+    def barrier(self) -> None:
+        if self._last == 0:
+            raise Crash
+        self._last = None if self._last is None else self._last - 1
+
+
+def log(folder: Path, rank: int, last: int | None = None) -> CommitLogOfRank:
+    ranks: Any = TwoRanks(rank, last)
+    return CommitLogOfRank(folder, ranks)
+
+
+def commit(num_steps: int) -> Commit:
+    return Commit(num_steps=num_steps, run_id="ab", contents={}, settings={})
+
+
+@pytest.mark.parametrize("crash_of_first", [0, 1, None])
+@pytest.mark.parametrize("crash_of_second", [0, 1, None])
+def test_all_ranks_go_on_from_one_step(crash_of_first: int | None, crash_of_second: int | None, tmp_path: Path) -> None:
+    """Nobody passes a barrier before all have come: the others crash at the first one if one does there."""
+    if 0 in (crash_of_first, crash_of_second):
+        crash_of_first = crash_of_second = 0
+    for rank in range(2):
+        log(tmp_path, rank).write(commit(1))
+    for rank, last in enumerate((crash_of_first, crash_of_second)):
+        if last is None:
+            log(tmp_path, rank, last).write(commit(2))
+            continue
+        with pytest.raises(Crash):
+            log(tmp_path, rank, last).write(commit(2))
+    found = [log(tmp_path, rank).last() for rank in range(2)]
+    wanted = 1 if crash_of_first == 0 else 2
+    assert [c.num_steps for c in found if c is not None] == [wanted, wanted]
+    for rank in range(2):
+        log(tmp_path, rank).write(commit(3))
+        again = log(tmp_path, rank).last()
+        assert again is not None
+        assert again.num_steps == 3
+
+
+def test_what_ranks_cannot_resume(tmp_path: Path) -> None:
+    assert log(tmp_path, 0).last() is None
+    log(tmp_path, 0).write(commit(1))
+    with pytest.raises(CommitError, match="all ranks were committed after 1 steps, and this one was not"):
+        log(tmp_path, 1).last()
+    ranks: Any = type("Three", (), {"rank": 0, "size": 3})()
+    with pytest.raises(CommitError, match="holds a run of 2 ranks, and 3 were started; start 2"):
+        CommitLogOfRank(tmp_path, ranks).last()
+    (tmp_path / "commit.json").write_text("[]")
+    with pytest.raises(CommitError, match="does not say after how many steps"):
+        log(tmp_path, 0).last()

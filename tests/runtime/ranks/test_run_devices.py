@@ -1,0 +1,61 @@
+"""`tierplan run --devices 2` does what one device does with twice the micro-batches, and says so once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.ranks.test_ranks import several
+from tests.runtime.test_job import START, arguments, files, metrics, weights_in, write_plan
+from tests.runtime.test_trainer import CPU
+from tierplan.cli import main
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.schedule_file import load_schedule, save_schedule
+from tierplan.sim.trace import Trace
+
+__all__ = ["files"]
+
+
+def run(files: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", START, *arguments(files, 4, "two", "--devices", "2", *more)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def write_plan_of_two(files: Path) -> None:
+    workload = trace_config("tiny", json.loads((files / "config.json").read_text()), CPU)
+    save_schedule(lower(decide("zero-3", workload, several(2)), workload, several(2)), files / "plan.json")
+
+
+@pytest.mark.nightly
+def test_two_devices_train_as_one_with_two_micro_batches(files: Path) -> None:
+    write_plan(files, replace(CPU, gradient_accumulation_steps=2))
+    assert main(arguments(files, 4, "one")) == 0
+    write_plan_of_two(files)
+    done = run(files)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 steps done") == 1
+    assert [line["loss"] for line in metrics(files, "one")] == [line["loss"] for line in metrics(files, "two")]
+    one, two = weights_in(files / "one" / "model"), weights_in(files / "two" / "model")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    measured = {span.key.split("/", 1)[1] for span in Trace.load(files / "two" / "trace.json").spans}
+    assert measured == {op.key for op in load_schedule(files / "plan.json").ops}
+
+
+@pytest.mark.nightly
+def test_a_plan_of_two_wants_two(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plan_of_two(files)
+    assert main(arguments(files, 4, "two")) == 1
+    assert "is for 2 devices, and 1 rank were started; start 2: `tierplan run --devices 2`" in capsys.readouterr().err
+    (files / "text.txt").write_text("too short")
+    done = run(files)
+    assert done.returncode == 1
+    assert done.stderr.count("tierplan run:") == 1
