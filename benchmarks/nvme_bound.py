@@ -57,8 +57,9 @@ from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.explain import StreamTime, stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll

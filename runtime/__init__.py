@@ -1,6 +1,7 @@
 """Executes a schedule on real hardware, and measures that hardware. In reading order:
 
 trainer     trains a model on a schedule
+run_result  what a run did
 reference   plain in-memory training: the numbers that every schedule must give, bit for bit
 execution   the four rules on threads, and what each kind of op does
 ranks       several processes that execute one schedule together, a device each

@@ -26,7 +26,8 @@ from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.runtime.trainer import RunResult, Trainer
+from tierplan.runtime.run_result import RunResult
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.digest import digest
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.ranks import joined_trace

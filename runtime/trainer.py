@@ -43,36 +43,12 @@ from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
+from tierplan.runtime.run_result import RunResult
 from tierplan.sim.ranks import rank_schedule
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Trace
 
 STEPS_TO_STOP = 10
 """At most; then ranks tell each other who was asked to stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a run did."""
-
-    losses: tuple[float, ...]
-    """By step, the mean over its micro-batches."""
-    trace: Trace
-    """Spans by op key (`s0/fwd/L3/mb0`) and bytes by tier over time."""
-    moved_bytes: Mapping[str, int]
-    """By stream, of all steps."""
-    peak_bytes: Mapping[str, int]
-    """By tier."""
-    step_ends_s: tuple[float, ...]
-    """When the last op of each step ended, since the first began."""
-    notes: tuple[str, ...] = ()
-    """What a user should know, such as a folder without O_DIRECT."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step in steady state: the mean distance of step ends after the first; the whole, for one step."""
-        ends = self.step_ends_s
-        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
 
 
 def train(
@@ -486,10 +462,11 @@ class Trainer:
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
         if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
-            self._losses[step] = list(
-                itertools.chain(*zip(*self.ranks.share(self._losses[step], "steps"), strict=True))
-            )
+            rows = self.ranks.share(self._losses[step], "steps")
+            self._losses[step] = [loss for row in zip(*rows, strict=True) for loss in row]
         self.on_step(step, sum(self._losses[step]))
+        if self._committing is not None and self._committing.done():
+            self._end_commit()
 
     def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
         if self.reference_work is not None:

@@ -230,11 +230,11 @@ class CommitLogOfRank(CommitLog):
 
     def write(self, commit: Commit) -> None:
         self._put(self._next, commit)
-        self._ranks.barrier()
+        self._ranks.barrier("commits")
         if self._ranks.rank == 0:
             content = {"num_steps": commit.num_steps, "num_ranks": self._ranks.size}
             files.replace_content(self._decided, json.dumps(content).encode())
-        self._ranks.barrier()
+        self._ranks.barrier("commits")
         files.rename_file(self._next, self._record)
         files.sync_folder(self.folder)
         self._forget_others(commit)

@@ -32,7 +32,7 @@ from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
 from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import layout_of
-from tierplan.runtime.ranks.collectives import do_collective, own_bytes, own_part, shard_gradients
+from tierplan.runtime.ranks.collectives import copy_bytes, do_collective, own_part, shard_gradients
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
     CastGradients,
@@ -112,8 +112,7 @@ class Bodies:
         self._runs: dict[tuple[int, int], MicroBatchRun] = {}
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
-        self._has_shards = False
-        """Norms are those of a rank's shards."""
+        self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
             "forward": self._forward,
             "recompute": self._recompute,
@@ -251,12 +250,7 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.drives.read(old.place, new.block.pages)
         else:
-            new_bytes, old_bytes = new.block.data, self._memory(source)
-            if len(new_bytes) > size:  # a rank's shard of parameters that are whole there
-                new_bytes = own_bytes(new_bytes, self.units[self._index[call.op.unit]], self.ranks)
-            elif len(old_bytes) > size:
-                old_bytes = own_bytes(old_bytes, self.units[self._index[call.op.unit]], self.ranks)
-            new_bytes.copy_(old_bytes, non_blocking=True)
+            copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
             new.arrived = new.handle.unpack(new.block.data)
             for t in new.arrived:
@@ -430,15 +424,11 @@ class Bodies:
             cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
 
     def _norm(self, call: Call) -> None:
-        """The norm of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it.
-
-        Where gradients are divided, of what this rank has of each.
-        """
+        """The norm of what this rank has of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
         unit = self.units[self._index[call.op.unit]]
-        part = own_part(call.reads[0], unit, self.ranks)
-        self._has_shards = len(part) < unit.num_trained
-        value = value_of(call.reads[0])
-        parts = shard_gradients(value, unit, part) if self._has_shards else gradients_of(value, unit)
+        self._has_shards = len(own_part(call.reads[0], unit, self.ranks)) < unit.num_trained
+        ranks, value = self.ranks if self._has_shards else None, value_of(call.reads[0])
+        parts = gradients_of(value, unit) if ranks is None else shard_gradients(value, unit, ranks)
         with threads_here(self.num_threads):
             norms = {
                 self._position[id(p)]: torch.linalg.vector_norm(part, 2.0)

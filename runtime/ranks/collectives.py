@@ -9,6 +9,7 @@ Shapes: `r` ranks, `n` values.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -36,11 +37,17 @@ def own_part(instance: Instance, unit: ModelUnit, ranks: Ranks | None) -> range:
     return shards_of(unit, ranks)[ranks.rank]
 
 
-def own_bytes(memory: torch.Tensor, unit: ModelUnit, ranks: Ranks | None) -> torch.Tensor:
-    """Of a unit's parameters (uint8), this rank's shard."""
-    assert ranks is not None
-    own = shards_of(unit, ranks)[ranks.rank]
-    return memory[own.start * unit.dtype.itemsize : own.stop * unit.dtype.itemsize]
+def copy_bytes(
+    new: torch.Tensor, old: torch.Tensor, name: str, units: Sequence[ModelUnit], ranks: Ranks | None
+) -> None:
+    """Copies (uint8); of parameters that are whole on one side and a rank's shard on the other, that shard."""
+    if len(new) != len(old):
+        assert ranks is not None
+        unit = next(unit for unit in units if unit.name == name)
+        own = shards_of(unit, ranks)[ranks.rank]
+        here = slice(own.start * unit.dtype.itemsize, own.stop * unit.dtype.itemsize)
+        new, old = (new[here], old) if len(new) > len(old) else (new, old[here])
+    new.copy_(old, non_blocking=True)
 
 
 def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
@@ -49,12 +56,11 @@ def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
     return [range(max(a, part.start), min(b, part.stop)) for a, b in itertools.pairwise(ends)]
 
 
-def shard_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor | None]:
-    """By parameter of the unit, what a rank's shard has of its gradient."""
-    flat_n = value.block.data.view(unit.dtype)
-    return [
-        flat_n[own.start - part.start : own.stop - part.start] if own else None for own in parameter_parts(unit, part)
-    ]
+def shard_gradients(value: BufferValue, unit: ModelUnit, ranks: Ranks) -> list[torch.Tensor | None]:
+    """By parameter of the unit, what this rank's shard has of its gradient."""
+    flat_n, part = value.block.data.view(unit.dtype), shards_of(unit, ranks)[ranks.rank]
+    parts = parameter_parts(unit, part)
+    return [flat_n[own.start - part.start : own.stop - part.start] if own else None for own in parts]
 
 
 def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks) -> int:

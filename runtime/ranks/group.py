@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHANNELS = ("collectives", "norms", "steps")
+CHANNELS = ("collectives", "norms", "steps", "commits")
 """What exchanges something at its own pace, in a thread of its own."""
 TIMEOUT_S = 600
 """After which one that does not come is given up."""
@@ -47,8 +47,9 @@ class Ranks:
         dist.init_process_group("gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._store = dist.PrefixStore("tierplan", store)
+        c10d: Any = dist  # which does not say that it exports its stores
+        store = c10d.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._store = c10d.PrefixStore("tierplan", store)
         self.failure: BaseException | None = None
         self._is_closed = threading.Event()
         self._store.set(f"pid/{self.rank}", str(os.getpid()))
@@ -90,9 +91,9 @@ class Ranks:
         self.all_gather(received, padded, "steps")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes, strict=True)]
 
-    def barrier(self) -> None:
+    def barrier(self, channel: str = "steps") -> None:
         """Returns when every rank is here."""
-        self.share([0.0], "steps")
+        self.share([0.0], channel)
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on: all others are told why, and no thread of it waits for them any more."""

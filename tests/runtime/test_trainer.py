@@ -23,8 +23,9 @@ from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import RunResult, Trainer, train
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
 

@@ -29,8 +29,8 @@ from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import PredictionBasis
 from tierplan.runtime.data.synthetic import device_model, versions
 from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import RunResult
 from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
