@@ -12,6 +12,8 @@ build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates
 curves       what kernels reach over an op's size: measured tables, a relative's, and their errors
 catalog      finds descriptions: in the catalog, in a file, or as measured here
+detect       what this machine is, by what its system says
+community    measured rates that people share: small anonymous files
 importers    turn other tools' output into values of a description
 """
 

@@ -11,6 +11,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from tierplan.hwmodels.build import build_machine
+from tierplan.hwmodels.community import parse_shared
 from tierplan.hwmodels.curves import with_derived
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.importers.gpu_tables import PublicTable, parse_tables
@@ -74,7 +75,17 @@ def part_values(section: str, name: str, relative: str = "") -> dict[str, Quanti
     if not relative and "gpu.relative" in part:
         relative = str(part["gpu.relative"].value)
     other = {**load_part("gpu", relative).values, **load_curves(relative).values} if relative else {}
-    return with_derived({**load_curves(name).values, **part}, other, relative)
+    return with_derived({**shared_values(name), **load_curves(name).values, **part}, other, relative)
+
+
+def shared_values(gpu: str) -> dict[str, Quantity]:
+    """What people shared of a GPU; of several files, the last by name counts."""
+    values: dict[str, Quantity] = {}
+    for name in catalog_names("community"):
+        shared, found = parse_shared(_catalog(f"community/{name}.toml").read_text(encoding="utf-8"), where=name)
+        if shared.gpu == gpu:
+            values |= {key: quantity for key, quantity in found.items() if KEYS[key].section == "gpu"}
+    return values
 
 
 def load_curves(name: str) -> Description:

@@ -4,6 +4,7 @@
     read_nvbandwidth    nvbandwidth --format json: copies between host and GPU, and between GPUs
     read_nccl_tests     nccl-tests: collectives of several GPUs
     read_nvidia_smi     nvidia-smi --query-gpu=... --format=csv: which GPUs, their memory, power and link
+    read_nvidia_topo    nvidia-smi topo -m: NVLink or PCIe between GPUs, and who shares a switch
     gpu_tables          tables of GPUs in public repositories: matmuls, attention and kernels over their size
     read_ds_io          DeepSpeed's ds_io and ds_nvme_tune: drive reads and writes (their GB are GiB)
 
@@ -15,6 +16,15 @@ from tierplan.hwmodels.importers.fio import read_fio
 from tierplan.hwmodels.importers.nccl_tests import read_nccl_tests
 from tierplan.hwmodels.importers.nvbandwidth import read_nvbandwidth
 from tierplan.hwmodels.importers.nvidia_smi import read_nvidia_smi
+from tierplan.hwmodels.importers.nvidia_topo import read_nvidia_topo
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
-__all__ = ["ImportedFileError", "read_ds_io", "read_fio", "read_nccl_tests", "read_nvbandwidth", "read_nvidia_smi"]
+__all__ = [
+    "ImportedFileError",
+    "read_ds_io",
+    "read_fio",
+    "read_nccl_tests",
+    "read_nvbandwidth",
+    "read_nvidia_smi",
+    "read_nvidia_topo",
+]

@@ -4,6 +4,8 @@ tierplan machine list                              what the catalog has
 tierplan machine show desktop-4090                 every number with its source
 tierplan machine measure --nvme-dir /mnt/nvme/tmp  measures this machine, about 1 minute; then --machine here
 tierplan machine curves                            errors of predictions by measured tables, and by a relative's
+tierplan machine detect                            what this system says, and the nearest machine of the catalog
+tierplan machine share -o shared.toml              what was measured here, without names
 tierplan machine import --fio fio.json --base desktop-4090 -o mine.toml
 """
 
@@ -73,6 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(curves, "--json", "as one JSON object")
     curves.set_defaults(act=_curves)
 
+    detect = commands.add_parser("detect", help="a machine from what this system says, and what it does not say")
+    option(detect, "-o --output FILE", "write the machine to this TOML file", new_file(".toml"))
+    option(detect, "--json", "as one JSON object")
+    detect.set_defaults(act=_detect)
+
+    shares = commands.add_parser("share", help="a small anonymous file of what was measured, for a pull request")
+    shares.add_argument("machine", nargs="?", default="here", help="a TOML file, or `here`")
+    option(shares, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
+    option(shares, "--step MODEL,POLICY,BATCH,SEQ,SECONDS", "one measured step, too")
+    shares.set_defaults(act=_share)
+
     imports = commands.add_parser("import", help="a machine from the output of other tools")
     option(imports, "--base X", "machine whose numbers hold where the tools say nothing")
     add_set(imports)
@@ -80,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(imports, "--nvbandwidth FILE", "nvbandwidth --format json", existing_file, repeat=True)
     option(imports, "--nccl-tests FILE", "what all_reduce_perf printed, per number of GPUs", existing_file, repeat=True)
     option(imports, "--nvidia-smi FILE", "nvidia-smi --query-gpu=... --format=csv", existing_file, repeat=True)
+    option(imports, "--nvidia-topo FILE", "nvidia-smi topo -m", existing_file, repeat=True)
     option(imports, "--ds-io FILE", "what DeepSpeed's ds_io or ds_nvme_tune printed", existing_file, repeat=True)
     option(imports, "--name NAME", "of the machine (default: the file's name)")
     option(imports, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
@@ -258,19 +272,71 @@ def _measure(args: argparse.Namespace) -> int:
     return 0
 
 
+def _detect(args: argparse.Namespace) -> int:
+    from dataclasses import asdict, replace
+
+    from tierplan.hwmodels.catalog import load_description
+    from tierplan.hwmodels.description import override, write_description
+    from tierplan.hwmodels.detect import ask_system, propose
+    from tierplan.hwmodels.keys import KEYS
+    from tierplan.sim.output.text import columns, wrapped
+    from tierplan.sim.trace import write_atomically
+
+    found = propose(ask_system())
+    if args.output:
+        parts = [f"{name}={found.values[name].value}" for name in ("gpu.part", "nvme.part") if name in found.values]
+        base = override(load_description(found.base), parts)  # what the file says of other parts goes
+        whole = replace(base, name=Path(args.output).stem, values={**base.values, **found.values}, part_values={})
+        write_atomically(args.output, write_description(whole))
+    if args.json:
+        print(json.dumps({**asdict(found), "file": args.output}, indent=1))
+        return 0
+    say(f"nearest machine of the catalog: {found.base}; here:")
+    say(
+        *columns([(name, q.text(KEYS[name]), q.source) for name, q in found.values.items()]),
+        "",
+        "could not be found out:",
+    )
+    say(*(line for text in found.unknown for line in wrapped(f"  {text}")))
+    if args.output:
+        print(f"written to {args.output}: what is not listed above is {found.base}'s")
+    return 0
+
+
+def _share(args: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
+
+    from tierplan.hwmodels.catalog import load_description
+    from tierplan.hwmodels.community import share, step_of
+    from tierplan.sim.trace import write_atomically
+
+    text = share(load_description(args.machine), f"{datetime.now(UTC):%Y-%m}", args.step and step_of(args.step))
+    write_atomically(args.output, text)
+    print(text)
+    print(f"written to {args.output}; for everybody: a pull request that adds it to hwmodels/catalog/community/")
+    return 0
+
+
 def _import(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import read_ds_io, read_fio, read_nccl_tests, read_nvbandwidth, read_nvidia_smi
+    from tierplan.hwmodels.importers import (
+        read_ds_io,
+        read_fio,
+        read_nccl_tests,
+        read_nvbandwidth,
+        read_nvidia_smi,
+        read_nvidia_topo,
+    )
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
 
     values: dict[str, Quantity] = {}
     for paths, read in (
-        (args.nvidia_smi, read_nvidia_smi), (args.nvbandwidth, read_nvbandwidth),
+        (args.nvidia_smi, read_nvidia_smi), (args.nvidia_topo, read_nvidia_topo), (args.nvbandwidth, read_nvbandwidth),
         (args.fio, read_fio), (args.ds_io, read_ds_io),
     ):  # fmt: skip
         for path in paths:
@@ -279,7 +345,8 @@ def _import(args: argparse.Namespace) -> int:
         values |= read_nccl_tests(*map(read_utf8, rings), where=", ".join(path.name for path in rings))
     if not values:
         raise MachineError(
-            "nothing to import; give at least one of --fio, --nvbandwidth, --nccl-tests, --nvidia-smi, --ds-io"
+            "nothing to import; give at least one of --fio, --nvbandwidth, --nccl-tests, --nvidia-smi, --nvidia-topo, "
+            "--ds-io"
         )
     base = load_description(args.base) if args.base else Description(name="")
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})

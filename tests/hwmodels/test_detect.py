@@ -1,0 +1,100 @@
+"""What the system says becomes a proposal, and what it does not say is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tierplan.cli import main
+from tierplan.hwmodels import load_description
+from tierplan.hwmodels.catalog import catalog_names
+from tierplan.hwmodels.detect import propose
+from tierplan.hwmodels.importers.nvidia_smi import gpu_part
+from tierplan.hwmodels.importers.nvidia_topo import read_nvidia_topo, switch_groups
+from tierplan.hwmodels.importers.reading import ImportedFileError
+
+TOPO = """
+	GPU0	GPU1	GPU2	GPU3	CPU Affinity	NUMA Affinity
+GPU0	 X 	PIX	SYS	SYS	0-15	0
+GPU1	PIX	 X 	SYS	SYS	0-15	0
+GPU2	SYS	SYS	 X 	PXB	16-31	1
+GPU3	SYS	SYS	PXB	 X 	16-31	1
+
+Legend:
+  X    = Self
+"""
+DESKTOP = {
+    "lspci": "00:02.0 VGA compatible controller: Intel Corporation UHD Graphics 770\n"
+    "01:00.0 VGA compatible controller: NVIDIA Corporation AD102 [GeForce RTX 4090] (rev a1)\n",
+    "lsblk": json.dumps(
+        {"blockdevices": [{"name": "nvme0n1", "model": "Samsung SSD 990 PRO 2TB", "size": 2e12, "tran": "nvme"},
+                          {"name": "sda", "model": "WDC", "size": 1, "tran": "sata"}]}
+    ),
+    "lscpu": "Core(s) per socket:  16\nSocket(s):  1\n",
+    "meminfo": "MemTotal:       65536000 kB\n",
+}  # fmt: skip
+
+
+def test_a_desktop_is_found_in_the_catalog() -> None:
+    found = propose(DESKTOP)
+    assert found.base == "desktop-4090"
+    said = {name: quantity.value for name, quantity in found.values.items()}
+    assert (said["gpu.part"], said["nvme.part"], said["nvme.drives"]) == ("rtx-4090", "990-pro", 1.0)
+    assert (said["host.cores"], said["host.capacity"]) == (16.0, 65536000 * 1024.0)
+    unknown = "\n".join(found.unknown)
+    assert "nvidia-smi: not installed" in unknown
+    assert "host.adam: the optimizer on the host; run: tierplan machine measure" in unknown
+
+
+def test_a_server_is_proposed_for_a_servers_cards() -> None:
+    smi = "name, memory.total [MiB]\n" + 8 * "NVIDIA H100 80GB HBM3, 81559 MiB\n"
+    found = propose({"nvidia-smi": smi, "nvidia-smi topo": TOPO, "meminfo": "MemTotal: 2000000000 kB\n"})
+    assert found.base == "server-8xh100"
+    assert found.values["link.p2p_path"].value == "pcie"
+    assert "limit of the [[switch]] with GPU 0, GPU 1" in found.unknown
+
+
+def test_an_unknown_drive_and_no_gpu_are_said() -> None:
+    disks = {"blockdevices": [{"name": "nvme0n1", "model": "ACME Fast", "size": 1e12, "tran": "nvme"}]}
+    unknown = "\n".join(propose({"lsblk": json.dumps(disks)}).unknown)
+    assert "gpu.part: no GPU of the catalog" in unknown
+    assert "nvme.part: ACME Fast is not in the catalog" in unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti-super"), ("NVIDIA GeForce RTX 4070 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("GeForce RTX 3090 Ti", "rtx-3090-ti"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"), ("NVIDIA A10G", "a10g"),
+        ("NVIDIA RTX A6000", "rtx-a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"), ("Tesla T4", "t4"),
+        ("NVIDIA B200", "b200-sxm-180gb"), ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+    ],
+)  # fmt: skip
+def test_drivers_names_are_parts_of_the_catalog(name: str, part: str | None) -> None:
+    assert gpu_part(name) == part
+    assert part is None or part in catalog_names("gpus")
+
+
+def test_topologies_say_how_gpus_are_connected() -> None:
+    assert read_nvidia_topo(TOPO, where="t")["link.p2p_path"].value == "pcie"
+    assert switch_groups(TOPO, where="t") == [(0, 1), (2, 3)]
+    nvlink = "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n"
+    values = read_nvidia_topo(nvlink, where="t")
+    assert values["link.p2p_path"].value == "own"
+    assert values["link.p2p"].value == pytest.approx(0.8 * 18 * 25e9)
+    with pytest.raises(ImportedFileError, match="no matrix of GPUs"):
+        read_nvidia_topo("command not found", where="t")
+
+
+def test_the_command_writes_a_machine_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "box.toml"
+    assert main(["machine", "detect", "-o", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert "nearest machine of the catalog" in out
+    assert "could not be found out" in out
+    assert load_description(str(target)).name == "box"
