@@ -26,8 +26,6 @@ from tierplan.sim.workloads.workload import MAX_SEQUENCES, Workload
 
 SUB_BATCHES = (1, 2, 4, 8)
 """Into which the planner cuts a micro-batch."""
-CLOSE_FRAC = 0.1
-"""On several devices that have micro-batches of their own: so close to their compute, sharing is not tried too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
