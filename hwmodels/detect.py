@@ -1,6 +1,6 @@
 """What this machine is, by what its system says: a machine of the catalog to start from, and what nobody told.
 
-ask_system()      the texts of nvidia-smi, lspci, lsblk, lscpu and the kernel, of those that are there
+ask_system()  the texts of nvidia-smi, lspci, lsblk, lscpu and the kernel, of those that are there
 propose(...)  values of a description from them, the nearest machine of the catalog, and what is not known
 """
 
