@@ -42,6 +42,8 @@ class Span(NamedTuple):
     """Memory was granted; in a measured trace the op's thread wakes after that. -1: when the work began."""
     coreless_ns: int = 0
     """Of a measured op: its thread could have run, and no core was free."""
+    late_ns: int = 0
+    """The same since the op before it on the stream."""
 
     @property
     def duration_ns(self) -> int:
@@ -51,6 +53,16 @@ class Span(NamedTuple):
     def worked_ns(self) -> int:
         """Its duration without what its thread waited for a core."""
         return max(0, self.duration_ns - self.coreless_ns)
+
+    @property
+    def dispatch_ns(self) -> int:
+        """How late it began: its stream was free, inputs were complete and memory was granted."""
+        return self.start_ns - max(self.free_ns, self.ready_ns) - self.waited_memory_ns
+
+    @property
+    def delayed_ns(self) -> int:
+        """Of that, what its thread waited for a core."""
+        return max(0, min(self.late_ns, self.dispatch_ns))
 
     @property
     def waited_input_ns(self) -> int:

@@ -240,13 +240,15 @@ class Executor:
         node = None
         try:
             self._on_thread_start(stream)
+            waited_ns = coreless_ns()
             while (node := self._next(stream)) is not None:
                 if stream in self._issued:
                     self._issue(node)
                     continue
-                before_ns = coreless_ns()
+                begin_ns = coreless_ns()
                 self._body(node)
-                node.coreless_ns = coreless_ns() - before_ns
+                node.late_ns, waited_ns = begin_ns - waited_ns, coreless_ns()
+                node.coreless_ns = waited_ns - begin_ns
                 with self._lock:
                     self._take_over(node)
                     node.end_ns = self._now_ns()
@@ -421,9 +423,8 @@ class Executor:
         if self._trace_end is None or node.step < self._trace_end:
             times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
             key = step_prefix(node.step) + node.op.key
-            self._spans.append(
-                Span(key, node.op.stream, *times, granted_ns=node.granted_ns, coreless_ns=node.coreless_ns)
-            )
+            waits = (node.granted_ns, node.coreless_ns, node.late_ns)
+            self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
         dead = []
         for instance in node.reads:
             instance.readers_left -= 1

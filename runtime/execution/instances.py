@@ -91,3 +91,4 @@ class OpRun(Call):
     """What its stream has back already, and others when it has ended."""
     end_ns: int = 0
     coreless_ns: int = 0
+    late_ns: int = 0

@@ -32,7 +32,7 @@ class DispatchLatency(NamedTuple):
 
 
 def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
-    """Dispatch latency by stream: means over all ops of the steady steps. Waits for memory are not in it.
+    """Dispatch latency by stream: means over all ops of the steady steps. Waits for memory or a core are not in it.
 
     Means, as for durations: beside busy cores a few ops wake up very late, and these make up the sum.
     """
@@ -47,7 +47,7 @@ def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
         after_input_ns: list[int] = []
         for (_, before), (k, span) in pairwise(ops):
             if k in steps.steady:
-                gap_ns = span.start_ns - max(before.end_ns, span.ready_ns) - span.waited_memory_ns
+                gap_ns = span.start_ns - max(before.end_ns, span.ready_ns) - span.waited_memory_ns - span.delayed_ns
                 (after_input_ns if span.ready_ns > before.end_ns else after_op_ns).append(max(0, gap_ns))
         latency[stream] = DispatchLatency(*(fmean(ns) / 1e9 if ns else 0.0 for ns in (after_op_ns, after_input_ns)))
     return latency

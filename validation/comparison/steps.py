@@ -44,13 +44,14 @@ class Steps:
 
     @property
     def stretch(self) -> dict[str, float]:
-        """By stream: seconds of its ops in a step over those in which their threads had a core; the median of steps."""
+        """By stream: seconds of its ops in a step, from when they could begin but for a core, over those in which their
+        threads had one; the median of steps."""
         ratios: dict[str, list[float]] = {}
         for k in self.steady:
             times_ns: dict[str, list[int]] = {}
             for span in self.spans[k].values():
                 total_ns = times_ns.setdefault(span.stream, [1, 1])
-                total_ns[0] += span.duration_ns
+                total_ns[0] += span.duration_ns + span.delayed_ns
                 total_ns[1] += span.worked_ns
             for stream, (busy_ns, worked_ns) in times_ns.items():
                 ratios.setdefault(stream, []).append(busy_ns / worked_ns)

@@ -87,11 +87,14 @@ def test_spans_say_how_long_their_ops_waited(monkeypatch: pytest.MonkeyPatch) ->
         if not hasattr(clock, "ticks"):
             clock.ticks = count()
         tick = next(clock.ticks)
-        return 107 * (tick // 2) + 7 * (tick % 2)
+        return 107 * (tick // 2) + 100 * (tick % 2)
 
     monkeypatch.setattr(executor, "coreless_ns", read_ns)
     machine, workload = toy_machine(), toy_workload(3)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine)
     run = executor.Executor(schedule, lambda call: None)
     run.run(2)
-    assert {span.coreless_ns for span in run.trace().spans} == {7}
+    spans = run.trace().spans
+    assert {span.coreless_ns for span in spans} == {7}
+    assert {span.late_ns for span in spans} == {100}
+    assert all(0 <= span.delayed_ns <= min(100, span.dispatch_ns) for span in spans)

@@ -144,6 +144,9 @@ def test_dispatch_latency_is_read_off_a_trace_and_put_into_another() -> None:
     read_off = measure_dispatch_latency(cut_predicted(replace(slow, spans=tuple(spans))))
     assert read_off["gpu0.compute"][0] == pytest.approx(2e-3, rel=0.01)
     assert read_off["gpu0.h2d"][0] == pytest.approx(0.0, abs=1e-6)
+    waits = cut_predicted(replace(slow, spans=tuple(s._replace(late_ns=1_500_000) for s in spans)))
+    assert measure_dispatch_latency(waits)["gpu0.compute"][0] == pytest.approx(0.5e-3, rel=0.05), "the rest is a core's"
+    assert waits.stretch["gpu0.compute"] > 1.0
 
 
 def test_a_slower_machine_stretches_all_but_drives() -> None:
