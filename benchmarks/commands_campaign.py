@@ -30,7 +30,7 @@ RESULTS = Path("benchmarks/results/commands-campaign.jsonl")
 POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuyou", "planner")
 PLANNER_FRAC = 0.45
 """Of the device memory of plain training: what the planner gets."""
-STEPS = 14
+STEPS = 30
 KEPT = ("step_error_frac", "normalised_error_frac", "interval_s", "in_interval", "slowdown", "bytes_agree", "causes")
 """Of what `compare --json` says."""
 BUSY = "while True: sum(range(10**6))"

@@ -53,8 +53,7 @@ class TurnwiseTraining:
         """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""
         first = self.trainer.num_steps_done
         if self.trainer.reference_work is not None:
-            # in a step that is not counted; once, since it would find warm caches again, and does not in a run
-            self.trainer.reference_work.num_asked = 1
+            self.trainer.reference_work.num_asked = 1  # in the first step of the turn, which is not counted
         self.trainer.run(self.batches, num_steps)
         self.skipped_steps.update(range(first, first + warmup_steps))
         return tuple(range(first + warmup_steps, first + num_steps))
