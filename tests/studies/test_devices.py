@@ -13,8 +13,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
-from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.models import load_workload, workload_of
+from tierplan.sim.workloads.workload import Training, Workload
 
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 500, "n_positions": 64}
 TWO = ["--machine", "desktop-4090", "--set", "gpu.count=2", "--seq", "64", "--batch", "2"]
@@ -93,3 +93,16 @@ def test_a_sweep_says_it_too(model: str, capsys: pytest.CaptureFixture[str], tmp
     (tmp_path / "study.toml").write_text(study + "[set]\ngpu.count = [1, 2]\n")
     assert main(["sweep", str(tmp_path / "study.toml"), "--workers", "1", "-o", str(tmp_path / "out")]) == 0
     assert "1 of 2 rows do not use all GPUs: harmony trains on 1 of the machine's 2" in capsys.readouterr().err
+
+
+def test_the_largest_of_a_family_is_not_called_the_largest_that_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(training: Training) -> list[Workload]:
+        return [workload_of(f"{n} layers", CONFIG | {"n_layer": n}, training) for n in (1, 2)]
+
+    monkeypatch.setattr("tierplan.planner.questions.largest.family", two)
+    assert main(["simulate", "--policy", "zero-offload", "--max-model", *TWO]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("zero-offload: 2 layers on desktop-4090, 2 of its 2 GPUs")
+    assert "largest of its family: larger models may fit too" in out
