@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal, cast
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import (
-    Policy,
-    bounded_semantics,
-    choice,
-    num_devices,
-    number,
-    read_options,
-    with_checkpointing,
-)
+from tierplan.planner.policies.options import Policy, choice, data_parallel, read_options
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -34,19 +27,10 @@ OPTIONS: Mapping[str, object] = {
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     options = read_options(name, given, {**OPTIONS, "reduces": "last"} if name == "ddp" else OPTIONS)
-    reduces = choice(name, options, "reduces", ("each", "last"))
-    semantics = bounded_semantics(name, options, workload, "exact-clip")
+    reduces = cast(Literal["each", "last"], choice(name, options, "reduces", ("each", "last")))
+    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces)
     unit = UnitPlan(params=place, grads=place, states=place)
-    return UnitwisePlan(
-        policy=name,
-        units=with_checkpointing(name, options, workload, unit),
-        semantics=semantics,
-        hold_updates=semantics == "exact-clip",
-        prefetch_params_units=int(number(name, options, "prefetch", low=0)),
-        devices=num_devices(name, options, machine),
-        sharing=Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces),  # type: ignore[arg-type]
-        options=options,
-    )
+    return data_parallel(name, options, workload, machine, unit, sharing)
 
 
 VARIANTS: Mapping[str, Policy] = {

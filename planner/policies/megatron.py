@@ -13,13 +13,7 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs, PlanError, Runs, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import (
-    Policy,
-    bounded_semantics,
-    num_devices,
-    read_options,
-    with_checkpointing,
-)
+from tierplan.planner.policies.options import Policy, data_parallel, num_devices, read_options
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
@@ -28,16 +22,7 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = "megatron-tp"
     options = read_options(name, given, OPTIONS)
-    semantics = bounded_semantics(name, options, workload, "exact-clip")
-    return UnitwisePlan(
-        policy=name,
-        units=with_checkpointing(name, options, workload, UnitPlan()),
-        semantics=semantics,
-        hold_updates=semantics == "exact-clip",
-        devices=num_devices(name, options, machine),
-        sharing=Sharing(divided="tensors", waits=True),
-        options=options,
-    )
+    return data_parallel(name, options, workload, machine, UnitPlan(), Sharing(divided="tensors", waits=True))
 
 
 def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, PlanError, Sharing, UnitPlan
+from tierplan.planner.plan import Plan, PlanError, Sharing, UnitPlan, UnitwisePlan
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
@@ -83,6 +83,31 @@ def bounded_semantics(policy: str, options: Mapping[str, object], workload: Work
     if asked is None:
         return "exact-clip" if workload.training.max_grad_norm is not None else own
     return cast(Semantics, choice(policy, options, "semantics", get_args(Semantics)))
+
+
+def data_parallel(
+    policy: str,
+    options: dict[str, object],
+    workload: Workload,
+    machine: Machine,
+    unit: UnitPlan,
+    sharing: Sharing,
+    **more: Any,
+) -> UnitwisePlan:
+    """One choice for all units on all devices, updated after backward unless option `semantics` says otherwise."""
+    semantics = bounded_semantics(policy, options, workload, "exact-clip")
+    if "prefetch" in options:
+        more["prefetch_params_units"] = int(number(policy, options, "prefetch", low=0))
+    return UnitwisePlan(
+        policy=policy,
+        units=with_checkpointing(policy, options, workload, unit),
+        semantics=semantics,
+        hold_updates=semantics == "exact-clip",
+        devices=num_devices(policy, options, machine),
+        sharing=sharing,
+        options=options,
+        **more,
+    )
 
 
 def has_nvme(machine: Machine) -> bool:

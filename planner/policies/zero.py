@@ -15,16 +15,7 @@ from typing import Literal, cast
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Place, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import (
-    OptionError,
-    Policy,
-    bounded_semantics,
-    choice,
-    num_devices,
-    number,
-    read_options,
-    with_checkpointing,
-)
+from tierplan.planner.policies.options import OptionError, Policy, choice, data_parallel, read_options
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -48,23 +39,14 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
             f"option 'params' of policy {name!r} is 'host'; parameters leave the device with zero-3 alone, and after "
             "the optimizer: use zero-3 with optimizer=host"
         )
-    semantics = bounded_semantics(name, options, workload, "exact-clip")
-    return UnitwisePlan(
-        policy=name,
-        units=with_checkpointing(name, options, workload, UnitPlan(params=params, grads=optimizer, states=optimizer)),
-        semantics=semantics,
-        hold_updates=semantics == "exact-clip",
-        update_order="backward",
-        prefetch_params_units=int(number(name, options, "prefetch", low=0)),
-        devices=num_devices(name, options, machine),
-        sharing=Sharing(
-            divided=DIVIDED[stage],
-            reduces="last" if stage == 1 else "each",
-            by="all_reduce" if stage == 2 else "reduce",
-            waits=choice(name, options, "overlap", ("on", "off")) == "off",
-        ),
-        options=options,
+    sharing = Sharing(
+        divided=DIVIDED[stage],
+        reduces="last" if stage == 1 else "each",
+        by="all_reduce" if stage == 2 else "reduce",
+        waits=choice(name, options, "overlap", ("on", "off")) == "off",
     )
+    unit = UnitPlan(params=params, grads=optimizer, states=optimizer)
+    return data_parallel(name, options, workload, machine, unit, sharing, update_order="backward")
 
 
 VARIANTS: Mapping[str, Policy] = {f"zero-{stage}": partial(_policy, stage) for stage in DIVIDED}
