@@ -10,7 +10,7 @@ keys         the keys of a machine file, as one table
 description  the parts of a machine, every number with its source; read and written as TOML
 build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates
-curves       what kernels reach over an op's size: measured tables, a relative's, and their errors
+curves       what kernels reach: GPUs' by measured tables or a relative's, with errors; the host's by its cores
 catalog      finds descriptions: in the catalog, in a file, or as measured here
 detect       what this machine is, by what its system says
 community    measured rates that people share: small anonymous files

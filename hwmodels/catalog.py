@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.community import parse_shared
-from tierplan.hwmodels.curves import with_derived
+from tierplan.hwmodels.curves import host_adam, with_derived
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.importers.gpu_tables import PublicTable, parse_tables
 from tierplan.hwmodels.keys import KEYS, PARTS
@@ -63,6 +63,9 @@ def _part_values(description: Description) -> dict[str, Quantity]:
         if part is not None:
             relative = description.values.get("gpu.relative")
             values |= part_values(section, str(part.value), "" if relative is None else str(relative.value))
+    adam = host_adam(description.values, description.number("host.adam_traffic") or 1.0)
+    if adam is not None:
+        values["host.adam"] = adam
     void = {derived for name in description.values for derived in KEYS[name].replaces}
     return {name: value for name, value in values.items() if name not in void}
 

@@ -1,4 +1,4 @@
-"""What a GPU's kernels reach over the size of an op: measured tables, or those of a relative, and how far off they are.
+"""What kernels reach that nobody measured on this machine: GPUs' by tables or by a relative's, the host's by its cores.
 
 A part has its own curves in `catalog/curves/` (`importers/gpu_tables.py` makes them), or names a relative that has.
 """
@@ -40,6 +40,24 @@ def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quant
         scale = _number(values, "gpu.memory_bandwidth") / _number(relative, "gpu.memory_bandwidth")
         found["gpu.elementwise"] = _scaled(relative["gpu.elementwise"], scale, scale, f"{name}'s by bandwidth")
     return found
+
+
+ADAM_CORE = 1.1e9
+"""Parameters per second and core: 1.13 on one and 2.14 G/s on two of an EPYC with AVX-512, 1 M parameters at a time, of
+400 updates the quickest twentieth (November 2026). Without AVX-512 nobody measured it here."""
+ADAM_DRAM_FRAC = 0.457
+"""Of the sheet's DRAM bandwidth: 3.9 G/s of DeepSpeed's kernel at 30 bytes each on 2 x Xeon Platinum 8168, 256 GB/s
+(arXiv 2101.06840: 0.24 to 2.57 s for 1 to 10 G parameters)."""
+
+
+def host_adam(values: Values, traffic: float) -> Quantity | None:
+    """The optimizer on all cores: they or the DRAM are the limit. None where either is not known."""
+    if not {"host.cores", "host.memory_bandwidth"} <= values.keys():
+        return None
+    by_cores = ADAM_CORE * _number(values, "host.cores")
+    by_dram = ADAM_DRAM_FRAC * _number(values, "host.memory_bandwidth") / traffic
+    why = f"the lesser of {ADAM_CORE / 1e9:g} G/s a core and {ADAM_DRAM_FRAC:g} of DRAM at {traffic:g} B each"
+    return Quantity(min(by_cores, by_dram), "derived", why)
 
 
 def _number(values: Values, name: str) -> float:

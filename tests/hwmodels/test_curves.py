@@ -11,7 +11,7 @@ import pytest
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, table_list
-from tierplan.hwmodels.curves import curve_errors, with_derived
+from tierplan.hwmodels.curves import curve_errors, host_adam, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
 from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves
 from tierplan.hwmodels.importers.reading import ImportedFileError
@@ -119,3 +119,24 @@ def test_answers_name_the_weakest_basis_and_which_rate_drives_write_at() -> None
     steady = load_machine("desktop-4090", ["nvme.part=nm790"]).basis.text
     assert "drives write as beyond their cache of 280 GB each" in steady
     assert "cache" not in load_machine("fuyou-4090").basis.text
+
+
+@pytest.mark.parametrize(
+    ("cores", "bandwidth", "measured"),
+    [(1, 1e12, 1.13e9), (2, 1e12, 2.14e9), (48, 256e9, 1e9 / 0.24), (48, 256e9, 4e9 / 1.03), (48, 256e9, 10e9 / 2.57)],
+)
+def test_the_hosts_optimizer_is_bound_by_cores_or_by_dram(cores: int, bandwidth: float, measured: float) -> None:
+    """Threads of this project's machine, and ZeRO-Offload's table for 1, 4 and 10 G parameters."""
+    values = {"host.cores": Quantity(float(cores)), "host.memory_bandwidth": Quantity(bandwidth)}
+    found = host_adam(values, 30.0)
+    assert found is not None
+    assert found.value == pytest.approx(measured, rel=0.15)
+
+
+def test_a_machine_without_a_rate_of_adam_has_that_of_its_cores(tmp_path: Path) -> None:
+    text = """[gpu]\npart = "rtx-4090"\n[link]\nh2d = "25 GB/s"\nd2h = "25 GB/s"\n[nvme]\ndrives = 0
+[host]\ncapacity = "64 GB"\ncores = 2\nmemory_bandwidth = "70 GB/s"\n"""
+    (tmp_path / "mine.toml").write_text(text)
+    machine = load_machine(str(tmp_path / "mine.toml"))
+    assert machine.stream("host.adam").rates["parameters"].at(1e9) == pytest.approx(0.457 * 70e9 / 30)
+    assert "host derived" in machine.basis.text
