@@ -129,11 +129,11 @@ def _all_on_device(workload: Workload) -> UnitwisePlan:
 
 def run(path: Path) -> None:
     known = {key(record) for record in read(path)}
-    for label, name, overrides, model, batch in scenarios():
+    for label, name, overrides, model, batch, length in scenarios():
         record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
         if key(record) in known:
             continue
-        workload, machine = question(name, overrides, model, batch)
+        workload, machine = question(name, overrides, model, batch, length)
         for method, found in METHODS.items():
             began = time.process_time()
             record[method] = {"step_s": found(workload, machine), "planning_s": time.process_time() - began}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner_grid benchmarks/results/grid.jsonl          # runs what the file lacks, line by line
     python -m benchmarks.planner_grid benchmarks/results/grid.jsonl --table docs/planner_grid.md
+    python -m benchmarks.planner_grid random.jsonl --random 40 --seed 1      # models, machines, lengths from all over
 
 Every machine takes part with one of its devices. A scenario where nothing fits is a line too. Each line has the version
 of tierplan that wrote it; the table says which.
@@ -12,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,8 +30,9 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
+from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 
 MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "desktop 4090, 64 GB": ("desktop-4090", ()),
@@ -44,19 +47,41 @@ LAPTOP = (("gpt-1.3b", 2), ("gpt-1.3b", 8), ("gpt-6.7b", 2), ("gpt-6.7b", 8))
 SMALL = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}
 """GPT-3 XL, table 2.1 of arXiv 2005.14165; the other sizes are named configurations."""
 SEQUENCE = 1024
+RANDOM_MACHINES = ("cloud-h100", "desktop-4090", "fsdp-qlora-a5000", "fuyou-4090", "laptop", "server-8xh100")
+RANDOM_MACHINES += ("roundpipe-8x4090", "ssdtrain-a100", "zero-offload-v100", "dgx-8xa100-80gb")
+RANDOM_MODELS = (*MODELS, "gpt-100b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-4b", "qwen3-14b", "qwen3-32b")
+RANDOM_MODELS += ("qwen3-30b-a3b", "mixtral-8x7b")
+RANDOM_HOST_GB = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 CLEARLY = 1.10
 PART = "grid"
 budget.WALL_TIMES = 1000
 """Computing counts, not the clock: a busy computer writes the same table, only later."""
 
 
-def scenarios() -> Iterator[tuple[str, str, tuple[str, ...], str, int]]:
+Scenario = tuple[str, str, tuple[str, ...], str, int, int]
+"""Label, machine, what is set there, model, batch, tokens in a sequence."""
+
+
+def scenarios() -> Iterator[Scenario]:
     for label, (name, overrides) in MACHINES.items():
         for model in MODELS:
             for batch in BATCHES:
-                yield label, name, overrides, model, batch
+                yield label, name, overrides, model, batch, SEQUENCE
     for model, batch in LAPTOP:
-        yield "laptop", "laptop", (), model, batch
+        yield "laptop", "laptop", (), model, batch, SEQUENCE
+
+
+def drawn(num: int, seed: int) -> Iterator[Scenario]:
+    """Scenarios from all over; the first of them are the same for every number."""
+    rng = random.Random(seed)
+    for _ in range(num):
+        name, model = rng.choice(RANDOM_MACHINES), rng.choice(RANDOM_MODELS)
+        host_gb, drives = rng.choice(RANDOM_HOST_GB), rng.randint(1, 8)
+        batch, length = rng.choice((1, 2, 4, 8, 16, 32, 64)), rng.choice((512, 1024, 2048, 4096, 8192))
+        has_drives = any(tier.kind == "nvme" for tier in load_machine(name).tiers)
+        overrides = (f"host.capacity={host_gb} GB", *([f"nvme.drives={drives}"] if has_drives else []))
+        label = f"{name}, {host_gb} GB, {drives if has_drives else 0} drives, {length} tokens"
+        yield label, name, overrides, model, batch, length
 
 
 def one_device(machine: Machine) -> Machine:
@@ -66,27 +91,38 @@ def one_device(machine: Machine) -> Machine:
     return replace(machine, tiers=tuple(t for t in machine.tiers if t.name not in others), streams=tuple(streams))
 
 
-def question(name: str, overrides: tuple[str, ...], model: str, batch: int) -> tuple[Workload, Machine]:
+def question(
+    name: str, overrides: tuple[str, ...], model: str, batch: int, length: int = SEQUENCE
+) -> tuple[Workload, Machine]:
     """The workload and the machine of one scenario."""
     machine = one_device(load_machine(name, overrides))
     rates = machine.stream("gpu0.compute").rates
     training = Training(
         per_device_train_batch_size=batch,
-        sequence_length=SEQUENCE,
+        sequence_length=length,
         dtype="bf16" if "matmul_bf16_flops" in rates else "fp16",
     )
     with tempfile.TemporaryDirectory() as folder:
         source: str | Path = model
         if model == "gpt-1.3b":
             source = Path(folder) / "config.json"
-            source.write_text(json.dumps(SMALL))
-        return load_workload(source, training), machine
+            source.write_text(json.dumps({**SMALL, "n_positions": max(length, 2048)}))
+        try:
+            return load_workload(source, training), machine
+        except NotCovered:
+            return trace_workload(source, training), machine
 
 
 def answer(
-    name: str, overrides: tuple[str, ...], model: str, batch: int, *, time_limit_s: float | None = None
+    name: str,
+    overrides: tuple[str, ...],
+    model: str,
+    batch: int,
+    length: int = SEQUENCE,
+    *,
+    time_limit_s: float | None = None,
 ) -> dict[str, Any]:
-    workload, machine = question(name, overrides, model, batch)
+    workload, machine = question(name, overrides, model, batch, length)
     started = time.process_time()
     try:
         result = plan(workload, machine, time_limit_s=time_limit_s)
@@ -138,13 +174,13 @@ def replace_part(page: Path, name: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
-def run(path: Path, time_limit_s: float | None) -> None:
+def run(path: Path, time_limit_s: float | None, asked: Iterable[Scenario]) -> None:
     known = {key(line) for line in read(path)}
-    for label, name, overrides, model, batch in scenarios():
+    for label, name, overrides, model, batch, length in asked:
         record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
         if key(record) in known:
             continue
-        record |= answer(name, overrides, model, batch, time_limit_s=time_limit_s)
+        record |= answer(name, overrides, model, batch, length, time_limit_s=time_limit_s)
         record |= {"time_limit_s": time_limit_s, "version": version()}
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -206,12 +242,14 @@ def main() -> None:
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="of each search (default: what plan takes where nobody says)"
     )
+    parser.add_argument("--random", type=int, metavar="N", help="so many scenarios from all over instead of the grid")
+    parser.add_argument("--seed", type=int, default=0, help="of these")
     parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
     args = parser.parse_args()
     if args.table:
         replace_part(args.table, PART, table(read(args.results)))
     else:
-        run(args.results, args.time_limit)
+        run(args.results, args.time_limit, drawn(args.random, args.seed) if args.random else scenarios())
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from unittest import mock
 
-from benchmarks.planner_grid import MACHINES, SEQUENCE, TIME_LIMIT_S, one_device
+from benchmarks.planner_grid import MACHINES, SEQUENCE, one_device
 from tierplan.hwmodels import load_machine
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 
+TIME_LIMIT_S = 10.0
 SCENARIOS = (
     ("desktop 4090, 64 GB", "gpt-6.7b", 8),
     ("desktop 4090, 64 GB", "gpt-13b", 32),
