@@ -167,7 +167,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
     tokens_per_step = training.tokens_per_step * num_ranks
     own = "" if ranks is None else f"rank-{rank}"
     nvme_dirs = job.nvme_dirs or (job.out_dir / "nvme",)
-    with _Metrics(job, tokens_per_step, rate, predicted, show_progress, is_first=rank == 0) as metrics:
+    with _Metrics(job, tokens_per_step, rate, predicted, show_progress) as metrics:
         trainer = Trainer(
             schedule,
             model,
@@ -180,7 +180,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             num_threads=job.num_threads,
             trace_steps=TRACED_STEPS,
             reference_frac=MOST_FRAC,
-            on_step=metrics.on_step,
+            on_step=metrics.on_step if rank == 0 else lambda step, loss: None,
             out_dir=job.out_dir,
             checkpoint_every=job.checkpoint_every,
             read_back=job.read_back,
@@ -190,7 +190,8 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             ranks=ranks,
         )
         with trainer, stop_on_interrupt(trainer.request_stop) as was_asked:
-            metrics.begin(trainer.num_steps_done)
+            if rank == 0:
+                metrics.begin(trainer.num_steps_done)
             trainer.run(batches, max(0, job.num_steps - trainer.num_steps_done))
             result = trainer.result()
             if result.step_ends_s:  # else the run was done before, and its trace is there
@@ -302,25 +303,15 @@ class _Metrics(ExitStack):
     """Writes one line per step, and shows a bar."""
 
     def __init__(
-        self,
-        job: Job,
-        tokens_per_step: int,
-        rate: Callable[[int], float],
-        predicted_s: float | None,
-        show: bool,
-        is_first: bool,
+        self, job: Job, tokens_per_step: int, rate: Callable[[int], float], predicted_s: float | None, show: bool
     ) -> None:
         super().__init__()
-        self._is_first = is_first
-        """Of the ranks, if there are several."""
         self._path = job.out_dir / "metrics.jsonl"
         self._job, self._rate, self._predicted_s, self._show = job, rate, predicted_s, show
         self._tokens = tokens_per_step
 
     def begin(self, num_steps_done: int) -> None:
         """Drops the lines of steps that were not committed, which are run again."""
-        if not self._is_first:
-            return
         kept = []
         if num_steps_done:
             lines = (files.read_content(self._path) or b"").decode(errors="replace").splitlines()
@@ -337,8 +328,6 @@ class _Metrics(ExitStack):
             self._bar = self.enter_context(tqdm(total=self._job.num_steps, initial=num_steps_done, **settings))
 
     def on_step(self, step: int, loss: float) -> None:
-        if not self._is_first:
-            return
         now_s = time.perf_counter()
         step_s, self._last_s = now_s - self._last_s, now_s
         record = {

@@ -109,6 +109,8 @@ class CommitLog:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise self._broken(f"it is not JSON ({error})") from error
+        if isinstance(record, list):
+            raise CommitError(f"{self.folder} holds a run of several ranks; resume it with as many (--devices)")
         if not isinstance(record, dict):
             raise self._broken(f"it holds {type(record).__name__}, not an object")
         if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
@@ -212,7 +214,13 @@ class CommitLogOfRank(CommitLog):
         decided = files.read_content(self._decided)
         if decided is None:
             return None
-        num_steps, num_ranks = self._parsed(decided)
+        try:
+            num_steps, num_ranks = msgspec.json.decode(decided, type=tuple[Count, Count])
+        except msgspec.MsgspecError as error:
+            raise CommitError(
+                f"{self._decided} does not say after how many steps {self._ranks.size} ranks were committed ({error}); "
+                "a run is resumed with as many ranks as it was begun with"
+            ) from error
         if num_ranks != self._ranks.size:
             raise CommitError(
                 f"{self._decided.parent} holds a run of {num_ranks} ranks, and {self._ranks.size} were started; start "
@@ -232,22 +240,11 @@ class CommitLogOfRank(CommitLog):
         self._put(self._next, commit)
         self._ranks.barrier("commits")
         if self._ranks.rank == 0:
-            content = {"num_steps": commit.num_steps, "num_ranks": self._ranks.size}
-            files.replace_content(self._decided, json.dumps(content).encode())
+            files.replace_content(self._decided, msgspec.json.encode((commit.num_steps, self._ranks.size)))
         self._ranks.barrier("commits")
         files.rename_file(self._next, self._record)
         files.sync_folder(self.folder)
         self._forget_others(commit)
-
-    def _parsed(self, decided: bytes) -> tuple[int, int]:
-        try:
-            record = json.loads(decided)
-            return int(record["num_steps"]), int(record["num_ranks"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommitError(
-                f"{self._decided} does not say after how many steps {self._ranks.size} ranks were committed ({error}); "
-                "a run is resumed with as many ranks as it was begun with"
-            ) from error
 
 
 def stamp(what: str, run_id: str, num_steps: int) -> bytes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from tierplan.runtime.ranks.group import Ranks
 
@@ -21,8 +23,16 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, monitor_interval=0.1,
+        max_restarts=0, monitor_interval=0.1, signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
+    own = os.getpid()
+
+    def forward(number: int, frame: object) -> None:
+        for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split():
+            os.kill(int(pid), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # ranks are in sessions of their own, and stop together
+        signal.signal(number, forward)
     try:
         elastic_launch(config, sys.executable)("-m", "tierplan", *arguments)
     except ChildFailedError as error:

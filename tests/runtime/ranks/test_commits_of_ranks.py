@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLogOfRank
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, CommitLogOfRank
 
 
 class Crash(Exception):
@@ -69,6 +69,8 @@ def test_what_ranks_cannot_resume(tmp_path: Path) -> None:
     ranks: Any = type("Three", (), {"rank": 0, "size": 3})()
     with pytest.raises(CommitError, match="holds a run of 2 ranks, and 3 were started; start 2"):
         CommitLogOfRank(tmp_path, ranks).last()
+    with pytest.raises(CommitError, match="holds a run of several ranks; resume it with as many"):
+        CommitLog(tmp_path).last()
     (tmp_path / "commit.json").write_text("[]")
     with pytest.raises(CommitError, match="does not say after how many steps"):
         log(tmp_path, 0).last()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +50,27 @@ def test_two_devices_train_as_one_with_two_micro_batches(files: Path) -> None:
     assert all(torch.equal(one[key], two[key]) for key in one)
     measured = {span.key.split("/", 1)[1] for span in Trace.load(files / "two" / "trace.json").spans}
     assert measured == {op.key for op in load_schedule(files / "plan.json").ops}
+
+
+@pytest.mark.nightly
+def test_ctrl_c_stops_all_ranks_and_the_run_goes_on(files: Path) -> None:
+    write_plan_of_two(files)
+    command = [sys.executable, "-c", START, *arguments(files, 60, "two", "--devices", "2")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    path = files / "two" / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "resume with --resume" in said
+    num_before = len(metrics(files, "two"))
+    assert subprocess.run([*command, "--resume"], timeout=240, check=False).returncode == 0
+    write_plan(files, replace(CPU, gradient_accumulation_steps=2))
+    assert main(arguments(files, 60, "one")) == 0
+    assert num_before < 60
+    assert [line["loss"] for line in metrics(files, "one")] == [line["loss"] for line in metrics(files, "two")]
 
 
 @pytest.mark.nightly
