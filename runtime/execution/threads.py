@@ -12,8 +12,9 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -54,26 +55,33 @@ def threads_here(num_threads: int) -> Iterator[None]:
         limit_this_thread(before)
 
 
-class _OfHelpers(threading.local):
-    ns = 0
+class _Clock:
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        self.helpers_ns, self._file = 0, -1
+        with suppress(OSError):  # another kernel
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file).atexit = False
+
+    def read_ns(self) -> int:
+        return 0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) + self.helpers_ns
 
 
-_of_helpers = _OfHelpers()
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.clock = _Clock()
+
+
+_own = _Own()
 
 
 def coreless_ns() -> int:
     """Nanoseconds that this thread could have run and no core was free, as the kernel counts them; 0 where it does not.
 
-    What others waited while they worked for this thread is in it (`Baton`). A reading takes 5 us.
+    What others waited while they worked for this thread is in it (`Baton`). A reading takes 2 us.
     """
-    try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return 0
-    try:
-        return int(os.read(file, 64).split()[1]) + _of_helpers.ns
-    finally:
-        os.close(file)
+    return _own.clock.read_ns()
 
 
 class Baton:
@@ -95,7 +103,7 @@ class Baton:
         self._back.acquire()
         own_ns = coreless_ns() - before_ns
         true_ns = min(own_ns, time.perf_counter_ns() - self._handed_ns)
-        _of_helpers.ns += self._waited_ns + true_ns - own_ns
+        _own.clock.helpers_ns += self._waited_ns + true_ns - own_ns
 
     def let_go(self) -> None:
         """The other thread works; this one does not wait for it."""

@@ -48,7 +48,7 @@ def test_what_another_waits_while_it_has_the_baton_counts_and_nothing_else(monke
     and 1000 ns after it has handed over, when nobody needs it."""
     now, waited = [0], threading.local()
     monkeypatch.setattr(threads.time, "perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr(threads, "coreless_ns", lambda: getattr(waited, "ns", 0) + threads._of_helpers.ns)
+    monkeypatch.setattr(threads, "coreless_ns", lambda: getattr(waited, "ns", 0) + threads._own.clock.helpers_ns)
     baton, found = threads.Baton(), []
 
     def wait(ns: int) -> None:
