@@ -3,7 +3,9 @@
 The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move and
 inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops
 gives a point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this
-machine's limits, and the micro-batches in one of the two orders."""
+machine's limits, and the micro-batches in one of the two orders. Updates are where states live: on the cores, or on the
+device with states that stay there. States that come to the device and go back (`UnitPlan.update`) are not in the
+program, and plans with them may be below the bound; no search makes such plans."""
 
 from __future__ import annotations
 

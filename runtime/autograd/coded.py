@@ -26,6 +26,7 @@ NF4_VALUES = (
 )  # fmt: skip
 """What the codes of NF4 stand for (Dettmers 2023)."""
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+EXECUTED = ("nf4", *TYPES)
 DECODED_AT_ONCE = 2**18
 """Values, so that what decoding takes beside its result is small."""
 
@@ -41,7 +42,7 @@ class CodedLinear(nn.Linear):
         self.base, self.dtype = base, weight_oi.dtype
         self.out_features, self.in_features = weight_oi.shape
         for level, part in enumerate(_coded(weight_oi, base)):
-            name = "scales" if part.dtype == torch.float32 else f"codes{level or ''}"
+            name = f"codes{level or ''}" if part.dtype == torch.uint8 else "scales"
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
         self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
 
@@ -141,16 +142,15 @@ def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     if weight_oi.device.type != "meta" and not isinstance(weight_oi, FakeTensor):
         return coded_weight(weight_oi, base)
     *codes, scales = format_of(base).part_bytes(weight_oi.numel(), weight_oi.shape[0])
-    parts = [weight_oi.new_empty(num, dtype=torch.uint8) for num in codes]
-    return [*parts, weight_oi.new_empty(scales // 4, dtype=torch.float32)]
+    if base not in EXECUTED:  # the scales are no fp32 numbers alone
+        return [weight_oi.new_empty(num, dtype=torch.uint8) for num in (*codes, scales)]
+    return [weight_oi.new_empty(codes[0], dtype=torch.uint8), weight_oi.new_empty(scales // 4, dtype=torch.float32)]
 
 
 def refuse_unknown(base: str) -> None:
     """Raises `WorkloadError` for formats that are planned and not executed."""
-    if base != "nf4" and base not in TYPES:
-        raise WorkloadError(
-            f"base {base!r} is planned, and not executed: its mean per tensor is kept nowhere; run nf4, int8 or fp8"
-        )
+    if base not in EXECUTED:
+        raise WorkloadError(f"base {base!r} is planned, and not executed; run one of {', '.join(EXECUTED)}")
 
 
 @decoded_weight.register_fake

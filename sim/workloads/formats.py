@@ -53,13 +53,15 @@ FORMATS: Mapping[str, Format] = {
     "int8": Format(bits=8, scales=FP32),
     "nf4": Format(bits=4, block=64, scales=FP32),
     "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32)),
+    "int4": Format(bits=4, block=128, scales=Format(bits=20)),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
 }
 """fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row), NF4 as QLoRA has it, without and with double
-quantisation; dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
+quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in 4; dynamic8 and dynamic4 are moments
+of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
 
-BASES = ("nf4", "nf4-double", "int8", "fp8")
+BASES = ("nf4", "nf4-double", "int4", "int8", "fp8")
 """Formats that the linear layers of a frozen base may have."""
 
 
