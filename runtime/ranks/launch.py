@@ -23,7 +23,7 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, monitor_interval=0.1, signals_to_handle="SIGHUP,SIGQUIT",
+        max_restarts=0, run_id=os.urandom(8).hex(), monitor_interval=0.1, signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
     own = os.getpid()
 
