@@ -82,8 +82,9 @@ def what_to_do(comparison: Comparison, basis: PredictionBasis, meta: Mapping[str
     if slowdown is not None and normalised is not None and abs(normalised) <= max(GOOD_FRAC, abs(error) / 2):
         how = "slower" if slowdown > 1 else "faster"
         return (
-            f"The machine was {how} in the run than in the calibration (its reference work took {slowdown:.2f} times "
-            f"as long), and for that the error is {format_error(normalised)}. Run again when it is as quiet as it was, "
+            f"The machine was {how} in the run than in the calibration ({slowdown:.2f} times as long, by waits for "
+            f"a core and the reference work), and for that the error is {format_error(normalised)}. Run again when it "
+            "is as quiet as it was, "
             "or calibrate again if it stays so."
         )
     if not basis.num_threads:
@@ -100,5 +101,6 @@ def what_to_do(comparison: Comparison, basis: PredictionBasis, meta: Mapping[str
             "another way than in the calibration. Calibrate with the batch and length of this run."
         )
     return (
-        "The machine works otherwise than in its calibration, which its reference work does not show: calibrate again."
+        "The machine works otherwise than in its calibration, which waits for a core and its reference work do not "
+        "show: calibrate again."
     )
