@@ -226,8 +226,8 @@ def report(out: Path) -> str:
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
         lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", "", "| plan | ratio |", "|---|---|"]
         lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["plain_over_schedule"].items()]
-    log = out / "logs" / "calibrate.log"
-    lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"] * log.exists()
+    if (log := out / "logs" / "calibrate.log").exists():
+        lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"]
     if (out / "campaign").is_dir():
         from tierplan.validation.campaign.artifact import load_artifacts
         from tierplan.validation.campaign.table import campaign_markdown

@@ -84,7 +84,11 @@ def _least(rate: Rate, other: Rate) -> Rate:
 
 
 def parts_of(machine: Machine, less: Machine) -> tuple[Part, ...]:
-    """What of the machine is used where it runs as one that has less, of the same tiers and streams."""
+    """What of the machine is used where it runs as one that has less, of the same tiers and streams.
+
+    A part is one number: where rates over the amount differ in shape, it is the least, and the machine runs slower than
+    the one that has less at other amounts.
+    """
     parts = [
         (tier.name, CAPACITY, smaller.capacity_bytes / tier.capacity_bytes)
         for tier, smaller in zip(machine.tiers, less.tiers, strict=True)

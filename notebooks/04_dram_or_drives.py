@@ -54,7 +54,7 @@ _ = ax.set(xlabel="tokens per second", title="gpt-13b on the desktop, batch 16, 
 # %% [markdown]
 # **Answer.** Either, and neither is money lost: the drive is the limit, so another one takes half of its work, and what
 # DRAM holds need not come from it. One more drive gives most for the money, at the prices of 2026; three more give most
-# for 600 dollars. A quicker GPU costs much and gives least: it waits for the same drive.
+# for 600 dollars. A quicker GPU of as many GB costs much and gives least: it waits for the same drive.
 
 # %%
 afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 600}

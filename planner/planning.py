@@ -95,7 +95,7 @@ def plan(
         Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
         simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
         `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s. A machine that
-        has more than the catalog's of its name has the same for the lesser one, whose answer it then also has.
+        has more than the catalog's of its name takes as much again for the lesser one, whose answer it then also has.
         Searching one order alone spends that order's share of it.
     policies
         Names of the policies to compare with; all by default.
@@ -129,7 +129,6 @@ def plan(
     }
     started, known, first = time.perf_counter(), None, None
     if (less := lesser_of_catalog(machine)) is not None:
-        time_limit_s = time_limit_s and time_limit_s / 2
         question = _question(workload, less, time_limit_s, asked)
         with suppress(InfeasiblePlan):  # this machine may do better
             if question not in _ANSWERS:

@@ -26,7 +26,7 @@ NF4_VALUES = (
 )  # fmt: skip
 """What the codes of NF4 stand for (Dettmers 2023)."""
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-EXECUTED = ("nf4", *TYPES)
+EXECUTED_BASES = ("nf4", *TYPES)
 DECODED_AT_ONCE = 2**18
 """Values, so that what decoding takes beside its result is small."""
 
@@ -142,15 +142,15 @@ def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     if weight_oi.device.type != "meta" and not isinstance(weight_oi, FakeTensor):
         return coded_weight(weight_oi, base)
     *codes, scales = format_of(base).part_bytes(weight_oi.numel(), weight_oi.shape[0])
-    if base not in EXECUTED:  # the scales are no fp32 numbers alone
+    if base not in EXECUTED_BASES:  # the scales are no fp32 numbers alone
         return [weight_oi.new_empty(num, dtype=torch.uint8) for num in (*codes, scales)]
     return [weight_oi.new_empty(codes[0], dtype=torch.uint8), weight_oi.new_empty(scales // 4, dtype=torch.float32)]
 
 
 def refuse_unknown(base: str) -> None:
     """Raises `WorkloadError` for formats that are planned and not executed."""
-    if base not in EXECUTED:
-        raise WorkloadError(f"base {base!r} is planned, and not executed; run one of {', '.join(EXECUTED)}")
+    if base not in EXECUTED_BASES:
+        raise WorkloadError(f"base {base!r} is planned, and not executed; run one of {', '.join(EXECUTED_BASES)}")
 
 
 @decoded_weight.register_fake
@@ -163,15 +163,15 @@ def code_base(model: nn.Module, base: str, *, whole: bool) -> None:
     from transformers.pytorch_utils import Conv1D
 
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    found = [
+    frozen_layers = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not output and (whole or not layer.weight.requires_grad)
     ]
-    if not found:
+    if not frozen_layers:
         raise WorkloadError(
             f"base is {base!r}, but {type(model).__name__} has no frozen linear layer that could be in it; freeze some"
         )
-    for parent, name, layer in found:
+    for parent, name, layer in frozen_layers:
         setattr(parent, name, CodedLinear(layer, base))

@@ -110,7 +110,10 @@ class CommitLog:
         except (ValueError, RecursionError) as error:
             raise self._broken(f"it is not JSON ({error})") from error
         if isinstance(record, list):
-            raise CommitError(f"{self.folder} holds a run of several ranks; resume it with as many (--devices)")
+            raise CommitError(
+                f"{self.folder} holds a run of several ranks (its commit.json has a record of each); resume it with as "
+                "many (--devices)"
+            )
         if not isinstance(record, dict):
             raise self._broken(f"it holds {type(record).__name__}, not an object")
         if (record.get("format"), record.get("version")) != (FORMAT, VERSION):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shares.add_argument("machine", nargs="?", default="here", help="a TOML file, or `here`")
     option(shares, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
     option(shares, "--step MODEL,POLICY,BATCH,SEQ,SECONDS", "one measured step, too")
+    option(shares, "--json", "print it as one JSON object")
     shares.set_defaults(act=_share)
 
     imports = commands.add_parser("import", help="a machine from the output of other tools")
@@ -312,6 +314,9 @@ def _share(args: argparse.Namespace) -> int:
 
     text = share(load_description(args.machine), f"{datetime.now(UTC):%Y-%m}", args.step and step_of(args.step))
     write_atomically(args.output, text)
+    if args.json:
+        print(json.dumps({**tomllib.loads(text), "file": str(args.output)}, indent=1, default=str))
+        return 0
     print(text)
     print(f"written to {args.output}; for everybody: a pull request that adds it to hwmodels/catalog/community/")
     return 0
