@@ -29,7 +29,8 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.program import Solver
-from tierplan.planner.plan import Order, PlanError, UnitPlan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import UnitPlan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator

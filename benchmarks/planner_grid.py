@@ -27,7 +27,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PlanError
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
 from tierplan.runtime.tracing.trace import trace_workload

@@ -1,6 +1,7 @@
 """From a workload and a machine to a plan, and from a plan to a schedule. In reading order:
 
 plan             the decisions: what lives where, what happens to every saved tensor, when updates run
+plan_rules       the words of plans, and the rules that they keep
 policies         published systems, one file each: functions to a plan
 lowering         from a plan for one device to a schedule
 several_devices  from packs and partitions to a schedule, and the search for packs

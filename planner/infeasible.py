@@ -14,7 +14,8 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound
-from tierplan.planner.plan import Order, PlanError, plain_semantics
+from tierplan.planner.plan import plain_semantics
+from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload, WorkloadError

@@ -3,8 +3,6 @@
 UnitwisePlan    every unit has its own places and actions
 PackPlan        runs of units visit the devices in turn (Harmony)
 PagedPlan       devices page weights in and out for every use (virtual memory)
-
-PlanError(ValueError)   a plan that contradicts itself, its workload or its machine
 """
 
 from __future__ import annotations
@@ -16,51 +14,25 @@ from typing import ClassVar, Literal, get_args
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import Part
 from tierplan.hwmodels.shown import Shown
+from tierplan.planner.plan_rules import (
+    Divided,
+    InputAction,
+    Order,
+    PackForm,
+    Place,
+    PlanError,
+    Runs,
+    UpdateOrder,
+    UpdatePlace,
+    WriteBack,
+    check_number,
+    check_unitwise,
+    check_words,
+    refuse_clipping,
+    refuse_frozen,
+)
 from tierplan.sim.step import Action, Semantics
-from tierplan.sim.workloads.workload import Training, Unit, Workload
-
-Place = Literal["device", "host", "nvme"]
-InputAction = Literal["keep", "host", "nvme"]
-Order = Literal["horizontal", "vertical"]
-WriteBack = Literal["at once", "delayed", "awaited"]
-UpdateOrder = Literal["forward", "backward"]
-PackForm = Literal["data", "pipeline", "resident"]
-UpdatePlace = Literal["home", "device"]
-Runs = tuple[tuple[int, int], ...]
-"""Of units: the first one and the one after the last, of each run."""
-PLACES: tuple[Place, ...] = get_args(Place)
-PLANNER = "planner"
-"""The name under which the planner's own plans stand among policies."""
-MAX_TURNS = 200_000
-"""Forwards and backwards of units in one step, at most: a schedule of them takes a few hundred MB."""
-ACTIONS: tuple[Action, ...] = get_args(Action)
-
-Divided = Literal["all", "gradients", "states", "nothing", "tensors"]
-UNIT_WORDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("params", "grads", "states"), PLACES),
-    "input": get_args(InputAction),
-    "update": get_args(UpdatePlace),
-}
-PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
-    "semantics": get_args(Semantics),
-    "order": get_args(Order),
-    "write_back": get_args(WriteBack),
-    "update_order": get_args(UpdateOrder),
-}
-SHARING_WORDS: Mapping[str, tuple[str, ...]] = {
-    "divided": get_args(Divided),
-    "reduces": ("last", "each"),
-    "by": ("reduce", "all_reduce"),
-}
-PLAN_NUMBERS: Mapping[str, int] = {
-    **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
-    **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices"), 1),
-}
-"""Fields of a unit-wise plan that are whole numbers, each with the least that it may be."""
-
-
-class PlanError(ValueError):
-    """A plan that contradicts itself, its workload or its machine."""
+from tierplan.sim.workloads.workload import Training, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,37 +150,7 @@ class UnitwisePlan(Shown):
 
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
-        _check_words(f"plan {self.policy!r}", self, PLAN_WORDS)
-        _check_words(f"plan {self.policy!r}", self.sharing, SHARING_WORDS)
-        for name, least in PLAN_NUMBERS.items():
-            _check_number(self.policy, name, getattr(self, name), least)
-        if any(not 0 < part <= 1 for *_, part in self.parts):
-            raise PlanError(f"plan {self.policy!r} uses parts {self.parts}; each must be above 0 and at most 1")
-        if self.devices > 1 and self.sharing.divided == "nothing" and {u.states for u in self.units} != {"device"}:
-            raise PlanError(
-                f"plan {self.policy!r} divides nothing among {self.devices} devices, each with its own states, but "
-                "some are off the device; divide the states, or keep them on the device"
-            )
-        away = any({u.params, u.frozen or u.params} - {"device"} for u in self.units)
-        if self.devices > 1 and away and self.sharing.divided not in ("all", "tensors"):
-            raise PlanError(
-                f"plan {self.policy!r} divides {self.sharing.divided} among {self.devices} devices, but some "
-                "parameters are off it, from where each fetches its share alone; divide all, or keep them there"
-            )
-        if len(self.units) != len(workload.units):
-            raise PlanError(
-                f"plan {self.policy!r} has {len(self.units)} units, but workload {workload.name!r} has "
-                f"{len(workload.units)}; make the plan from this workload"
-            )
-        seen = set()
-        for unit, choice in zip(workload.units, self.units, strict=True):
-            if (alike := (unit.kind, len(unit.saved), unit.is_frozen, choice)) not in seen:
-                seen.add(alike)
-                _check_unit(unit, choice)
-                _check_update(self, unit, choice)
-        _check_semantics(self, workload.training)
-        _check_pieces(self, workload)
-        _check_turns(self, workload)
+        check_unitwise(self, workload)
 
     def rows(self) -> list[dict[str, object]]:
         """What is decided of each unit."""
@@ -284,9 +226,9 @@ class PackPlan:
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if packs leave out units or take some twice, or for training that they cannot do."""
         packs = self.packs
-        _check_words(f"plan {self.policy!r}", packs, {"form": get_args(PackForm)})
-        _check_number(self.policy, "devices", packs.devices, 1)
-        _check_number(self.policy, "rounds", packs.rounds, 1)
+        check_words(f"plan {self.policy!r}", packs, {"form": get_args(PackForm)})
+        check_number(self.policy, "devices", packs.devices, 1)
+        check_number(self.policy, "rounds", packs.rounds, 1)
         if (total := workload.training.gradient_accumulation_steps) % packs.rounds:
             raise PlanError(
                 f"plan {self.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
@@ -307,8 +249,8 @@ class PackPlan:
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
         if packs.form != "resident" and packs.devices * packs.rounds == 1 and not (packs.streams or packs.late_updates):
-            _refuse_frozen(f"plan {self.policy!r} runs in packs on one device", workload)
-        _refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+            refuse_frozen(f"plan {self.policy!r} runs in packs on one device", workload)
+        refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(
                 f"plan {self.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "
@@ -348,9 +290,9 @@ class PagedPlan:
 
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` for a wrong number of devices, or training that paging cannot do."""
-        _check_number(self.policy, "devices", self.devices, 1)
-        _refuse_frozen(f"plan {self.policy!r} pages weights", workload)
-        _refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
+        check_number(self.policy, "devices", self.devices, 1)
+        refuse_frozen(f"plan {self.policy!r} pages weights", workload)
+        refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
 
 
 Plan = UnitwisePlan | PackPlan | PagedPlan
@@ -377,153 +319,3 @@ def facts_of(plan: Plan, workload: Workload, machine: Machine, **more: object) -
 def plain_semantics(training: Training) -> Semantics:
     """What gives the numbers of plain training: exact clipping where it clips, else updates in backward."""
     return "in-backward" if training.max_grad_norm is None else "exact-clip"
-
-
-def _check_words(whose: str, choices: object, allowed: Mapping[str, tuple[str, ...]]) -> None:
-    for name, words in allowed.items():
-        if (word := getattr(choices, name)) not in words:
-            raise PlanError(f"{whose} has {name} {word!r}; choose among {', '.join(words)}")
-
-
-def _check_number(policy: str, name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise PlanError(f"plan {policy!r}: {name} is {value!r}; it must be a whole number of {least} or more")
-
-
-def _refuse_frozen(whose: str, workload: Workload) -> None:
-    """For plans that move all parameters alike."""
-    if any(unit.num_frozen for unit in workload.units):
-        raise PlanError(
-            f"{whose}, which moves all parameters, their gradients and states, but some of {workload.name!r} are "
-            "frozen; use a unit-wise plan, which keeps frozen ones apart"
-        )
-
-
-def _refuse_clipping(whose: str, training: Training) -> None:
-    """For plans that update each unit as its gradients arrive."""
-    if training.max_grad_norm is not None:
-        raise PlanError(
-            f"{whose}, which updates each unit in backward, before the norm of all gradients is known, but training "
-            f"asks for clipping at norm {training.max_grad_norm}; use a unit-wise plan with semantics 'exact-clip', or "
-            "drop max_grad_norm"
-        )
-
-
-def _check_unit(unit: Unit, choice: UnitPlan) -> None:
-    _check_words(f"unit {unit.name!r}", choice, UNIT_WORDS)
-    if not isinstance(choice.acts, str) and len(choice.acts) != len(unit.saved):
-        raise PlanError(
-            f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
-            "for it; give one action for all, or one per tensor"
-        )
-    if choice.frozen not in (None, *PLACES):
-        raise PlanError(f"unit {unit.name!r} has frozen {choice.frozen!r}; choose among {', '.join(PLACES)}, or null")
-    if choice.state_shards < 1 or (choice.state_shards > 1 and choice.states != "nvme"):
-        raise PlanError(
-            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the "
-            "number must be 1 or more, and only states on 'nvme' travel in shards"
-        )
-    if not 0 <= choice.host_shards < choice.state_shards:
-        raise PlanError(
-            f"unit {unit.name!r} keeps {choice.host_shards} of {choice.state_shards} shards of optimizer states in "
-            "host memory; the number must be at least 0 and below that of all shards. Use states 'host' for all of them"
-        )
-    if choice.host_shards and choice.grads == "nvme":
-        raise PlanError(
-            f"unit {unit.name!r} keeps {choice.host_shards} shards of optimizer states in host memory, but its "
-            "gradients wait on 'nvme'; keep gradients on 'device' or 'host', or all states on 'nvme'"
-        )
-    actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
-    if unknown := sorted(actions - set(ACTIONS)):
-        raise PlanError(f"unit {unit.name!r} has action {unknown[0]!r}; choose among {', '.join(ACTIONS)}")
-    if unit.kind != "block" and "recompute" in actions and unit.saved:
-        raise PlanError(
-            f"unit {unit.name!r} is no block, so what it saves cannot be made again; "
-            "keep it, or move it to host or nvme"
-        )
-
-
-def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
-    """Whether what the unit's update reads can be where the update runs."""
-    if unit.is_frozen:
-        return
-    if plan.semantics == "delayed-1" and (choice.grads == "nvme" or choice.states == "device"):
-        raise PlanError(
-            f"unit {unit.name!r} has gradients in {choice.grads!r} and states in {choice.states!r}; a delayed "
-            "update runs on the host with gradients that waited in host memory: choose semantics 'exact-clip' or "
-            "'in-backward', or a policy or option that keeps gradients in host memory and states off the device"
-        )
-    if choice.late_update and plan.semantics != "in-backward":
-        raise PlanError(
-            f"unit {unit.name!r} is updated late, but the plan's semantics are {plan.semantics!r}; late updates are "
-            "those in backward that wait for the next step: use semantics 'in-backward', or no late_update"
-        )
-    if choice.late_update and (choice.grads == "nvme" or choice.states == "device"):
-        raise PlanError(
-            f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
-            "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
-        )
-    if choice.update == "device" and (choice.grads != "device" or choice.late_update or choice.state_shards > 1):
-        raise PlanError(
-            f"unit {unit.name!r} has its states brought to the device, but gradients in {choice.grads!r}, "
-            f"late_update={choice.late_update} and state_shards={choice.state_shards}; such an update takes whole "
-            "states and gradients that wait on the device, and is not late"
-        )
-    if choice.update == "device" and plan.semantics == "delayed-1":
-        raise PlanError(
-            f"unit {unit.name!r} has its states brought to the device, but a delayed update runs on the host with "
-            "gradients that waited in host memory: choose semantics 'exact-clip' or 'in-backward', or update 'home'"
-        )
-    if choice.states == "device" and (choice.params, choice.grads) != ("device", "device"):
-        raise PlanError(
-            f"unit {unit.name!r} keeps optimizer states on the device, but parameters in {choice.params!r} and "
-            f"gradients in {choice.grads!r}; an update on the device needs all three there"
-        )
-
-
-def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
-    """Whether updates come when the plan says, and give the numbers that training asks for."""
-    if plan.hold_updates and plan.semantics != "exact-clip":
-        raise PlanError(
-            f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
-            "semantics 'exact-clip', or do not hold them"
-        )
-    if training.max_grad_norm is not None and plan.semantics == "in-backward":
-        raise PlanError(
-            f"training asks for clipping at norm {training.max_grad_norm}, but the plan updates in "
-            "backward, before the norm is known; use semantics 'exact-clip' or drop max_grad_norm"
-        )
-    if training.max_grad_norm is not None and plan.semantics == "delayed-1":
-        raise PlanError(
-            f"training asks for clipping at norm {training.max_grad_norm}, but updates that are delayed "
-            "by a step are not clipped; use semantics 'exact-clip' or drop max_grad_norm"
-        )
-
-
-def _check_turns(plan: UnitwisePlan, workload: Workload) -> None:
-    """Whether the step is short enough to be written down: by arithmetic, before anything is built."""
-    micro_batches = workload.training.gradient_accumulation_steps * plan.sub_batches
-    turns = 2 * len(workload.units) * plan.operator_tiles * micro_batches
-    if turns > MAX_TURNS:
-        raise PlanError(
-            f"plan {plan.policy!r} works through {micro_batches:,} micro-batches and sub-batches of "
-            f"{len(workload.units)} units, {turns:,} forwards and backwards in one step; at most {MAX_TURNS:,} are "
-            "planned: use fewer and larger micro-batches"
-        )
-
-
-def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
-    """Whether segments are recomputed as a whole, and sub-batches divide the micro-batch."""
-    if plan.segment_units > 1 and any(
-        unit.kind == "block" and choice.acts != "recompute"
-        for unit, choice in zip(workload.units, plan.units, strict=True)
-    ):
-        raise PlanError(
-            f"plan {plan.policy!r} recomputes segments of {plan.segment_units} blocks, but keeps or moves saved "
-            "tensors of some; segments need acts='recompute' in every block"
-        )
-    if workload.training.per_device_train_batch_size % plan.sub_batches:
-        raise PlanError(
-            f"plan {plan.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "
-            f"into {plan.sub_batches} sub-batches; their number must divide the number of sequences"
-        )

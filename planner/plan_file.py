@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.records import RecordError, decode
-from tierplan.planner.plan import KINDS, Plan, PlanError
+from tierplan.planner.plan import KINDS, Plan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.results import PlanResult
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule

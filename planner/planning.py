@@ -25,7 +25,8 @@ from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
-from tierplan.planner.plan import Order, Plan, PlanError, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import predicted
 from tierplan.planner.questions.endurance import allowed_bytes_per_s

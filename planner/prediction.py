@@ -14,7 +14,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import Plan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.questions.endurance import lifetime_s, written_bytes

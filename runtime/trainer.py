@@ -493,6 +493,7 @@ class Trainer:
         )
 
     def _on_thread_start(self, stream: str) -> None:
+        torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
         if not parse_stream(stream).is_compute:
             # Measured without a GPU: more only get into the way of compute. Beside one, Adam has the cores.
             has_cores = stream == HOST_ADAM and self._device.is_asynchronous

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.workloads.workload import Unit, Workload
 
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import with_parts
 from tierplan.planner.lowering.unitwise import UnitwiseLowering
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
 from tierplan.planner.several_devices.paged import paged_schedule

@@ -26,7 +26,8 @@ from tierplan.planner.lowering.sketch import (
 )
 from tierplan.planner.lowering.templates import TURNS, Chain
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
-from tierplan.planner.plan import UnitwisePlan, WriteBack, facts_of
+from tierplan.planner.plan import UnitwisePlan, facts_of
+from tierplan.planner.plan_rules import WriteBack
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.positions import consistent_order

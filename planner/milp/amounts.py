@@ -13,7 +13,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import PLACES, Order, Place
+from tierplan.planner.plan_rules import PLACES, Order, Place
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 

@@ -10,7 +10,7 @@ from tierplan.planner.milp.amounts import GB, MODES, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
-from tierplan.planner.plan import PLACES
+from tierplan.planner.plan_rules import PLACES
 
 ENDURANCE = "drive endurance"
 

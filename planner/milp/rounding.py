@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from tierplan.planner.milp.amounts import MODES, Problem
 from tierplan.planner.milp.model import Fractions
-from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import ACTIONS
 from tierplan.sim.step import Action
 
 Name = TypeVar("Name", int, str)

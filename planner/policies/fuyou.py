@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, num_devices, number, read_options
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload

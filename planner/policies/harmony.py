@@ -20,7 +20,8 @@ from itertools import islice, pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.plan import PackForm, PackPlan, Packs, PlanError, Runs
+from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Policy, num_devices, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PackPlan, Packs, PlanError, Runs, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError, Runs
 from tierplan.planner.policies.options import Policy, data_parallel, num_devices, read_options
 from tierplan.sim.workloads.workload import Workload
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, cast, get_args
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, PlanError, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Place
 from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nvme, num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 

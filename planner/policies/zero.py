@@ -14,7 +14,8 @@ from functools import partial
 from typing import Literal, cast
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Place, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Place
 from tierplan.planner.policies.options import OptionError, Policy, choice, data_parallel, read_options
 from tierplan.sim.workloads.workload import Workload
 

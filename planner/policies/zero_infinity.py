@@ -25,7 +25,8 @@ from dataclasses import replace
 from typing import cast
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PLACES, Place, PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PLACES, Place, PlanError
 from tierplan.planner.policies.options import (
     bounded_semantics,
     by_kind,

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import GB
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, PlanError, UnitwisePlan
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
-from tierplan.planner.plan import Order, PackPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
+from tierplan.planner.plan_rules import Order
 from tierplan.planner.search.candidates import Candidate
 
 Batches = Literal["each", "shared"]

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import MODES, Problem
-from tierplan.planner.plan import ACTIONS, UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER, descend
 from tierplan.planner.search.moves import SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows

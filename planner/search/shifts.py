@@ -17,7 +17,8 @@ from math import ceil
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import GB, MODES, Problem, SlotGroup, UnitAmounts
 from tierplan.planner.milp.bounds import Bound
-from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.moves import (

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
-from tierplan.planner.plan import PackForm, PackPlan, Packs, Runs, shared_micro_batches
+from tierplan.planner.plan import PackPlan, Packs, shared_micro_batches
+from tierplan.planner.plan_rules import PackForm, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.several_devices.pack_estimate import PackEstimate

@@ -314,6 +314,7 @@ class MicroBatchRun:
     # ---- called in the model's own thread ----
 
     def _main(self) -> None:
+        torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
         self._baton.take()
         try:
             if self._is_cancelled:

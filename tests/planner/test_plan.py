@@ -10,7 +10,8 @@ import pytest
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import KINDS, PackPlan, Packs, PagedPlan, Plan, PlanError, UnitwisePlan
+from tierplan.planner.plan import KINDS, PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 
 WORKLOAD = toy_workload(4, tied=False)

@@ -21,7 +21,8 @@ from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences

@@ -8,7 +8,8 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import ACTIONS, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.columns import unroll
 from tierplan.sim.contents import KeptActs, RecomputedActs, SavedActs, parse_content

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from tierplan.planner.plan import PLANNER
+    from tierplan.planner.plan_rules import PLANNER
     from tierplan.planner.policies import POLICIES, check_name
     from tierplan.studies.evaluate import machine_of, predict_point
 

@@ -15,7 +15,7 @@ from typing import Any
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import PLANNER
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors

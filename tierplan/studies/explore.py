@@ -8,7 +8,7 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import PLANNER
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload

@@ -21,7 +21,7 @@ from tierplan.hwmodels import Description, load_description, load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_part
 from tierplan.hwmodels.description import override
 from tierplan.hwmodels.machine import MachineError
-from tierplan.planner.plan import PLANNER
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC

@@ -143,7 +143,7 @@ class Study:
         """
         from tierplan.hwmodels import load_machine
         from tierplan.hwmodels.keys import find_key
-        from tierplan.planner.plan import PLANNER
+        from tierplan.planner.plan_rules import PLANNER
         from tierplan.planner.policies import check_name
         from tierplan.sim.workloads.models import read_config
         from tierplan.sim.workloads.workload import Training

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
-from tierplan.planner.plan import PLANNER
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.sim.analysis.steady import SteadyState, steady_state

@@ -19,7 +19,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.plan import PlanError
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload, WorkloadError

@@ -12,7 +12,8 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.listing import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on

@@ -15,7 +15,8 @@ from tierplan.planner.lowering import Lowering, lower
 from tierplan.planner.lowering.sketch import Terms
 from tierplan.planner.lowering.templates import Chain
 from tierplan.planner.lowering.unitwise import UnitwiseStep
-from tierplan.planner.plan import PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.columns import columns_of
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Unit, Workload

@@ -21,7 +21,8 @@ from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
 from tierplan.planner.milp.model import Margins, Model, build, with_actions
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import actions_of
-from tierplan.planner.plan import Order, Place, PlanError, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Order, Place, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.analysis.completion import smallest_capacity_bytes

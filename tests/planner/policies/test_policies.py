@@ -14,7 +14,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import Plan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.zero_infinity import startup_bytes

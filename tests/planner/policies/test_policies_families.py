@@ -11,7 +11,7 @@ import pytest
 from tests.configs import CONFIGS, config_of
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
-from tierplan.planner.plan import PlanError
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict

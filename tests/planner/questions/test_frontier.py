@@ -9,7 +9,7 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.plan import PlanError
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.frontier import frontier, plot_frontier
 

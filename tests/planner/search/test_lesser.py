@@ -17,7 +17,8 @@ from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_
 from tierplan.planner import planning
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.plan import PlanError, UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
 from tierplan.planner.search.lesser import lesser_of_catalog, without_excess

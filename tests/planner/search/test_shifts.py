@@ -9,7 +9,8 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
-from tierplan.planner.plan import PlanError, UnitPlan
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.search import shifts as module
 from tierplan.planner.search.batches import divisors
 from tierplan.planner.search.budget import Budget

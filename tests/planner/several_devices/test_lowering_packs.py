@@ -10,7 +10,8 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PackPlan, Packs, PagedPlan, PlanError
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.megatron import even_stages
 from tierplan.sim.analysis.steady import steady_state

@@ -9,7 +9,8 @@ import pytest
 from tests.planner.test_plan import devices
 from tests.toys import toy_workload
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PlanError, UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
 from tierplan.sim.pricing import simulate_on

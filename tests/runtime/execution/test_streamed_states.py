@@ -10,7 +10,8 @@ import pytest
 from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, check
 from tierplan.hwmodels import load_machine
-from tierplan.planner.plan import PlanError, UnitPlan
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import predict
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.machine import MachineError
-from tierplan.planner.plan import PLANNER
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.sim.workloads.formats import BASES
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import WorkloadError

@@ -12,7 +12,8 @@ from scipy.optimize import brentq
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import Plan, PlanError
+from tierplan.planner.plan import Plan
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict, predict_plan
 from tierplan.planner.training_files import Configured
 from tierplan.sim.output.text import format_frac
