@@ -72,7 +72,8 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
 def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A row a pair: how often tierplan's steps are as fast, and how near they are to their own busiest stream."""
     yield (
-        "| the other system | parameters | cap | its step over tierplan's | tierplan's step over its busiest stream | "
+        "| the other system | parameters | cap | its step over tierplan's | tierplan's step over its busiest stream "
+        "(warm-up too) | "
         "peak memory, tierplan beside it |"
     )
     yield "|---|---|---|---|---|---|"
