@@ -111,8 +111,8 @@ class CommitLog:
             raise self._broken(f"it is not JSON ({error})") from error
         if isinstance(record, list):
             raise CommitError(
-                f"{self.folder} holds a run of several ranks (its commit.json has a record of each); resume it with as "
-                "many (--devices)"
+                f"{self.folder} holds a run of several ranks; resume it with as many (--devices): its commit.json has "
+                "a record of each"
             )
         if not isinstance(record, dict):
             raise self._broken(f"it holds {type(record).__name__}, not an object")
