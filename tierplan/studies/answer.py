@@ -56,11 +56,12 @@ def answer_lines(best: BestPlan) -> list[str]:
         for tier, peak in result.steady.peak_bytes.items()
         if peak > 0
     ]
+    bound = format_s(result.lower_bound_s)
     rows = [
         *([("devices", p.devices_note)] if p.devices_note else []),
         ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
         *interval_rows(p),
-        ("", f"no schedule is quicker than {format_s(result.lower_bound_s)}: gap {format_frac(result.gap)}"),
+        ("", f"no schedule is quicker than {bound} (updates at home): gap {format_frac(result.gap)}"),
         ("limited by", limited_text(p.limits)),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
         *_numbers(best),
