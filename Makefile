@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist workste
 .PHONY: demo gpu gpu-report test docs figures nightly check lint types pytest clean help install
 
 help:
-	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about 4 minutes)"
+	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about a minute)"
 	@echo "make test    install into $(VENV) when needed, then lint, type check and test (8 minutes on two cores; TESTERS=N for N processes)"
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make docs    the pages as a site, in build/site (two minutes)"

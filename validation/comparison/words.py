@@ -13,7 +13,7 @@ from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.calibration import steady_at
-from tierplan.validation.calibration.dispatch import Slowdown, slowdown_between, slowdown_of
+from tierplan.validation.calibration.dispatch import slowdown_between, slowdown_of
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
 from tierplan.validation.comparison.steps import cut_steps
@@ -41,11 +41,7 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
         return comparison
     core = median(chain(*times.values())) / known_s if times else 1.0  # a short run has no time for it
     waited = cut_steps(measured, comparison.warmup_steps).stretch
-    return with_slowdown(comparison, schedule, machine, slowdown_between(core, known, waited))
-
-
-def with_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, slowdown: Slowdown) -> Comparison:
-    """The comparison with the prediction for a machine that is so slow."""
+    slowdown = slowdown_between(core, known, waited)
     step_s = steady_at(schedule, machine, slowdown).period_s
     return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)
 

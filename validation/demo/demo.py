@@ -2,9 +2,9 @@
 
 A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The budgets of
 device and host memory are so small that plain training does not fit, and most optimizer states must go to NVMe. The
-planner makes a plan, the simulator predicts its steps with an interval, and the runtime executes it in turns: before
-each, a step of the calibration model says how slow the machine is. The same training in memory shows which losses and
-weights are right.
+planner makes a plan, the simulator predicts its steps with an interval, and the runtime executes it: between steps, a
+reference piece of work says how slow the machine is. The same training in memory shows which losses and weights are
+right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -46,19 +45,16 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for
 from tierplan.validation.calibration.known import calibration_config
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
-from tierplan.validation.comparison.words import with_slowdown
+from tierplan.validation.comparison.words import at_slowdown
 from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
-BATCH, SEQUENCE = 4, 256
+BATCH, SEQUENCE = 2, 128
 LEARNING_RATE = 5e-5
 NUM_STEPS = 12
-TURNS = 3
-STEPS_PER_CHECK = 3
-"""Of the calibration model before each turn, for the slowdown."""
-MEASURE_S = 20.0
-CALIBRATE_S = 60.0
-PLAN_S = 15.0
+MEASURE_S = 8.0
+CALIBRATE_S = 20.0
+PLAN_S = 4.0
 TEXT_BYTES = 8 << 20
 DEVICE_FRAC = 0.25
 """Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
@@ -198,6 +194,7 @@ def run_demo(
     from tierplan.runtime.data.synthetic import seeded_model
     from tierplan.runtime.data.text import TokenBatches
     from tierplan.runtime.measure.machine import measure_description
+    from tierplan.runtime.measure.reference_work import MOST_FRAC
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.reference import same_weights, train_with_tracked_memory
     from tierplan.runtime.trainer import Trainer
@@ -223,8 +220,8 @@ def run_demo(
             progress=lambda what, part: progress(f"measuring this machine: {what}", part),
         )
     described = build_machine(description)
-    with ExitStack() as life:
-        session = CalibrationSession(
+    with _timed("calibrate", seconds), ExitStack() as life:
+        calibration = CalibrationSession(
             workload=fewer,
             machine=described,
             nvme_dir=nvme / "calibration",
@@ -232,30 +229,24 @@ def run_demo(
             num_threads=num_threads,
             budget_s=CALIBRATE_S,
             progress=lambda what, part: progress(f"calibrating: {what}", part),
-        )
-        with _timed("calibrate", seconds):
-            calibration = session.run()
-        with _timed("plan", seconds):
-            progress("planning", 0.0)
-            workload = calibration.timed(modelled, described)
-            in_memory_bytes, machine = demo_budgets(workload, calibration.on(described))
-            # no sub-batches: they would sum gradients in another order than the training in memory
-            planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
-            progress("planning", 1.0)
-        settings: dict[str, Any] = {"optimizer": optimizer, "seed": seed, "num_threads": num_threads}
-        settings["on_step"] = lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps)
-        model = seeded_model(modelled.config, training, seed)
-        slowdowns, skipped_steps, source = [], set[int](), iter(batches)
-        with (
-            _timed("train with the plan", seconds),
-            Trainer(planned.schedule, model, nvme_dir=nvme, **settings) as trainer,
-        ):
-            for turn in range(TURNS):
-                slowdowns.append(session.in_memory_step_s(STEPS_PER_CHECK) / calibration.in_memory_step_s)
-                skipped_steps.add(trainer.num_steps_done)  # it follows a pause
-                trainer.run(source, steps * (turn + 1) // TURNS - trainer.num_steps_done)
-            trainer.restore_model()
-            run = trainer.result()
+        ).run()
+    with _timed("plan", seconds):
+        progress("planning", 0.0)
+        workload = calibration.timed(modelled, described)
+        in_memory_bytes, machine = demo_budgets(workload, calibration.on(described))
+        # no sub-batches: they would sum gradients in another order than the training in memory
+        planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
+        progress("planning", 1.0)
+    settings: dict[str, Any] = {"optimizer": optimizer, "seed": seed, "num_threads": num_threads}
+    settings["on_step"] = lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps)
+    model = seeded_model(modelled.config, training, seed)
+    with (
+        _timed("train with the plan", seconds),
+        Trainer(planned.schedule, model, nvme_dir=nvme, reference_frac=MOST_FRAC, **settings) as trainer,
+    ):
+        trainer.run(iter(batches), steps)
+        trainer.restore_model()
+        run = trainer.result()
     with _timed("train in memory", seconds):
         settings["on_step"] = lambda k, loss: progress(f"training in memory: loss {loss:.3f}", (k + 1) / steps)
         reference = seeded_model(modelled.config, training, seed)
@@ -267,9 +258,8 @@ def run_demo(
         predicted_step_s=planned.step_s,
         interval_s=planned.prediction.interval_s,
         moved_bytes={stream: moved / steps for stream, moved in run.moved_bytes.items()},
-        skipped_steps=skipped_steps,
     )
-    comparison = with_slowdown(comparison, planned.schedule, machine, median(slowdowns))
+    comparison = at_slowdown(comparison, planned.schedule, machine, run.trace)
     result = DemoResult(
         machine=machine,
         workload=workload,
