@@ -30,8 +30,8 @@ class ReferenceWork:
     device: Device
     dtype: torch.dtype
     most_frac: float = MOST_FRAC
-    num_asked: int = 0
-    """So many of the next calls time it in any case."""
+    asked_step: int = -1
+    """Where this step begins it is timed twice in any case."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
     """By step."""
 
@@ -48,8 +48,9 @@ class ReferenceWork:
         """Called where each micro-batch begins, in the thread of the compute stream."""
         now_s = time.perf_counter()
         self._began_s = self._began_s or now_s
-        while self.num_asked or self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s):
-            self.num_asked = max(0, self.num_asked - 1)
+        num_asked = 2 * (step == self.asked_step)
+        while num_asked > 0 or self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s):
+            num_asked -= 1
             self._last_s = self._cost_s(step)
             self._spent_s += self._last_s
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
+from math import exp, hypot, log, sqrt
+from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from tierplan.hwmodels.costs import Cost
@@ -63,6 +64,25 @@ def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> 
         stream: DispatchLatency(fmean(x.after_op_s for x in latencies), fmean(x.after_input_s for x in latencies))
         for stream, latencies in sorted(by_stream.items())
     }
+
+
+RUNS_DIFFER, TIMES_DIFFER = 0.03, 0.05
+"""Relative: by so much the reference work differs between runs on an equally quick machine, and at least within one."""
+
+
+def typical_reference_s(times_s: Sequence[float]) -> float:
+    """Seconds of the reference work: the lower quartile, where least ran beside it on other cores."""
+    return sorted(times_s)[len(times_s) // 4]
+
+
+def core_slowdown(times_s: Sequence[float], known_s: float) -> float:
+    """How much longer the reference work takes than `known_s`, as far as its times are sure: 1 where chance explains
+    it, since a factor that is none makes a prediction worse."""
+    if not times_s or not known_s:
+        return 1.0
+    off = log(typical_reference_s(times_s) / known_s)
+    chance = hypot(RUNS_DIFFER, 2.0 * max(TIMES_DIFFER, pstdev(map(log, times_s))) / sqrt(len(times_s)))
+    return exp(off * max(0.0, 1.0 - (chance / off) ** 2)) if off else 1.0
 
 
 Slowdown = float | Mapping[str, float]

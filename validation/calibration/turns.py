@@ -53,7 +53,7 @@ class TurnwiseTraining:
         """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""
         first = self.trainer.num_steps_done
         if self.trainer.reference_work is not None:
-            self.trainer.reference_work.num_asked = 1  # in the first step of the turn, which is not counted
+            self.trainer.reference_work.asked_step = first + warmup_steps - 1  # warm, and not counted
         self.trainer.run(self.batches, num_steps)
         self.skipped_steps.update(range(first, first + warmup_steps))
         return tuple(range(first + warmup_steps, first + num_steps))

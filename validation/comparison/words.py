@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from statistics import median
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
 from tierplan.hwmodels.names import COMPUTE
@@ -13,7 +12,7 @@ from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.calibration import steady_at
-from tierplan.validation.calibration.dispatch import slowdown_between, slowdown_of
+from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_between, slowdown_of
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
 from tierplan.validation.comparison.steps import cut_steps
@@ -39,7 +38,7 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     known_s, known = machine.basis.reference_s[several], machine.basis.stretch
     if not isinstance(times, Mapping) or not known_s:
         return comparison
-    core = median(chain(*times.values())) / known_s if times else 1.0  # a short run has no time for it
+    core = core_slowdown(list(chain(*times.values())), known_s)
     waited = cut_steps(measured, comparison.warmup_steps).stretch
     slowdown = slowdown_between(core, known, waited)
     step_s = steady_at(schedule, machine, slowdown).period_s

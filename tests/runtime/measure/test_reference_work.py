@@ -33,11 +33,9 @@ def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_is_timed_when_asked_and_only_then() -> None:
-    timed = ReferenceWork(CPU, torch.bfloat16, 0.0)
+    timed = ReferenceWork(CPU, torch.bfloat16, 0.0, asked_step=3)
     for step in range(6):
-        timed.num_asked = 1 if step == 3 else 0
-        timed.on_step(step)
         timed.on_step(step)
     assert list(timed.seconds) == [3]
-    assert len(timed.seconds[3]) == 1
+    assert len(timed.seconds[3]) == 2
     assert timed.seconds[3][0] > 0

@@ -21,6 +21,7 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
+from tierplan.validation.calibration.dispatch import core_slowdown
 from tierplan.validation.comparison.compare import Pair, compare
 from tierplan.validation.comparison.run_folder import RunFolderError, load_run, read_schedule
 from tierplan.validation.comparison.words import at_slowdown, causes_in_words, what_to_do
@@ -51,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     run.mkdir()
     meta = {
         "bytes_per_step": schedule.bytes_moved(),
-        "reference_s": {"1": [0.0055], "4": [0.0055, 0.0063]},
+        "reference_s": {str(k): [0.0055, 0.0055, 0.0063] for k in range(100)},
         "num_threads": 1,
     }
     waits = 1 - CORE_SLOWER / SLOWER
@@ -99,15 +100,15 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
     command.run(asked)
     said = " ".join(capsys.readouterr().out.split())
     assert "-20.0 %" in said
-    assert "at the run's slowdown, 1.25" in said
+    assert "at the run's slowdown, 1.24" in said
     assert "The machine was slower in the run than in the calibration" in said
     schedule, machine = read_schedule(folder / "plan.json", None)
     trace = load_run(folder / "run").trace
     comparison = compare(schedule, steady_state(schedule, machine).trace, trace, warmup_steps=2)
     found = at_slowdown(comparison, schedule, machine, trace)
-    assert found.slowdown == pytest.approx(SLOWER, rel=1e-3)
+    assert found.slowdown == pytest.approx(SLOWER, rel=0.02)
     assert found.step_error_frac == pytest.approx(-0.2, abs=1e-3), "raw, whatever the slowdown"
-    assert found.normalised_error_frac == pytest.approx(0.0, abs=1e-3)
+    assert found.normalised_error_frac == pytest.approx(0.0, abs=0.02)
     for seconds, basis, meta, wanted in (
         (0.0050, CALIBRATED, {"num_threads": 1}, "The machine works otherwise than in its calibration"),
         (0.0050, CALIBRATED, {"num_threads": 2}, "calibrate with --threads 2"),
@@ -170,3 +171,10 @@ def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
     assert own == replace(machine, description={})
     with pytest.raises(PlanFileError, match="was made for another machine"):
         read_schedule(tmp_path / "plan.json", "desktop-4090", ["gpu.capacity=30 GiB"])
+
+
+def test_a_factor_that_chance_explains_is_none() -> None:
+    assert core_slowdown([], 1.0) == core_slowdown([1.0], 0.0) == core_slowdown([1.2, 0.9, 1.0], 0.97) == 1.0
+    assert core_slowdown([0.93, 1.0, 1.1] * 30, 0.9) == pytest.approx(1.0, abs=0.01)
+    assert core_slowdown([2.0, 2.0, 2.0, 2.1], 1.0) == pytest.approx(2.0, rel=0.02)
+    assert core_slowdown([1.0, 1.0, 1.0, 5.0], 1.0) == 1.0, "what ran beside one of them does not count"
