@@ -41,6 +41,9 @@ publication; the user; a shared file; another part's measurement, scaled; a data
 
 STRENGTH: tuple[Basis, ...] = get_args(Basis)
 
+UNOPENED = "not opened: "
+"""So begins the source of a number that stands as somebody remembered it."""
+
 Points = tuple[tuple[float, float], ...]
 
 

@@ -28,8 +28,9 @@ COMMANDS: Mapping[str, str] = {
 }
 DRIVES: Mapping[str, str] = {
     r"990 PRO": "990-pro", r"980 PRO": "980-pro", r"SSD 980\b": "samsung-980", r"T700": "t700", r"T500": "t500",
-    r"SN850X": "sn850x-4tb", r"NM790": "nm790", r"NM800": "nm800-pro", r"ATOM.?50": "atom-50", r"M480": "m480-play",
-    r"MZQL2|PM9A3": "pm9a3", r"9400": "micron-9400-pro", r"SSDPF2KX|P5510": "p5510", r"SSDPF21Q|P5800X": "p5800x",
+    r"SN850X": "sn850x-4tb", r"NM790": "nm790", r"NM800": "nm800-pro", r"S50 Lite": "gammix-s50-lite",
+    r"M450": "spatium-m450", r"MZQL2|PM9A3": "pm9a3", r"MZWL6|PM9D3": "pm9d3a", r"9400": "micron-9400-pro",
+    r"SSDPF2KX|P5510": "p5510", r"SSDPF21Q|P5800X": "p5800x",
 }  # fmt: skip
 """Models as the system names them -> part of the catalog."""
 RATES: Mapping[str, str] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 
 import pytest
 
 from tierplan.hwmodels import catalog_names, load_description, load_machine
-from tierplan.hwmodels.catalog import load_part
-from tierplan.hwmodels.description import parse_description, write_description
+from tierplan.hwmodels.catalog import load_curves, load_part
+from tierplan.hwmodels.description import UNOPENED, Quantity, parse_description, write_description
 from tierplan.hwmodels.keys import PARTS
 
 MACHINES = catalog_names("machines")
@@ -45,11 +46,41 @@ def test_every_number_of_a_machine_has_a_source(name: str) -> None:
         assert shared.basis != "given"
 
 
+def named(quantity: Quantity) -> bool:
+    """Whether its source is an address, or says that nobody opened it. Rules of thumb and fits have none."""
+    thumb = quantity.basis in ("assumed", "calibrated") or isinstance(quantity.value, str)
+    return thumb or "https://" in quantity.source or quantity.source.startswith(UNOPENED)
+
+
 @pytest.mark.parametrize(("section", "name"), PARTS_HELD)
-def test_every_number_of_a_part_has_a_source(section: str, name: str) -> None:
-    for key, quantity in load_part(section, name).values.items():
+def test_every_number_of_a_part_names_an_address_that_was_opened(section: str, name: str) -> None:
+    part = load_part(section, name)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", part.date), "the day when its addresses were opened"
+    for key, quantity in part.values.items():
         assert quantity.basis != "given", key
-        assert len(quantity.source) > 10, key
+        assert named(quantity), f"{key}: {quantity.source}"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_number_of_a_machine_names_an_address(name: str) -> None:
+    for key, quantity in load_description(name).values.items():
+        assert named(quantity) or quantity.value == 0, f"{key}: {quantity.source}"
+
+
+@pytest.mark.parametrize("name", catalog_names("curves"))
+def test_every_curve_names_a_file_at_a_commit(name: str) -> None:
+    for quantity in load_curves(name).values.values():
+        assert re.search(r"https://github\.com/\S+/blob/[0-9a-f]{40}/", quantity.source)
+
+
+def test_enough_parts_have_nothing_that_was_not_opened() -> None:
+    open_parts = [
+        section
+        for section, name in PARTS_HELD
+        if not any(q.source.startswith(UNOPENED) for q in load_part(section, name).values.values())
+    ]
+    assert open_parts.count("gpu") >= 22
+    assert open_parts.count("nvme") >= 12
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -58,6 +58,13 @@ def test_listing_and_showing_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
+def test_the_list_says_what_rests_on_which_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine", "list", "--sources"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if "gpu-specs/geforce-rtx-4070-ti-super" in line).split()[0] == "3"
+    assert len([line for line in lines if "not opened" in line]) < 15
+
+
 def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machine", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ LISTED = (
     (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
      ("reached", "matmul_bf16", 1e12), ("USD", "price", 1)),
     (("read", "read", 1e9), ("write", "write", 1e9), ("in cache", "cached_write", 1e9), ("cache", "cache", 1e9),
-     ("TB written", "endurance", 1e12)),
+     ("TB written", "endurance", 1e12), ("USD", "price", 1)),
 )  # fmt: skip
 """Of a GPU and of a drive: what the list shows, in which unit."""
 UNITS = (
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = commands.add_parser("list", help="machines and parts of the catalog")
     option(listing, "--json", "as one JSON object")
+    option(listing, "--sources", "the parts' sources instead, and how many numbers rest on each")
     listing.set_defaults(act=_list)
 
     show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
@@ -115,12 +117,14 @@ def _list(args: argparse.Namespace) -> int:
     names = catalog_names() + ([HERE] if here_path().exists() else [])
     machines = {name: load_description(name).summary for name in names}
     lists: dict[str, list[tuple[str, ...]]] = {}
+    sources: Counter[str] = Counter()
     parts: dict[str, dict[str, dict[str, object]]] = {}
     for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
         lists[folder] = [("name", *(heading for heading, _, _ in keys), "basis", "date")]
         parts[folder] = {}
         for name in catalog_names(folder):
             part, values = load_part(section, name), part_values(section, name)
+            sources.update(q.source for q in part.values.values() if q.basis != "assumed")
             entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in values.items()}
             rate = next(key for name in DECIDING[section] if (key := f"{section}.{name}") in values)
             heading = {"name": part.name, "basis": values[rate].basis, "date": part.date}
@@ -129,6 +133,9 @@ def _list(args: argparse.Namespace) -> int:
             lists[folder].append((name, *cells, values[rate].basis, part.date))
     if args.json:
         print(json.dumps({"machines": machines, **parts}, indent=1))
+        return 0
+    if args.sources:
+        say(*columns([(str(count), source) for source, count in sources.most_common()]))
         return 0
     say("Machines", *columns(list(machines.items())))
     for (section, folder), units in zip(PARTS.items(), UNITS, strict=True):
