@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 QUICK_S, THOROUGH_S = 55.0, 900.0
 LISTED = (
     (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
-     ("reached", "matmul_bf16", 1e12), ("USD", "price", 1)),
-    (("read", "read", 1e9), ("write", "write", 1e9), ("in cache", "cached_write", 1e9), ("cache", "cache", 1e9),
-     ("TB written", "endurance", 1e12), ("USD", "price", 1)),
+     ("real", "matmul_bf16", 1e12), ("USD", "price", 1)),
+    (("read", "read", 1e9), ("write", "write", 1e9), ("cached", "cached_write", 1e9), ("GB", "cache", 1e9),
+     ("PB", "endurance", 1e15), ("USD", "price", 1)),
 )  # fmt: skip
 """Of a GPU and of a drive: what the list shows, in which unit."""
 UNITS = (
-    "peak and reached: bf16 TFLOP/s; basis: of reached, else of peak",
-    "rates in GB/s, cache in GB; basis: of write",
+    "peak and real: bf16 TFLOP/s; basis: of real, else of peak",
+    "rates in GB/s, cached: writes within a cache of so many GB; PB may be written; basis: of write",
 )
 DECIDING = {"gpu": ("matmul_bf16", "matmul_fp16", "peak_bf16", "peak_fp32"), "nvme": ("write",)}
 """The number whose basis it shows: the first that a part has."""
