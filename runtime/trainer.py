@@ -34,7 +34,7 @@ from tierplan.runtime.execution.executable import check_units, executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError
-from tierplan.runtime.execution.threads import limit_this_thread
+from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
 from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import Folders, paths_of
@@ -220,6 +220,7 @@ class Trainer:
             self._set_up(first)
         self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_ranks)
         torch.set_num_threads(self._threads)
+        let_helpers_go()
         wanted = self.num_steps_done + steps
         try:
             due = self.num_steps_done

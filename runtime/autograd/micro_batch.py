@@ -31,7 +31,7 @@ from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.threads import Baton
+from tierplan.runtime.execution.threads import Baton, let_helpers_go
 from tierplan.sim.step import UnitSpec
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -116,6 +116,11 @@ class MicroBatchRun:
             raise self._error
         self._at += 1
         return self.runs[index]
+
+    def rest(self) -> None:
+        """Another computes now: the model's thread keeps no helpers."""
+        if self._at < len(self.units):
+            self._baton.let_helpers_go()
 
     def run_backward(self, index: int) -> None:
         """Backward through one unit: gradients of its inputs are in the leaves then, those of parameters with hooks."""
@@ -338,6 +343,7 @@ class MicroBatchRun:
         finally:
             if self._recording is not None:
                 self._close()
+            let_helpers_go()
             self._baton.give_back()
 
     def _yield(self) -> None:

@@ -110,6 +110,8 @@ class Bodies:
         }
         """By unit, how its states lie."""
         self._runs: dict[tuple[int, int], MicroBatchRun] = {}
+        self._running: MicroBatchRun | None = None
+        """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
         self._has_shards = False  # norms are those of a rank's shards
@@ -131,6 +133,8 @@ class Bodies:
         ]
 
     def __call__(self, call: Call) -> None:
+        if call.op.stream == COMPUTE and call.op.kind != "forward":
+            self._compute_with(None)
         with self.device.on(call.op.stream):
             self._kinds[call.op.kind](call)
             if call.op.kind == "forward":
@@ -295,6 +299,12 @@ class Bodies:
             elif isinstance(content, Frozen):
                 self.units[self._index[content.unit]].frozen.bind(value_of(instance).block.data)
 
+    def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
+        """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""
+        if self._running is not None and self._running is not batch_run:
+            self._running.rest()
+        self._running = batch_run if self.num_threads > 1 else None
+
     def _forward(self, call: Call) -> None:
         index = self._index[call.op.unit]
         self._bind(call)
@@ -302,6 +312,7 @@ class Bodies:
         if index == 0:
             self._runs[key] = self.begin_micro_batch(*key)
         batch_run = self._runs[key]
+        self._compute_with(batch_run)
         run = batch_run.run_forward(index)
         assert run.recorder is not None
         sizes, spec = run.recorder.sizes, batch_run.specs[index]

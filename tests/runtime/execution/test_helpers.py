@@ -1,0 +1,56 @@
+"""Of the threads that compute in turns, one at a time keeps helpers of OpenMP's."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan_rules import Order
+from tierplan.runtime.execution import threads
+from tierplan.runtime.execution.ops import Bodies
+from tierplan.runtime.trainer import train
+from tierplan.sim.workloads.workload import Training
+
+TASKS = Path("/proc/self/task")
+
+
+def helpers() -> int:
+    """Threads of this process that are not Python's."""
+    return len(list(TASKS.iterdir())) - len(threading.enumerate())
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="this kernel does not list threads")
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_one_thread_has_helpers_at_a_time(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(
+        per_device_train_batch_size=16, sequence_length=64, gradient_accumulation_steps=2, backend="cpu", dtype="fp32"
+    )
+    model, batches = make_model(num_blocks=2), make_batches(4, batch=16, length=64)
+    plan = replace(uniform_plan(observed_workload(model, batches[0], training), UnitPlan()), order=order)
+    schedule = lower(plan, observed_workload(model, batches[0], training), machine())
+    before = torch.get_num_threads()
+    found: list[int] = []
+    plainly = Bodies.__call__
+
+    def counted(self: Bodies, call: object) -> None:
+        plainly(self, call)  # type: ignore[arg-type]
+        found.append(helpers() - others)
+
+    monkeypatch.setattr(Bodies, "__call__", counted)
+    try:
+        torch.set_num_threads(2)
+        threads.let_helpers_go()
+        others = helpers()
+        train(schedule, model, batches, steps=2, num_threads=2)
+    finally:
+        torch.set_num_threads(before)
+    assert max(found) == 1, "some op has a helper, and none is left over from another thread"
