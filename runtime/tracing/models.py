@@ -92,6 +92,8 @@ def tuned(model: Any, training: Training) -> nn.Module:
         if training.base:
             code_base(model, training.base, whole=True)
         model = _with_adapters(model, read_adapters(training.lora))
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            parameter.data = parameter.data.to(TORCH_DTYPES[training.dtype_of_trained])
     for name in matching(model, filter(None, training.freeze.split(","))):
         model.get_parameter(name).requires_grad_(False)
     if training.base and not training.lora:
