@@ -9,6 +9,7 @@ module here that defines `NAME` and `policy`, or `VARIANTS` (policies by name), 
 in_memory        everything on the device
 full_recompute   activations made again in backward
 zero_offload     gradients and states in host memory (ZeRO-Offload)
+zenflow          the same, updated beside the next steps (ZenFlow)
 zero_infinity    parameters and states anywhere, updates after backward (ZeRO-Infinity)
 fuyou            states on NVMe, updates inside backward (Fuyou)
 zero             states, gradients, parameters divided among devices (ZeRO-1, 2, 3)

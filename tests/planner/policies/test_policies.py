@@ -416,3 +416,21 @@ def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_o
     assert on_four.step_s > on_one.step_s
     lines = compare_policies.policy_table([on_one, on_four]).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["zero-infinity", "zero-offload"]
+
+
+def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_go() -> None:
+    workload, machine = toy_workload(gradient_accumulation_steps=2), toy_machine()
+    waits, hides, few = (
+        predict(policy, workload, machine, options)
+        for policy, options in (
+            ("zero-offload", {"checkpointing": "off"}),
+            ("zenflow", {"cores": 1.0}),
+            ("zenflow", {"cores": 0.01}),
+        )
+    )
+    assert waits.step_s
+    assert hides.step_s
+    assert few.step_s
+    update_s = machine.cost("host.adam", {"parameters": float(workload.num_trained)}).work_s
+    assert hides.step_s < waits.step_s
+    assert few.step_s > 100 * update_s
