@@ -1,9 +1,10 @@
 """PyTorch's data parallelism: `ddp` with the whole model on every device, `fsdp` (FSDP2) with all of it in shards.
 
-`fsdp` gathers a unit's parameters before its forward and again before its backward, one unit ahead, and reduces its
-gradients after each backward. Under `no_sync` (`reduces=last`) gradients gather on the device, whole, and are summed
-after the last micro-batch; so does `ddp`, as everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of
-parameters, gradients and states in host memory, where the optimizer runs.
+`fsdp` gathers a block's parameters before its forward and again before its backward, one unit ahead, those of embedding
+and head once (they are the root's, which keeps them), and reduces gradients after each backward. Under `no_sync`
+(`reduces=last`) gradients gather on the device, whole, and are summed after the last micro-batch; so does `ddp`, as
+everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of parameters, gradients and states in host memory,
+where the optimizer runs; with `reduces=last` gradients come there when they have been summed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ OPTIONS: Mapping[str, object] = {
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     options = read_options(name, given, {**OPTIONS, "reduces": "last"} if name == "ddp" else OPTIONS)
     reduces = cast(Literal["each", "last"], choice(name, options, "reduces", ("each", "last")))
-    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces)
-    unit = UnitPlan(params=place, grads=place, states=place)
+    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces, keeps_ends=name != "ddp")
+    unit = UnitPlan(params=place, grads="device" if reduces == "last" else place, states=place)
     return data_parallel(name, options, workload, machine, unit, sharing)
 
 

@@ -19,11 +19,12 @@ OPTIONS: Mapping[str, object] = {"sharing": "ddp", "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device, all activations kept."""
     options = read_options(NAME, given, OPTIONS)
+    is_whole = choice(NAME, options, "sharing", ("ddp", "fsdp")) == "ddp"
     return UnitwisePlan(
         policy=NAME,
         units=(UnitPlan(),) * len(workload.units),
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
         devices=num_devices(NAME, options, machine),
-        sharing=WHOLE if choice(NAME, options, "sharing", ("ddp", "fsdp")) == "ddp" else Sharing(reduces="each"),
+        sharing=WHOLE if is_whole else Sharing(reduces="each", keeps_ends=True),
         options=options,
     )

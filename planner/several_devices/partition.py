@@ -36,6 +36,7 @@ from tierplan.sim.workloads.workload import Amounts
 
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
+ENDS = ("embed", "head")
 COMPUTE_KINDS = ("forward", "recompute", "backward")
 
 
@@ -201,7 +202,10 @@ class _Partition:
     def _gather(self, op: Op, name: str, r: int) -> str:
         """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
         turn = "fwd" if op.kind == "forward" else "bwd"
-        known = (name, op.unit, turn, 0 if self.stays else op.micro_batch, r)
+        use = (name, op.unit, turn)
+        if self.sharing.keeps_ends and op.unit in ENDS:
+            use = (self.old[name].content, "", "")
+        known = (*use, 0 if self.stays else op.micro_batch, r)
         if known not in self.gathered:
             b = self.old[name]
             key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))
@@ -258,7 +262,7 @@ class _Partition:
             b for b in touched if b.kind == "acts" and isinstance(parse_content(b.content), Input | InputGradient)
         ]
         once = (("embed", "forward"), ("head", "backward"))
-        calls = 2 if op.unit not in ("embed", "head") else int((op.unit, op.kind) in once)
+        calls = 2 if op.unit not in ENDS else int((op.unit, op.kind) in once)
         if not borders or not calls:
             return
         b = max(borders, key=lambda b: b.size_bytes)
