@@ -89,10 +89,12 @@ class _Resident:
 
     def _forward(self, d: int, m: int) -> None:
         stage, gpu = self.stages[d], device(d)
-        x = self.kept[d, m] = [self.arrived["fwd", d, m]] if d else []
-        key = forward_key(_name(stage), m)
+        x = [self.arrived["fwd", d, m]] if d else []
+        key, between = forward_key(_name(stage), m), sum(u.input_bytes for u in stage[1:])
+        inputs = self.builder.buffer(PackActs(_name(stage), m), gpu, between, "acts")  # each unit is recomputed alone
+        self.kept[d, m] = [*x, inputs]
         size = max(u.saved_bytes + u.forward_work_bytes for u in stage)
-        writes = [self.builder.buffer(Transient(key), gpu, size, "work")]
+        writes = [self.builder.buffer(Transient(key), gpu, size, "work"), inputs]
         if d < self.n - 1:
             writes.append(
                 self.builder.buffer(Input(self.stages[d + 1][0].name, m), gpu, stage[-1].output_bytes, "acts")
@@ -103,8 +105,7 @@ class _Resident:
 
     def _backward(self, d: int, m: int) -> None:
         stage, gpu, name, x = self.stages[d], device(d), _name(self.stages[d]), self.kept[d, m]
-        size = sum(u.saved_bytes for u in stage) + sum(u.input_bytes for u in stage[1:])
-        acts = self.builder.buffer(PackActs(name, m), gpu, size, "acts")
+        acts = self.builder.buffer(Transient(recompute_key(name, m)), gpu, max(u.saved_bytes for u in stage), "acts")
         dy = [self.arrived["bwd", d, m]] if d < self.n - 1 else []
         again = [dict(u.forward) for u in stage if u.kind == "block"]  # the head keeps what it saved
         self._op(recompute_key(name, m), d, "recompute", again, [*self.params[d], *x, *dy], [acts], m)
