@@ -18,10 +18,11 @@ from importlib import resources
 from typing import Any
 
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.names import DEVICE
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
+from tierplan.hwmodels.names import DEVICE, parse_stream
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload, WorkloadError
 from tierplan.validation.published.reproduce import Report, Row, constants_of
 
@@ -68,17 +69,24 @@ class Question:
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
 
+    config: tuple[tuple[str, Any], ...] = ()
+    """What the system trained instead of the model's own sizes."""
+
+    launch_s: float = 0.0
+    """Of one process that drives all devices, for a block's forward; 0 where its launches are no limit."""
+
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
 
     def workload(self) -> Workload:
-        workload = _workload(self.model, self.training)
+        workload = _workload(self.model, self.training, self.config)
         if more := self.adapters_of_experts:
             blocks = [replace(u, num_parameters=u.num_parameters + more) for u in workload.blocks]
             workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
         if self.block_s:
             tokens = self.training.per_device_train_batch_size * self.training.sequence_length
             forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
+            forward |= {LAUNCH_S: self.launch_s} if self.launch_s else {}
             blocks = [replace(u, forward=forward, backward=backward, recompute=None) for u in workload.blocks]
             workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
         if not self.compiled_loss:
@@ -92,13 +100,33 @@ class Question:
 
     def answer(self) -> Prediction:
         """Raises `WorkloadError` or `PlanError` where there is no such workload or policy."""
-        return predict(self.policy, self.workload(), load_machine(self.machine, self.settings), self.options)
+        machine = load_machine(self.machine, self.settings)
+        if self.launch_s:
+            machine = driven_by_one_process(machine)
+        return predict(self.policy, self.workload(), machine, self.options)
+
+
+LAUNCH_S = "launch_s"
+"""Kind of work: seconds of the process that launches kernels."""
+
+
+def driven_by_one_process(machine: Machine) -> Machine:
+    """A machine whose devices compute as fast as one process can launch for all of them."""
+    streams = tuple(
+        replace(s, rates={**s.rates, LAUNCH_S: Rate.constant(1e9)}, takes={**s.takes, "process": {LAUNCH_S: 1.0}})
+        if parse_stream(s.name).task == "compute"
+        else s
+        for s in machine.streams
+    )
+    limits = (*machine.shared_limits, SharedLimit(name="process", limit=1.0))
+    return replace(machine, streams=streams, shared_limits=limits)
 
 
 @lru_cache(maxsize=64)
-def _workload(model: str, training: Training) -> Workload:
+def _workload(model: str, training: Training, changes: tuple[tuple[str, Any], ...]) -> Workload:
+    name, config = read_config(model, training)
     try:
-        return load_workload(model, training)
+        return workload_of(name, {**config, **dict(changes)}, training)
     except NotCovered:
         from tierplan.runtime.tracing.trace import trace_workload  # torch, which the closed forms do without
 
@@ -152,6 +180,8 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         sequences=ranks * micro_batch * accumulation,
         block_s=tuple(facts["block_s"]) if "block_s" in facts else None,
         compiled_loss=bool(facts.get("compiled_loss")),
+        launch_s=float(facts.get("launch_s", 0.0)),
+        config=tuple(facts.get("config", {}).items()),
         adapters_of_experts=int(facts.get("adapters_of_experts", 0)),
     )
 
@@ -183,8 +213,10 @@ def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, s
         why_not = f"cannot be expressed: {rule['cannot']}"
         return [Row(system, role, "step_s", point.id, None, None, None, why_not, note)]
     question = question_of(point, rule, models)
-    tokens = question.sequences * question.training.sequence_length
-    group, prediction, why_not = f"{rule['machine']}, {point.facts['gpus']} GPUs, {question.model}", None, ""
+    steps = int(rule.get("steps", 1))  # theirs in one of ours
+    tokens = question.sequences * question.training.sequence_length // steps
+    where = (rule["machine"], f"{point.facts['gpus']} GPUs", question.model, str(question.training.sequence_length))
+    group, prediction, why_not = ", ".join(where), None, ""
     try:
         prediction = question.answer()
         why_not = prediction.why_not
@@ -194,7 +226,7 @@ def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, s
     for quantity in quantities:
         if quantity == "step_s":
             value = point.step_s(question.sequences, question.training.sequence_length)
-            told = None if prediction is None else prediction.step_s
+            told = None if prediction is None or not prediction.step_s else prediction.step_s / steps
             rows.append(
                 Row(system, role, quantity, point.id, value, value, told, why_not, note, prediction, group, tokens)
             )

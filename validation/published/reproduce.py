@@ -58,7 +58,7 @@ class Row:
     prediction: Prediction | None = field(default=None, repr=False)
     """What the row was taken from, where it is a step time."""
     group: str = ""
-    """What it may be ranked within: rows of one machine and model, by speed; empty where rows are ranked by step."""
+    """What it may be ranked within: rows of one machine, model and length, by speed; empty where ranked by step."""
     tokens: int = 0
     """In the step, where rows are ranked by speed."""
 
@@ -142,7 +142,9 @@ class Report:
         """Kendall's tau of the order by speed, by machine: over pairs of rows that differ in system alone."""
         signs: dict[str, list[int]] = {}
         for a, b in combinations([row for row in self.step_rows if row.group], 2):
-            if a.group == b.group and a.predicted and b.predicted and a.value and b.value and a.value != b.value:
+            policies = [row.prediction and row.prediction.policy for row in (a, b)]
+            is_pair = a.group == b.group and (policies[0] is None or policies[0] != policies[1])
+            if is_pair and a.predicted and b.predicted and a.value and b.value and a.value != b.value:
                 shown = a.tokens / a.value - b.tokens / b.value
                 right = shown * (a.tokens / a.predicted - b.tokens / b.predicted) > 0
                 signs.setdefault(a.group.split(",")[0], []).append(1 if right else -1)

@@ -6,14 +6,19 @@ from fnmatch import fnmatch
 
 import pytest
 
+from tests.planner.test_plan import devices
 from tierplan.hwmodels.catalog import catalog_names
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction
+from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.pricing import simulate_on
 from tierplan.validation.published.points import (
+    LAUNCH_S,
     POINTS,
     PublishedStep,
     Question,
     _table,
+    driven_by_one_process,
     load_points,
     question_of,
     reproduce_points,
@@ -65,6 +70,18 @@ def test_rows_are_ranked_by_speed_among_those_of_one_machine_and_model() -> None
 
     rows = (row("x, 8", 1, 1), row("x, 8", 2, 3), row("x, 8", 3, 2), row("y, 8", 1, 1), row("y, 8", 3, 1.5, 200))
     assert Report("s", "", rows, ()).rankings == {"x": pytest.approx(1 / 3), "y": -1.0}
+
+
+def test_devices_that_one_process_drives_compute_as_fast_as_it_launches() -> None:
+    """Two devices work at once, but no faster than their launches, one after the other."""
+    for launch_s, took_s in ((0.2, 1.0), (0.8, 1.6)):
+        builder, work = Builder(), {"s": 1.0, LAUNCH_S: launch_s}
+        for device in range(2):
+            builder.op(f"fwd/L{device}", f"gpu{device}.compute", "forward", work=work)
+        machine = driven_by_one_process(devices(2))
+        assert simulate_on(builder.schedule("x", tiers_of(machine), meta={}), machine).duration_s == pytest.approx(
+            took_s
+        )
 
 
 def test_what_cannot_be_expressed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
