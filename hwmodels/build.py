@@ -199,7 +199,8 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
 
 
 FOR_THE_RECORD = (
-    ".price", ".power", ".endurance", ".cores", ".part", ".relative", ".form", ".cache", ".cached_write", ".recovery",
+    ".price", ".power", ".endurance", ".cores", ".sockets", ".part", ".relative", ".form", ".cache", ".cached_write",
+    ".recovery",
 )  # fmt: skip
 """Ends of keys that change no rate, capacity or limit."""
 

@@ -63,8 +63,8 @@ def _part_values(description: Description) -> dict[str, Quantity]:
         if part is not None:
             relative = description.values.get("gpu.relative")
             values |= part_values(section, str(part.value), "" if relative is None else str(relative.value))
-    adam = host_adam(description.values, description.number("host.adam_traffic") or 1.0)
-    if adam is not None:
+    traffic, sockets = (description.number(f"host.{key}") or 1.0 for key in ("adam_traffic", "sockets"))
+    if adam := host_adam(description.values, traffic, sockets):
         values["host.adam"] = adam
     void = {derived for name in description.values for derived in KEYS[name].replaces}
     return {name: value for name, value in values.items() if name not in void}

@@ -43,20 +43,22 @@ def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quant
 
 
 ADAM_CORE = 1.1e9
-"""Parameters per second and core: 1.13 on one and 2.14 G/s on two of an EPYC with AVX-512, 1 M parameters at a time, of
-400 updates the quickest twentieth (November 2026). Without AVX-512 nobody measured it here."""
-ADAM_DRAM_FRAC = 0.457
-"""Of the sheet's DRAM bandwidth: 3.9 G/s of DeepSpeed's kernel at 30 bytes each on 2 x Xeon Platinum 8168, 256 GB/s
-(arXiv 2101.06840: 0.24 to 2.57 s for 1 to 10 G parameters)."""
+"""Parameters per second and core: 1.13 on one and 2.14 G/s on two of an EPYC, 1 M parameters at a time, of 400 updates
+the quickest twentieth (November 2026). PyTorch's kernel alone there: 3.06 with AVX2, 3.03 with AVX-512, else 0.61."""
+ADAM_DRAM_FRAC = {1: 0.745, 2: 0.457}
+"""Of the sheet's DRAM bandwidth, by sockets. One: PyTorch's fused Adagrad, 134 M parameters at 20 bytes in 17.59 ms on
+32 cores of Ice Lake, 205 GB/s (pytorch/pytorch pull 124905; its time taken as 100 updates). Two, pages anywhere:
+DeepSpeed's Adam, 3.9 G/s at 30 bytes on 2 x Xeon Platinum 8168, 256 GB/s (arXiv 2101.06840, row of 10 G parameters)."""
 
 
-def host_adam(values: Values, traffic: float) -> Quantity | None:
+def host_adam(values: Values, traffic: float, sockets: float = 1) -> Quantity | None:
     """The optimizer on all cores: they or the DRAM are the limit. None where either is not known."""
     if not {"host.cores", "host.memory_bandwidth"} <= values.keys():
         return None
     by_cores = ADAM_CORE * _number(values, "host.cores")
-    by_dram = ADAM_DRAM_FRAC * _number(values, "host.memory_bandwidth") / traffic
-    why = f"the lesser of {ADAM_CORE / 1e9:g} G/s a core and {ADAM_DRAM_FRAC:g} of DRAM at {traffic:g} B each"
+    frac = ADAM_DRAM_FRAC[1 if sockets < 2 else 2]
+    by_dram = frac * _number(values, "host.memory_bandwidth") / traffic
+    why = f"the lesser of {ADAM_CORE / 1e9:g} G/s a core and {frac:g} of DRAM at {traffic:g} B each"
     return Quantity(min(by_cores, by_dram), "derived", why)
 
 

@@ -89,11 +89,10 @@ def _host(said: Mapping[str, str]) -> dict[str, Quantity]:
     found = {}
     if match := re.search(r"MemTotal:\s*(\d+) kB", said.get("meminfo", "")):
         found["host.capacity"] = Quantity(float(match[1]) * 1024, "measured", "/proc/meminfo")
-    counts = [
-        re.search(rf"{what}:\s*(\d+)", said.get("lscpu", "")) for what in (r"Core\(s\) per socket", r"Socket\(s\)")
-    ]
-    if counts[0] and counts[1]:
-        found["host.cores"] = Quantity(float(int(counts[0][1]) * int(counts[1][1])), "measured", "lscpu")
+    each, sockets = (re.search(rf"{what}:\s*(\d+)", said.get("lscpu", "")) for what in (r"per socket", r"Socket\(s\)"))
+    if each and sockets:
+        found["host.cores"] = Quantity(float(each[1]) * float(sockets[1]), "measured", "lscpu")
+        found["host.sockets"] = Quantity(float(sockets[1]), "measured", "lscpu")
     return found
 
 
