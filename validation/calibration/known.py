@@ -18,9 +18,9 @@ from tierplan.validation.calibration.calibration import Calibration, Calibration
 AUTO, NONE = "auto", "none"
 """In place of a file: the one that suits best, and none."""
 CALIBRATION_BLOCKS = 3
-FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.12, 0.2
-"""What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: estimates,
-until `tierplan validate --transfer` has been run on a quiet machine, and says what to write here."""
+FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.11, 0.15
+"""What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: learnt, each
+of twelve calibrations from the others (`tierplan validate --transfer`; rows and table: docs/commands_campaign.md)."""
 SAME = ("dtype", "backend", "optimizer", "attention")
 """Of the training settings: what has to be that of the calibration."""
 

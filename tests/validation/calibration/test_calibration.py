@@ -227,7 +227,8 @@ def test_a_calibration_is_the_same_after_a_file(tmp_path: Path) -> None:
 
 def test_intervals_are_as_wide_as_checks_were_off() -> None:
     wide = interval_half_width([1.1, 0.9, 1.1, 0.9])
-    assert wide == pytest.approx(2.13 * 0.1, rel=0.06), "Student's factor for four"
+    assert wide == pytest.approx(2.13 * 0.1 * 1.4826, rel=0.06), "Student's factor for four, and that of the median"
+    assert interval_half_width([1.1, 0.9, 1.1, 0.9, 1.8]) < wide, "one that had no like counts as any other"
     assert interval_half_width([1.1, 0.9] * 20) < wide
     assert interval_half_width([1.0] * 40) > 0.04, "no handful of checks shows that nothing varies"
     low, high = PredictionBasis("", 0.1).interval_s(2.0)

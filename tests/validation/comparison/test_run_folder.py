@@ -100,7 +100,7 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
     command.run(asked)
     said = " ".join(capsys.readouterr().out.split())
     assert "-20.0 %" in said
-    assert "at the run's slowdown, 1.24" in said
+    assert "at the run's slowdown, 1.27" in said, "1.25, and a little for caches that were cold after each wait"
     assert "The machine was slower in the run than in the calibration" in said
     schedule, machine = read_schedule(folder / "plan.json", None)
     trace = load_run(folder / "run").trace
@@ -174,7 +174,8 @@ def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_factor_that_chance_explains_is_none() -> None:
-    assert core_slowdown([], 1.0) == core_slowdown([1.0], 0.0) == core_slowdown([1.2, 0.9, 1.0], 0.97) == 1.0
-    assert core_slowdown([0.93, 1.0, 1.1] * 30, 0.9) == pytest.approx(1.0, abs=0.01)
+    assert core_slowdown([], 1.0) == core_slowdown([1.0], 0.0) == core_slowdown([1.04], 1.0) == 1.0
+    assert core_slowdown([1.2, 0.9, 1.0], 0.97) == pytest.approx(1.0, abs=0.02)
+    assert core_slowdown([1.04] * 50, 1.0) == pytest.approx(1.04, abs=0.002)
     assert core_slowdown([2.0, 2.0, 2.0, 2.1], 1.0) == pytest.approx(2.0, rel=0.02)
     assert core_slowdown([1.0, 1.0, 1.0, 5.0], 1.0) == 1.0, "what ran beside one of them does not count"
