@@ -14,6 +14,7 @@ that are there are not repeated. Times of a machine that others use vary: look a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -26,8 +27,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tierplan.sim.output.text import format_error, format_s, markdown_table
+from tierplan.validation.calibration.transfer import Transfer, transfer_lines
 
 RESULTS = Path("benchmarks/results/commands-campaign.jsonl")
+TRANSFERS = RESULTS.with_name("calibration-transfer.jsonl")
+"""Rows of `tierplan validate --transfer --json`, each with its hour."""
 POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuyou", "planner")
 PLANNER_FRAC = 0.45
 """Of the device memory of plain training: what the planner gets."""
@@ -191,8 +195,10 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "for how much slower the machine was in the run than in the calibration. That is measured, and looks at no",
         "prediction: how long the threads of each stream waited for a core (the kernel counts that), and how long the",
         "reference work of `run` took with a core. Slowdown is that of computation, load that of the minute before. A",
-        "loaded hour has one other job, a loop in Python that takes a core all the time and ends with the",
-        "hour. The demo measures, calibrates, plans and trains anew each time.",
+        "loaded hour has one other job, a loop in Python that takes a core all the time and ends with the hour; in a",
+        "crowded one several came and went. Earlier hours are from before turns of a calibration were half a second",
+        "long, and from when the worst of its own plans widened intervals most. The demo measures, calibrates, plans",
+        "and trains anew each time.",
         "",
         "The goals, for a quiet and a loaded hour: raw median at most 8 %, normalised 4 %; nine in ten within 15 and",
         "8 %; 90 % intervals hold 85 to 97 %.",
@@ -224,7 +230,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
                 format_error(row["normalised_error_frac"]), f"{row['load']:.1f}",
             )
         )  # fmt: skip
-    return "\n".join([*lines, "", *markdown_table(head, table, right=range(3, 10)), ""])
+    lines += ["", *markdown_table(head, table, right=range(3, 10))]
+    for hour, of_hour in itertools.groupby(read(TRANSFERS), lambda row: row.pop("hour")):
+        lines += ["", f"## From the calibrations of others: {hour}", ""]
+        lines += ["Six plans of each model, for the slowdown between the two calibrations (`validate --transfer`).", ""]
+        lines += transfer_lines([Transfer(**row) for row in of_hour])
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
