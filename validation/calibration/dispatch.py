@@ -82,10 +82,10 @@ def typical_reference_s(times_s: Sequence[float]) -> float:
 def core_slowdown(times_s: Sequence[float], known_s: float) -> float:
     """How much longer the reference work takes than `known_s`, as far as its times are sure: 1 where chance explains
     it, since a factor that is none makes a prediction worse."""
-    if not times_s or not known_s:
+    if len(times_s) < 2 or not known_s:
         return 1.0
     off = log(typical_reference_s(times_s) / known_s)
-    chance = max(TIMES_DIFFER, pstdev(map(log, times_s))) / sqrt(len(times_s))
+    chance = max(TIMES_DIFFER, pstdev(map(log, times_s))) / sqrt(len(times_s) - 1)
     return exp(off * max(0.0, 1.0 - (chance / off) ** 2)) if off else 1.0
 
 
