@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import config_of
 from tests.runtime.models import make_batches, make_model, observed_workload
@@ -52,6 +53,19 @@ def test_loss_and_gradients_are_those_of_the_whole_but_for_rounding(
         assert (mine - theirs).norm() <= rounding * theirs.norm()
     other, _ = gradients(model, {**batch, "labels": batch["labels"].roll(1)}, chunks)
     assert other != loss
+
+
+def test_a_frozen_output_matrix_has_no_gradient_made_for_it() -> None:
+    model, (batch,) = make_model("llama", num_blocks=1), make_batches(1)
+    counted = []
+    for trained in (True, False):
+        head = model.get_output_embeddings().requires_grad_(trained)  # type: ignore[operator]
+        with FlopCounterMode(display=False) as counter:
+            _, (first, *_) = gradients(model, batch, 2)
+        counted.append((counter.get_total_flops(), first))
+    (all_flops, grad), (flops, same) = counted
+    assert all_flops - flops == 2 * batch["input_ids"].numel() * head.weight.numel()
+    assert torch.equal(grad, same)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
