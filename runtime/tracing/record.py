@@ -16,15 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from tierplan.runtime.autograd.coded import decoded_weight
 from tierplan.runtime.autograd.replay import is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.families.slices import Operation, Save
 from tierplan.sim.workloads.families.tape import Meter
+from tierplan.sim.workloads.formats import format_of
 
 aten = torch.ops.aten
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
 CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+DECODED = torch.ops.tierplan.decoded_weight.default if decoded_weight else None
 GROUPED_MM = aten._grouped_mm.default
 GATHERS = {aten.embedding.default}
 """Operations that read as many rows of their first argument as they write."""
@@ -53,6 +56,10 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: ob
         return {f"attention_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
     if func is GROUPED_MM:  # one product per expert, over the tokens that it gets: together those of all tokens
         return {f"matmul_{kind}_flops": 2 * args[0].numel() * args[1].shape[-1]}
+    if func is DECODED:
+        base = args[1]
+        wide = tensors_in(out)[0]
+        return {"elementwise_bytes": format_of(base).coding_bytes(wide.numel(), wide.element_size(), wide.shape[0])}
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         what = "attention" if "attention" in func.overloadpacket.__name__ else "matmul"

@@ -20,7 +20,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.contents import Frozen, Gradients, Params, States, parse_content
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, LoRA": ("gpt2", {"lora": "r=4"}),
@@ -84,6 +84,27 @@ def test_planned_bytes_are_those_that_pytorch_holds(which: str, dtype: str) -> N
     if dtype == "fp32" and "mixtral" not in which:
         flops = [amount for u in workload.units for kind, amount in u.backward.items() if kind.startswith("matmul_")]
         assert sum(flops) == counter.get_total_flops()
+
+
+def test_adapters_have_the_type_of_trained_parameters() -> None:
+    raw = config_of("llama", 1)
+    for base in ("", "nf4", "int4"):
+        training = training_of(dtype="bf16", trained_dtype="bf16", lora="r=4", base=base)
+        if base != "int4":  # which is not executed
+            assert {p.dtype for p in build_model(raw, training).parameters() if p.requires_grad} == {torch.bfloat16}
+        block = trace_config("llama", raw, training).blocks[0]
+        assert {kind for kind in block.forward if "matmul" in kind} == {"matmul_bf16_flops"}
+    with pytest.raises(WorkloadError, match="adapters on a base in bf16 are in fp32 or in bf16"):
+        build_model(raw, training_of(dtype="bf16", trained_dtype="fp16", lora="r=4"))
+
+
+def test_gptq_codes_are_decoded_once_for_forward_and_backward() -> None:
+    """Beside the codes of NF4, which backward decodes anew: so their weights are not saved."""
+    of = {base: trace_config("llama", config_of("llama", 2), training_of("bf16", lora="r=4", base=base)).blocks[1]
+          for base in ("nf4", "int4")}  # fmt: skip
+    weights = {base: [t for t in unit.saved if "decoded_weight" in t.name] for base, unit in of.items()}
+    assert (len(weights["nf4"]), len(weights["int4"])) == (0, 7)
+    assert of["int4"].backward["elementwise_bytes"] < of["nf4"].backward["elementwise_bytes"]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -136,7 +136,7 @@ PUBLISHED = {
 """Parameters, as the model cards and the files of weights say."""
 ROUNDED = {
     "deepseek-llm-7b": 6.91e9, "deepseek-llm-67b": 67.4e9, "gemma-3-4b": 3.884e9, "gemma-3-12b": 11.771e9,
-    "gemma-3-27b": 27.016e9, "qwen-1.8b": 1.84e9, "qwen-14b": 14.17e9, "qwen-72b": 72.29e9,
+    "gemma-3-27b": 27.016e9, "qwen-1.8b": 1.84e9, "qwen-7b": 7.721e9, "qwen-14b": 14.17e9, "qwen-72b": 72.29e9,
 }  # fmt: skip
 """The same where only rounded figures are published: Gemma's text models from table 1 of its report, both columns."""
 TRACED_HERE = ("qwen3-30b-a3b",)
