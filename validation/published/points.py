@@ -19,12 +19,15 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
-from tierplan.hwmodels.names import DEVICE, parse_stream
+from tierplan.hwmodels.names import COMPUTE, DEVICE, parse_stream
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.workloads.adapters import read_adapters
+from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.models import read_config, workload_of
-from tierplan.sim.workloads.workload import NotCovered, Training, Workload, WorkloadError
-from tierplan.validation.published.reproduce import Report, Row, constants_of
+from tierplan.sim.workloads.workload import NotCovered, SavedTensor, Training, Unit, Workload, WorkloadError, total_work
+from tierplan.validation.published.reproduce import Report, Row, constants_of, peak_of
 
 Facts = Mapping[str, Any]
 POINTS = ("points", "finetuning")
@@ -63,8 +66,12 @@ class Question:
     sequences: int
     """In one step, over all devices."""
 
-    compiled_loss: bool = False
-    """The loss is one compiled kernel per chunk: it reads and writes logits in 16 bits once, forward and backward."""
+    loss: str = ""
+    """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. `16-bit`:
+    logits, their copy behind the shift, and the softmax stay in 16 bits. Empty: as transformers has it, in fp32."""
+
+    autocast: bool = False
+    """Products of fp32 adapters run in the type of the base, as under Trainer's `bf16=True`."""
 
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
@@ -78,6 +85,9 @@ class Question:
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
 
+    compiled: bool = False
+    """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's)."""
+
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
         if more := self.adapters_of_experts:
@@ -89,13 +99,31 @@ class Question:
             forward |= {LAUNCH_S: self.launch_s} if self.launch_s else {}
             blocks = [replace(u, forward=forward, backward=backward, recompute=None) for u in workload.blocks]
             workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
-        if not self.compiled_loss:
+        if self.compiled:
+            workload = replace(workload, units=tuple(_compiled(u, workload) for u in workload.units))
+        if self.autocast:
+            workload = replace(workload, units=tuple(_autocast(u, self.training.dtype) for u in workload.units))
+        if not self.loss:
             return workload
         *units, head = workload.units
-        logits = workload.training.tokens_per_step / workload.training.gradient_accumulation_steps
-        passes = {"elementwise_bytes": 2.0 * 2 * logits * int(str(workload.config["vocab_size"]))}
-        twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits wait in their place
-        head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
+        t = self.training
+        logits = t.per_device_train_batch_size * t.sequence_length * int(str(workload.config["vocab_size"]))
+        if self.loss == "compiled":
+            passes = {"elementwise_bytes": 2.0 * 2 * logits}
+            twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
+            head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
+        else:  # forward: the copy, log-softmax and its mean read and write; backward: their gradients, and the padding
+            read, back = ({"elementwise_bytes": 2.0 * n * logits} for n in (5, 7))
+            softmax = SavedTensor(index=0, name="log_softmax", size_bytes=2 * logits, dtype=t.dtype)
+            head = replace(
+                head,
+                forward={**head.forward, **read},
+                backward={**head.backward, **back},
+                recompute=None,
+                saved=(softmax,),
+                forward_work_bytes=4 * logits,
+                backward_work_bytes=4 * logits,
+            )
         return replace(workload, units=(*units, head))
 
     def answer(self) -> Prediction:
@@ -120,6 +148,34 @@ def driven_by_one_process(machine: Machine) -> Machine:
     )
     limits = (*machine.shared_limits, SharedLimit(name="process", limit=1.0))
     return replace(machine, streams=streams, shared_limits=limits)
+
+
+def _compiled(unit: Unit, workload: Workload) -> Unit:
+    """A Llama's block whose element-wise work lies in kernels between products; twice as much in backward, where they
+    read what was saved beside gradients."""
+    if unit.kind != "block":
+        return unit
+    c = {name: int(str(value)) for name, value in workload.config.items() if str(value).isdigit()}
+    d, f = c["hidden_size"], c["intermediate_size"]
+    kv = d * c["num_key_value_heads"] // c["num_attention_heads"]
+    t = workload.training
+    wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
+    adapted = read_adapters(t.lora).targets if t.lora else ()
+    values = 11 * d + 2 * kv + 3 * f + sum(wide[name] for name in (wide if adapted == ("all-linear",) else adapted))
+    moved = 2.0 * values * t.per_device_train_batch_size * t.sequence_length
+    decoded = format_of(t.base).coding_bytes(unit.num_frozen, 2) if t.base else 0
+    forward, backward = (
+        {**w, "elementwise_bytes": n * moved + decoded} for w, n in ((unit.forward, 1), (unit.backward, 2))
+    )
+    return replace(unit, forward=forward, backward=backward, recompute=None)
+
+
+def _autocast(unit: Unit, dtype: str) -> Unit:
+    forward, backward = (
+        total_work({kind.replace("matmul_fp32", f"matmul_{dtype}"): n} for kind, n in work.items())
+        for work in (unit.forward, unit.backward)
+    )
+    return replace(unit, forward=forward, backward=backward, recompute=None)
 
 
 @lru_cache(maxsize=64)
@@ -179,9 +235,11 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         training=training,
         sequences=ranks * micro_batch * accumulation,
         block_s=tuple(facts["block_s"]) if "block_s" in facts else None,
-        compiled_loss=bool(facts.get("compiled_loss")),
         launch_s=float(facts.get("launch_s", 0.0)),
         config=tuple(facts.get("config", {}).items()),
+        loss=str(facts.get("loss", "")),
+        autocast=bool(facts.get("autocast")),
+        compiled=bool(facts.get("compiled")),
         adapters_of_experts=int(facts.get("adapters_of_experts", 0)),
     )
 
@@ -201,6 +259,16 @@ def reproduce_points(name: str, *, only: str = "*", progress: Callable[[str], No
 
 PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
 """Published peaks of one GPU's memory, in bytes."""
+
+
+def _peak_bytes(question: Question, steady: SteadyState, rule: Facts) -> float:
+    """Of a plan, or of what its updates hold where a framework copies gradients for them; and what lies beside both."""
+    workload, t = question.workload(), question.training
+    peak_bytes = peak_of(steady, without=rule["uncounted"]) if "uncounted" in rule else steady.peak_bytes[DEVICE]
+    if "copies_of_gradients" in rule:
+        of_trained = workload.num_trained * (t.grad_bytes + rule["copies_of_gradients"])
+        peak_bytes = max(peak_bytes, workload.params_bytes + workload.states_bytes + of_trained)
+    return peak_bytes + sum(map(float, rule.get("beside_gb", ()))) * 1e9
 
 
 def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> list[Row]:
@@ -227,12 +295,18 @@ def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, s
         if quantity == "step_s":
             value = point.step_s(question.sequences, question.training.sequence_length)
             told = None if prediction is None or not prediction.step_s else prediction.step_s / steps
+            if told is not None and "update_bytes" in rule:  # which an update without fused kernels moves besides
+                moved = {"elementwise_bytes": rule["update_bytes"] * question.workload().num_trained}
+                told += load_machine(question.machine, question.settings).cost(COMPUTE, moved).alone_s
             rows.append(
                 Row(system, role, quantity, point.id, value, value, told, why_not, note, prediction, group, tokens)
             )
         else:
             steady = None if prediction is None else prediction.steady
-            told = None if steady is None else steady.peak_bytes[DEVICE] / PEAKS[quantity]
+            if "peak_seq" in rule:  # lengths vary: the peak is that of the longest
+                longest = replace(question, training=replace(question.training, sequence_length=rule["peak_seq"]))
+                steady = longest.answer().steady
+            told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
             value = float(point.facts[quantity])
             rows.append(Row(system, role, quantity, point.id, value, value, told, why_not, note))
     return rows

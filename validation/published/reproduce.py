@@ -29,6 +29,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP_PARAMETERS
 from tierplan.planner.prediction import Prediction, predict
+from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.contents import parse_key
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
@@ -406,15 +407,20 @@ def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
     )
 
 
-def _activation_peak(prediction: Prediction) -> int:
-    """Highest holding of activations and their gradients on the device, in steady state."""
-    assert prediction.steady is not None
+def peak_of(steady: SteadyState, kinds: Sequence[str] = (), without: Sequence[str] = ()) -> int:
+    """Highest holding on the device of buffers of these kinds (none: of all), in steady state."""
     held = peak = 0
-    for event in prediction.steady.trace.memory:
-        if event.tier == DEVICE and event.kind in ("acts", "work"):
+    for event in steady.trace.memory:
+        if event.tier == DEVICE and (event.kind in kinds or not kinds) and event.kind not in without:
             held += event.delta_bytes
             peak = max(peak, held)
     return peak
+
+
+def _activation_peak(prediction: Prediction) -> int:
+    """Of activations and their gradients."""
+    assert prediction.steady is not None
+    return peak_of(prediction.steady, ("acts", "work"))
 
 
 def _against(table: Settings, settings: Settings, other: str, **options: object) -> tuple[Prediction, Prediction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
@@ -12,6 +13,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.pricing import simulate_on
+from tierplan.sim.workloads.workload import Training
 from tierplan.validation.published.points import (
     LAUNCH_S,
     POINTS,
@@ -28,7 +30,7 @@ from tierplan.validation.published.reproduce import Report, Row
 
 def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
     points = load_points()
-    assert len(points) == len({point.id for point in points}) == 181
+    assert len(points) == len({point.id for point in points}) == 212
     assert all(point.facts["source"] for point in points)
 
 
@@ -104,3 +106,27 @@ def test_a_peak_stands_beside_its_time() -> None:
     rows = [row for row in reproduce_points("finetuning", only=name).rows if row.label == name]
     assert [row.quantity for row in rows] == ["step_s", "peak_gb"]
     assert all(row.predicted is not None for row in rows)
+
+
+def test_a_compiled_block_keeps_its_products_and_moves_what_they_read_and_write() -> None:
+    training = Training(sequence_length=64, lora="r=4,targets=q_proj+down_proj", trained_dtype="bf16")
+    plain = Question("x", (), "p", {}, "llama-3.2-1b", training, 1)
+    units = [replace(plain, compiled=compiled).workload().blocks[0] for compiled in (False, True)]
+    eager, fused = (unit.forward for unit in units)
+    d, kv, f = 2048, 512, 8192
+    assert fused["elementwise_bytes"] == 2 * 64 * (11 * d + 2 * kv + 3 * f + 2 * d) < eager["elementwise_bytes"]
+    assert {**eager, "elementwise_bytes": 0} == {**fused, "elementwise_bytes": 0}
+
+
+def test_autocast_runs_products_of_fp32_adapters_in_the_type_of_the_base() -> None:
+    training = Training(sequence_length=64, lora="r=4")
+    plain = Question("x", (), "p", {}, "llama-3.2-1b", training, 1)
+    before, after = (replace(plain, autocast=on).workload().blocks[0].forward for on in (False, True))
+    assert "matmul_fp32_flops" not in after
+    assert after["matmul_bf16_flops"] == before["matmul_bf16_flops"] + before["matmul_fp32_flops"]
+
+
+def test_a_loss_in_16_bits_holds_logits_softmax_and_a_copy() -> None:
+    question = Question("x", (), "p", {}, "llama-3.2-1b", Training(sequence_length=64), 1, loss="16-bit")
+    head, logits = question.workload().units[-1], 64 * 128256
+    assert (head.saved_bytes, head.forward_work_bytes, head.backward_work_bytes) == (2 * logits, 4 * logits, 4 * logits)
