@@ -93,6 +93,8 @@ class Row:
         return self.predicted - nearest if self.quantity in DIFFERENCES else self.predicted / nearest - 1
 
 
+SAME_SPEED = 0.01
+"""Measured speeds that differ by less may be in another order in the next run: such a pair has none."""
 DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute", "fits")
 """Quantities that are shares of something, or yes (1) or no (0): their error is the difference."""
 
@@ -140,15 +142,17 @@ class Report:
 
     @property
     def rankings(self) -> dict[str, float]:
-        """Kendall's tau of the order by speed, by machine: over pairs of rows that differ in system alone."""
+        """Kendall's tau of the order by speed, by machine: over pairs of rows that differ in system and speed alone."""
         signs: dict[str, list[int]] = {}
         for a, b in combinations([row for row in self.step_rows if row.group], 2):
             policies = [row.prediction and row.prediction.policy for row in (a, b)]
             is_pair = a.group == b.group and (policies[0] is None or policies[0] != policies[1])
-            if is_pair and a.predicted and b.predicted and a.value and b.value and a.value != b.value:
-                shown = a.tokens / a.value - b.tokens / b.value
-                right = shown * (a.tokens / a.predicted - b.tokens / b.predicted) > 0
-                signs.setdefault(a.group.split(",")[0], []).append(1 if right else -1)
+            if is_pair and a.predicted and b.predicted and a.value and b.value:
+                faster, told = (
+                    (a.tokens * y) / (b.tokens * x) - 1 for x, y in ((a.value, b.value), (a.predicted, b.predicted))
+                )
+                if abs(faster) > SAME_SPEED:
+                    signs.setdefault(a.group.split(",")[0], []).append(1 if faster * told > 0 else -1)
         return {machine: sum(pairs) / len(pairs) for machine, pairs in signs.items()}
 
     @property

@@ -72,6 +72,7 @@ def test_rows_are_ranked_by_speed_among_those_of_one_machine_and_model() -> None
 
     rows = (row("x, 8", 1, 1), row("x, 8", 2, 3), row("x, 8", 3, 2), row("y, 8", 1, 1), row("y, 8", 3, 1.5, 200))
     assert Report("s", "", rows, ()).rankings == {"x": pytest.approx(1 / 3), "y": -1.0}
+    assert Report("s", "", (row("x", 1, 1), row("x", 1.005, 0.9)), ()).rankings == {}, "equal but for noise"
 
 
 def test_devices_that_one_process_drives_compute_as_fast_as_it_launches() -> None:
