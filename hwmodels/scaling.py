@@ -80,7 +80,8 @@ def _slower(stream: Stream, other: Stream) -> Stream:
 def _least(rate: Rate, other: Rate) -> Rate:
     amounts = sorted({amount for amount, _ in rate.points + other.points})
     least = tuple((a, min(rate.at(a), other.at(a))) for a in amounts)
-    return rate if all(rate.at(a) == per_s for a, per_s in least) else Rate(least)
+    same = (one for one in (rate, other) if all(one.at(amount) == per_s for amount, per_s in least))
+    return next(same, Rate(least))
 
 
 def parts_of(machine: Machine, less: Machine) -> tuple[Part, ...]:

@@ -36,7 +36,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
-from tierplan.planner.search.lesser import lesser_of_catalog, without_excess
+from tierplan.planner.search.lesser import Known, lesser_of_catalog, without_excess
 from tierplan.planner.search.moves import loosened, with_shape_of
 from tierplan.planner.search.race import Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
@@ -68,7 +68,7 @@ MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
 
 Question = tuple[object, ...]
 NUM_ANSWERS = 16
-_ANSWERS: dict[Question, Plan] = {}
+_ANSWERS: dict[Question, Known] = {}
 """The last that were not cut short by the clock: whoever asks for better and better machines has the lesser one's."""
 
 
@@ -84,6 +84,7 @@ def plan(
     batches: Batches | None = None,
     drive_lifetime_years: float | None = None,
     beat_s: float = inf,
+    known: Known | None = None,
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
@@ -110,6 +111,8 @@ def plan(
     beat_s
         A step of what is known already: the search ends where nothing that is left can be quicker. Until then it is the
         search that there is without this.
+    known
+        The answer for the lesser machine, where it is at hand.
 
     Raises
     ------
@@ -128,30 +131,56 @@ def plan(
         "drive_lifetime_years": drive_lifetime_years,
         "beat_s": beat_s,
     }
-    started, known, first = time.perf_counter(), None, None
-    if (less := lesser_of_catalog(machine)) is not None:
-        question = _question(workload, less, time_limit_s, asked)
-        with suppress(InfeasiblePlan):  # this machine may do better
-            if question not in _ANSWERS:
-                first = plan(workload, less, time_limit_s=time_limit_s, **asked)
-            known = less, _ANSWERS[question] if first is None else first.plan
-    if first is not None and first.status == "interrupted":
-        beat_s = 0.0  # no search here
-    loop = _Loop(workload, machine, semantics, time_limit_s, seed, batches, write_limit, beat_s, known)
-    loop.started = started
-    result = loop.run(asked["policies"], asked["orders"])
-    if first is not None and first.status == "interrupted":
-        return replace(result, status="interrupted", notes=(*result.notes, *first.notes[-1:]))
-    if result.status in ("within-gap", "searched"):
-        if len(_ANSWERS) == NUM_ANSWERS:
-            del _ANSWERS[next(iter(_ANSWERS))]
-        _ANSWERS[_question(workload, machine, time_limit_s, asked)] = result.plan
+    started, budget = time.perf_counter(), budget_of(time_limit_s)
+
+    def planned(less: Machine) -> tuple[Workload, PlanResult]:
+        return workload, plan(workload, less, time_limit_s=time_limit_s, **asked)
+
+    question = (digest(workload), budget.num_ops, *asked.values())
+    known = known_of_lesser(machine, question, planned, known)
+    is_cut = known is not None and known.is_cut
+    search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
+    search.started = started
+    search.begin(asked["policies"], asked["orders"])
+    if machine.num_devices > 1:
+        budget.restart()  # their schedules are several times longer than the budget was measured for
+    search.go_on()
+    search.hold()
+    result = search.result()
+    remember(machine, question, workload, result)
     return result
 
 
-def _question(workload: Workload, machine: Machine, time_limit_s: float | None, asked: Mapping[str, Any]) -> Question:
-    limit = asked["drive_lifetime_years"] and allowed_bytes_per_s(machine, asked["drive_lifetime_years"])
-    return digest(workload), digest(machine), Budget.of(time_limit_s).num_ops, limit, *asked.values()
+def known_of_lesser(
+    machine: Machine,
+    question: Question,
+    planned: Callable[[Machine], tuple[Workload, PlanResult]],
+    known: Known | None = None,
+) -> Known | None:
+    """The answer of the machine without what it has more of than the catalog's, where there is one: `known` if it is
+    that, one that is remembered, or what is planned for it."""
+    if (less := lesser_of_catalog(machine)) is None:
+        return None
+    if known is not None and known.is_of(less):
+        return known
+    with suppress(InfeasiblePlan):  # this machine may do better
+        return _ANSWERS.get((digest(less), *question)) or Known.of(less, *planned(less))
+    return None
+
+
+def remember(machine: Machine, question: Question, workload: Workload, result: PlanResult) -> None:
+    """Keeps the answer for better machines, where the clock did not cut it short."""
+    if result.status in ("within-gap", "searched"):
+        if len(_ANSWERS) == NUM_ANSWERS:
+            del _ANSWERS[next(iter(_ANSWERS))]
+        _ANSWERS[(digest(machine), *question)] = Known.of(machine, workload, result)
+
+
+def budget_of(time_limit_s: float | None) -> Budget:
+    """Of a search with this limit. Raises `PlanError` where it is none."""
+    if time_limit_s is not None and not 0 < time_limit_s < inf:
+        raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
+    return Budget.of(time_limit_s)
 
 
 @dataclass(eq=False)
@@ -183,21 +212,30 @@ class _Chain:
         return min((r.bound_s for r in self.racers), default=inf)
 
 
-class _Loop:
+def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
+    if len(p.units) > LONG_CHAIN:
+        return [partial(descend_by_shifts, bound=bound, seed=seed)]
+    return [descend, partial(descend_with_restarts, seed=seed)]
+
+
+class Search:
+    """The search for one division of the batch: begun, gone on with, perhaps several times, and ended by its result.
+
+    In legs it does what it does at once on one device.
+    """
+
     def __init__(
         self,
         workload: Workload,
         machine: Machine,
         semantics: Semantics | None,
-        time_limit_s: float | None,
+        budget: Budget,
         seed: int,
         batches: Batches | None = None,
         write_limit_bytes_per_s: float = inf,
         beat_s: float = inf,
-        known: tuple[Machine, Plan] | None = None,
+        known: Known | None = None,
     ) -> None:
-        if time_limit_s is not None and not 0 < time_limit_s < inf:
-            raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
         self.workload, self.seed, self.known = workload, seed, known
         self.asked, self.machine = machine, without_excess(machine, workload)
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
@@ -209,7 +247,7 @@ class _Loop:
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
         self.started = time.perf_counter()
-        self.budget = Budget.of(time_limit_s)
+        self.budget = budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
         self.bound_s = 0.0
@@ -217,6 +255,7 @@ class _Loop:
         self.notes: list[str] = []
         self.chains: list[_Chain] = []
         self.has_all_orders = True
+        self.is_interrupted = False
 
     def _simulator(self, machine: Machine) -> PlanSimulator:
         return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
@@ -224,46 +263,127 @@ class _Loop:
     def _no_incumbents(self) -> Incumbents:
         return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps)
 
-    def run(self, policies: Iterable[str] | None, orders: Iterable[Order] | None) -> PlanResult:
-        status: Status = "searched"
-        compared, seeds = self._compare(frozenset(POLICIES if policies is None else policies))
-        shapes = self._shapes(seeds.by_shape)
+    def begin(
+        self,
+        policies: Iterable[str] | None = None,
+        orders: Iterable[Order] | None = None,
+        *,
+        only: Order | None = None,
+        solver: Solver | None = None,
+        like: Search | None = None,
+    ) -> None:
+        """Compares the policies and bounds all shapes.
+
+        With `only`, micro-batches go in this order alone and are not cut into smaller ones; `solver` is of the search
+        before, and `like` one that has compared the policies.
+        """
+        if like is None:
+            self.compared, self.seeds = self._compare(frozenset(POLICIES if policies is None else policies))
+        else:
+            self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
+        shapes = self._shapes(self.seeds.by_shape) if only is None else {only: [1]}
         wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
         if self.workload.training.gradient_accumulation_steps == 1:
             wanted = ("horizontal", *wanted)  # one micro-batch has no order
         for order in [order for order in shapes if order in wanted]:
             share = SHARES[order] if len(shapes) > 1 else 1.0
-            self.chains.append(self._chain(order, shapes[order], seeds.by_shape, share))
+            own = solver or Solver(seed=self.seed)
+            self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
-        problems = [p for chain in self.chains for p in chain.problems]
-        bounds = [bound for chain in self.chains for bound in chain.bounds]
+        self.in_rounds = self._rounds()
+
+    def go_on(self, num_ops: float = inf, *, moves_seed: int | None = None) -> None:
+        """Until so much work is done, or the budget is spent; with a seed by local moves alone."""
+        left = self.budget.ops_left
+        going = self.in_rounds if moves_seed is None else self._moved(moves_seed)
         try:
-            if self.num_devices > 1:
-                self.budget.restart()  # their schedules are several times longer than the budget was measured for
-                if bound_of_packs(problems[0], self.num_devices) < self.beat_s:
-                    search_packs(seeds, self.simulate_plan, seed=self.seed)
-                    if seeds.packed is not None:
-                        self.incumbents.consider(seeds.packed)
-            self._search()
+            if (
+                moves_seed is None
+                and self.num_devices > 1
+                and bound_of_packs(self.chains[0].problems[0], self.num_devices) < self.beat_s
+            ):
+                search_packs(self.seeds, self.simulate_plan, num_ops=min(num_ops, left), seed=self.seed)
+                if self.seeds.packed is not None:
+                    self.incumbents.consider(self.seeds.packed)
+            while left - self.budget.ops_left < num_ops and next(going, self) is not self:
+                if self.budget.is_out_of_time:
+                    break
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
             if self.incumbents.best is None:
                 raise
-            status = "interrupted"
+            self.is_interrupted = True
             self.notes.append("the search was interrupted; this is the best plan found until then")
-        if self.known is not None and isinstance(plan := self.known[1], UnitwisePlan):
-            # where more of something only is in the way (a drive's copies slow those of others), it is left unused
-            held = replace(plan, parts=parts_of(self.asked, self.known[0]))
+
+    def _moved(self, seed: int) -> Iterator[None]:
+        """Local moves alone, from the best plan that they can start from."""
+        if (start := self.incumbents.plain) is None:
+            return
+        shape = self.incumbents.shape(start.plan)
+        for chain in self.chains:
+            for p, bound in zip(chain.problems, chain.bounds, strict=True):
+                for descent in _descents(p, bound, seed) if (p.order, p.sub_batches) == shape else ():
+                    for better in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+                        chain.found.consider(better)
+                        self.incumbents.consider(better)
+                        yield
+
+    def offer(self, plan: UnitwisePlan) -> None:
+        """Tries a plan of another division as the start of this one's."""
+        for chain in self.chains:
+            for p in chain.problems:
+                for changed in (same := with_shape_of(plan, p), loosened(same)):
+                    chain.found.consider(self.simulate_plan(changed))
+            if chain.found.plain is not None:
+                self.incumbents.consider(chain.found.plain)
+
+    def hold(self) -> None:
+        """Tries the answer of the lesser machine: where more of something only is in the way (a drive's copies slow
+        those of others), it is left unused."""
+        if self.known is not None and isinstance(self.known.plan, UnitwisePlan):
+            held = replace(self.known.plan, parts=parts_of(self.asked, self.known.machine))
             self.incumbents.consider(self._simulator(self.asked)(held))
+
+    def beside(self, order: Order, solver: Solver) -> Search:
+        """A search for plans of another order."""
+        limit, budget = self.write_limit_bytes_per_s, self.budget
+        other = Search(self.workload, self.asked, self.semantics, budget, self.seed, self.batches, limit)
+        other.begin(only=order, solver=solver, like=self)
+        return other
+
+    def found_any(self) -> bool:
+        """Whether a plan fits, of those that are tried until one does."""
+        for chain in self.chains:
+            self._go_on_with(chain, inf)
+        return self.best_s < inf
+
+    @property
+    def least_s(self) -> float:
+        """No plan that may still be found is quicker, where one device works."""
+        able = (chain.least_s for chain in self.chains if not chain.is_over)
+        return min(able, default=inf) if self.num_devices == 1 else 0.0
+
+    @property
+    def best_s(self) -> float:
+        """The shortest step so far."""
+        best = self.incumbents.best
+        return inf if best is None or best.step_s is None else best.step_s
+
+    def result(self) -> PlanResult:
+        """The best plan so far. Raises `InfeasiblePlan` where there is none."""
+        problems = [p for chain in self.chains for p in chain.problems]
+        bounds = [bound for chain in self.chains for bound in chain.bounds]
         best = self.incumbents.best
         if best is None:
             raise self._infeasible(problems, bounds)
+        if self.known is not None and self.known.is_cut:
+            self.is_interrupted = True
+            self.notes.append(self.known.note)
         bound = self._bound_of_all(best.plan, problems, bounds)
-        if status == "searched":
-            close = best.step_s is not None and best.step_s <= bound.step_s * (1 + GOOD_FRAC)
-            status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
-        return self._result(best, bound, compared, status)
+        close = best.step_s is not None and best.step_s <= bound.step_s * (1 + GOOD_FRAC)
+        status: Status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
+        return self._result(best, bound, "interrupted" if self.is_interrupted else status)
 
     def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
         """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
@@ -279,10 +399,15 @@ class _Loop:
         return {order: nums for order, nums in shapes.items() if nums}
 
     def _chain(
-        self, order: Order, nums: Sequence[int], seeds: Mapping[Shape, Candidate[UnitwisePlan]], share: float
+        self,
+        order: Order,
+        nums: Sequence[int],
+        seeds: Mapping[Shape, Candidate[UnitwisePlan]],
+        share: float,
+        solver: Solver,
     ) -> _Chain:
-        solver, incumbents = Solver(seed=self.seed), self._no_incumbents()
-        problems = [self._problem(self.semantics, order, num) for num in nums]
+        incumbents = self._no_incumbents()
+        problems = [self.posed(order, num) for num in nums]
         left = self.budget.ops_left
         bounds = [self._bound(p, solver) for p in problems]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
@@ -308,16 +433,16 @@ class _Loop:
             what = "packs, pages, segments or operators' tiles"
             self.notes.append(f"the best plan works in {what}: its bound is compute alone")
             return bound_by_compute(problems[0], plan, 1)
-        own = self._problem(plan.semantics, plan.order, plan.sub_batches)
+        own = self.posed(plan.order, plan.sub_batches, plan.semantics)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
             bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]
         return min(bounds, key=lambda b: b.step_s)
 
-    def _problem(self, semantics: Semantics, order: Order, sub_batches: int) -> Problem:
+    def posed(self, order: Order, sub_batches: int, semantics: Semantics | None = None) -> Problem:
         return problem(
             self.workload,
             self.machine,
-            semantics=semantics,
+            semantics=semantics or self.semantics,
             order=order,
             sub_batches=sub_batches,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
@@ -359,34 +484,35 @@ class _Loop:
                 if name in names:
                     self.incumbents.consider(candidate)
         if self.known is not None:
-            candidate = self.simulate_plan(self.known[1])
+            candidate = self.simulate_plan(self.known.plan)
             seeds.consider(candidate)
             self.incumbents.consider(candidate)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
         return {name: result for name, result in compared.items() if name in names}, seeds
 
-    def _search(self) -> None:
+    def _rounds(self) -> Iterator[None]:
         """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is
         for the best. So all orders together do all that one alone does, and more work does all that less does.
         """
-        left = self.budget.ops_left / self.budget.num_ops if self.num_devices > 1 else 1.0  # beside plans in packs
         goal_ops = 0.0
-        for ops in rounds(left * self.budget.num_ops):
+        for ops in rounds(self.budget.ops_left if self.num_devices > 1 else self.budget.num_ops):
             goal_ops += ops
             able = [c for c in self.chains if not c.is_over and c.least_s < self._to_beat_s()]
             for chain in able:
-                self._go_on(chain, chain.share * goal_ops + chain.more_ops)
+                self._go_on_with(chain, chain.share * goal_ops + chain.more_ops)
             if able and self.has_all_orders:
                 best = min(able, key=lambda c: c.best_s)
                 best.more_ops += ops * (1 - sum(c.share for c in able))
-                self._go_on(best, best.share * goal_ops + best.more_ops)
+                self._go_on_with(best, best.share * goal_ops + best.more_ops)
             if self.budget.is_out_of_time:
-                return
-        for chain in self.chains:
-            if chain.found.plain is None and chain.least_s < self._to_beat_s():
-                self._go_on(chain, inf)
+                break
+            yield
+        else:
+            for chain in self.chains:
+                if chain.found.plain is None and chain.least_s < self._to_beat_s():
+                    self._go_on_with(chain, inf)
 
-    def _go_on(self, chain: _Chain, ops: float) -> None:
+    def _go_on_with(self, chain: _Chain, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""
         while not chain.is_over and chain.spent_ops < ops and not self.budget.is_out_of_time:
             before = self.budget.ops_left
@@ -425,13 +551,7 @@ class _Loop:
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if shape not in found.by_shape:
             return
-        if len(p.units) > LONG_CHAIN:
-            descents: list[Callable[..., Iterator[Candidate[UnitwisePlan]]]] = [
-                partial(descend_by_shifts, bound=bound, seed=self.seed)
-            ]
-        else:
-            descents = [descend, partial(descend_with_restarts, seed=self.seed)]
-        for descent in descents:
+        for descent in _descents(p, bound, self.seed):
             for best in descent(p, found.by_shape[shape], self.simulate_plan, goal_s=goal_s):
                 found.consider(best)
                 yield best_s()
@@ -460,9 +580,7 @@ class _Loop:
         reason = "" if lacking else next(failed, "")  # which takes a while to put in words
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
 
-    def _result(
-        self, best: Candidate[Plan], bound: Bound, compared: Mapping[str, Callable[[], PolicyResult]], status: Status
-    ) -> PlanResult:
+    def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None
         columns = Lowering(self.workload, self.asked).columns(best.plan)
         steady = steady_state(columns, self.asked)
@@ -473,7 +591,7 @@ class _Loop:
             solve_s=self.bound_s + sum(chain.from_program.solve_s for chain in self.chains),
             total_s=time.perf_counter() - self.started,
             status=status,
-            policies={name: result() for name, result in compared.items()},
+            policies={name: result() for name, result in self.compared.items()},
             bound_shares=bound.shares,
             s_per_gb=bound.s_per_gb,
             num_simulated=self.simulate_plan.num_simulated,

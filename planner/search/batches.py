@@ -1,32 +1,50 @@
 """The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
-Each division of the sequences gets the search that it gets when asked by itself, so none of them alone ends better than
-all: the most promising first, and none any longer once all that is left of it has a bound above what is found. The most
-promising has the best bound, and of those that are as good the largest micro-batches, since the planner also cuts these
-into the smaller ones."""
+Where chains are short, each division gets the search that it gets when asked by itself, so none of them alone ends
+better than all. Long ones, whose searches take seconds, race for one budget: each division gets a first part of its
+search, then local moves from what it has found, in turns, the better ones more of them. What one has found is a start
+for the others. A micro-batch is not cut into smaller ones then, for these are a division of their own; and plans with
+one micro-batch after the other are searched only where they are not far behind. So a division alone, with all the
+budget, may end a few percent better.
+
+None is searched any longer once all that is left of it has a bound above what is found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from math import inf, isqrt, log
+from math import inf, isqrt
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import compute_s, lower_bound
-from tierplan.planner.plan import plain_semantics
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.planning import plan
+from tierplan.planner.planning import Search, budget_of, known_of_lesser, plan, remember
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
+from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
+from tierplan.planner.search.lesser import Known
+from tierplan.planner.search.moves import with_shape_of
+from tierplan.sim.digest import digest
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import MAX_SEQUENCES, Workload
 
-SUB_BATCHES = (1, 2, 4, 8)
-"""Into which the planner cuts a micro-batch."""
+SHORT_CHAIN = 20
+"""Units of a chain whose divisions are all searched to the end."""
+FIRST_FRAC = 0.25
+"""Of the budget, what all divisions begin with alike."""
+LEG_OPS = 90_000
+"""Of work that a division does by local moves before the next one has its turn."""
+KEPT_FRAC, LEAST_LEFT = 0.7, 2
+"""Of the divisions that have had their turn, how many get another one, and how many stay."""
+OFFERED_EACH = 2
+"""Turns after which the best plan is a start for all: more often, and all would look around the same one."""
+RACE = 1.5
+"""Times the budget of one division, for all of them."""
+FAR = 1.5
+"""Plans with one micro-batch after the other that take so many times the best step are no start of a search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +53,8 @@ class Division:
 
     workload: Workload
     result: PlanResult
-    bounds_s: Mapping[int, float] = field(default_factory=dict)
-    """Lower bound by micro-batch size, where all micro-batches go through a block before the next; infinite where that
-    cannot fit."""
     planned_s: Mapping[int, float] = field(default_factory=dict)
-    """Step time by micro-batch size, for those that were planned."""
+    """Step time by micro-batch size, of those that fit, as far as each was searched."""
 
 
 def plan_sequences(
@@ -51,89 +66,129 @@ def plan_sequences(
     time_limit_s: float | None = None,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
-    only_one: bool = False,
+    known: Known | None = None,
 ) -> Division:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
-    `time_limit_s` is of each division. With `only_one`, the most promising one that fits is the answer.
+    `time_limit_s` is of all together. A machine that has more than the catalog's of its name has the answer of the
+    lesser one too; `known` is that, where it is at hand.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
     """
     if sequences < 1:
         raise PlanError(f"a step of {sequences} sequences trains nothing; ask for 1 or more")
     if sequences > MAX_SEQUENCES:
         raise PlanError(f"a step of {sequences:,} sequences is no step; ask for {MAX_SEQUENCES:,} or fewer")
-    write_limit = float("inf")
+    write_limit, num = inf, machine.num_devices
     if drive_lifetime_years is not None:
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
-    planned_for = partial(
-        plan,
-        machine=machine,
-        semantics=semantics,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        drive_lifetime_years=drive_lifetime_years,
-    )
-    num = machine.num_devices
-    workloads = {batch: make(batch, sequences // batch) for batch in divisors(sequences)}
-    if num > 1:
-        chosen = semantics or plain_semantics(workloads[1].training)
-        bounds = {b: compute_s(problem(w, machine, semantics=chosen)) / num for b, w in workloads.items()}
-    else:
-        bounds = _bounds_s(workloads, machine, semantics, write_limit)
+    asked: dict[str, Any] = {
+        "semantics": semantics,
+        "time_limit_s": time_limit_s,
+        "seed": seed,
+        "drive_lifetime_years": drive_lifetime_years,
+    }
 
-    def rank(batch: int) -> tuple[float, float]:
-        """Best bound first, to three digits, and larger micro-batches; on several devices, two for each first."""
-        return (float(f"{bounds[batch]:.3g}"), -batch) if num == 1 else (0.0, abs(log(sequences / batch / (2 * num))))
+    def planned_for(less: Machine) -> tuple[Workload, PlanResult]:
+        found = plan_sequences(make, less, sequences=sequences, **asked)
+        return found.workload, found.result
 
-    best: tuple[Workload, PlanResult] | None = None
-    planned: dict[int, float] = {}
-    for batch in sorted(bounds, key=rank):
-        if best is not None and (only_one or best[1].status == "interrupted"):
-            break
+    budget = budget_of(time_limit_s)
+    question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
+    known = known_of_lesser(machine, question, planned_for, known)
+    if time_limit_s is None:
+        budget = Budget(RACE * budget.time_limit_s, RACE * budget.num_ops)
+    solver, searches = Solver(seed=seed), []
+    for batch in reversed(divisors(sequences)):
         accumulation = sequences // batch
-        kinds: list[tuple[Workload, Batches | None]] = [(workloads[batch], "shared" if num > 1 else None)]
+        divided: list[tuple[int, Batches | None]] = [(accumulation, "shared" if num > 1 else None)]
         if num > 1 and accumulation % num == 0:
-            kinds.insert(0, (make(batch, accumulation // num), "each"))
-        for workload, batches in kinds:
-            try:
-                result = planned_for(workload, batches=batches, beat_s=inf if best is None else best[1].step_s)
-            except InfeasiblePlan:
-                continue
-            planned[batch] = min(result.step_s, planned.get(batch, result.step_s))
-            if best is None or result.step_s < best[1].step_s:
-                best = workload, result
-    if best is None:
-        planned_for(workloads[1])  # says what is missing
+            divided.insert(0, (accumulation // num, "each"))
+        for own, kind in divided:
+            workload = make(batch, own)
+            is_short = len(workload.units) <= SHORT_CHAIN
+            own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
+            own_budget = budget_of(time_limit_s) if is_short else budget
+            search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
+            if is_short:
+                search.begin()
+            else:
+                search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
+            searches.append(search)
+    if known is None or not known.is_cut:
+        _one_by_one(searches) if is_short else _raced(searches, budget)
+    for search in searches:
+        search.hold()
+    best = min(searches, key=lambda s: s.best_s)
+    planned: dict[int, float] = {}
+    for search in searches:
+        batch = search.workload.training.per_device_train_batch_size
+        planned[batch] = min(search.best_s, planned.get(batch, inf))
+    if best.best_s == inf:
+        plan(make(1, sequences), machine, **asked)  # says what is missing
         raise AssertionError("single sequences fit, but no division did")
-    return Division(workload=best[0], result=best[1], bounds_s=bounds, planned_s=planned)
+    result = best.result()
+    remember(machine, question, best.workload, result)
+    return Division(workload=best.workload, result=result, planned_s=planned)
+
+
+def _one_by_one(searches: list[Search]) -> None:
+    """All that each search does when it is asked by itself, the best bound first."""
+    for search in sorted(searches, key=lambda s: s.least_s):
+        search.beat_s = min(s.best_s for s in searches)
+        left = search.budget.ops_left
+        search.budget.restart()
+        search.budget.ops_left = left if search.num_devices == 1 else search.budget.ops_left
+        search.go_on()
+        if search.is_interrupted:
+            return
+
+
+def _raced(searches: list[Search], budget: Budget) -> None:
+    """The race for one budget; searches for another order of micro-batches join."""
+    budget.restart()
+    for search in searches:
+        search.beat_s = min(s.best_s for s in searches)
+        if search.least_s < search.beat_s:
+            search.go_on(FIRST_FRAC * budget.num_ops / len(searches))
+        if search.is_interrupted:
+            return
+    best = min(searches, key=lambda s: s.best_s)
+    if best.best_s == inf:
+        next((s for s in sorted(searches, key=lambda s: s.least_s) if s.found_any()), None)
+        return
+    searches += list(_one_after_the_other(searches, best))
+    num, left, leg = len(searches), inf, 0
+    while 0 < budget.ops_left < left and not budget.is_out_of_time:
+        left = budget.ops_left
+        able = sorted((s for s in searches if s.least_s < best.best_s), key=lambda s: s.best_s)
+        for search in able[:num]:
+            if leg % OFFERED_EACH == 0 and (found := best.incumbents.plain) is not None:
+                search.offer(found.plan)
+            search.go_on(min(LEG_OPS, budget.ops_left), moves_seed=search.seed + leg)
+            if search.is_interrupted:
+                return
+        best = min(searches, key=lambda s: s.best_s)
+        num, leg = max(LEAST_LEFT, int(KEPT_FRAC * num)), leg + 1
+
+
+def _one_after_the_other(searches: list[Search], best: Search) -> Iterator[Search]:
+    """Those for plans with one micro-batch after the other, where they are worth a search."""
+    solver = Solver(seed=best.seed)
+    for search in searches:
+        if search.workload.training.gradient_accumulation_steps == 1:
+            continue
+        if best.best_s < inf:
+            steps_s = [c.step_s for shape, c in search.seeds.by_shape.items() if shape[0] == "horizontal"]
+            if (plain := search.incumbents.plain) is not None:
+                asked = search.posed("horizontal", 1)
+                steps_s.append(search.simulate_plan(with_shape_of(plain.plan, asked)).step_s)
+            if not any(step_s is not None and step_s < FAR * best.best_s for step_s in steps_s):
+                continue
+        yield search.beside("horizontal", solver)
 
 
 def divisors(number: int) -> list[int]:
     """All whole numbers that divide it, rising."""
     small = [k for k in range(1, isqrt(number) + 1) if number % k == 0]
     return sorted({*small, *(number // k for k in small)})
-
-
-def _bounds_s(
-    workloads: Mapping[int, Workload],
-    machine: Machine,
-    semantics: Semantics | None,
-    write_limit_bytes_per_s: float,
-) -> dict[int, float]:
-    """By micro-batch size: the least bound over the parts that the planner cuts it into, on one device."""
-
-    vertical = {}
-    for batch, workload in workloads.items():
-        asked = problem(
-            workload,
-            machine,
-            semantics=semantics or plain_semantics(workload.training),
-            order="vertical",
-            write_limit_bytes_per_s=write_limit_bytes_per_s,
-        )
-        vertical[batch] = lower_bound(asked).step_s
-    return {
-        batch: min(vertical[batch // n] for n in SUB_BATCHES if batch % n == 0 and batch // n in vertical)
-        for batch in workloads
-    }

@@ -51,6 +51,10 @@ class Budget:
         self.ops_left = self.num_ops
 
     @property
+    def spent_ops(self) -> float:
+        return self.num_ops - self.ops_left
+
+    @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 

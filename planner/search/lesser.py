@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tierplan.hwmodels.catalog import catalog_names, load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import lesser, with_capacity
+from tierplan.planner.plan import Plan
+from tierplan.planner.results import PlanResult
 from tierplan.sim.workloads.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The best plan for a machine, and the micro-batches it is for."""
+
+    machine: Machine
+    plan: Plan
+    batch: int
+    accumulation: int
+
+    is_cut: bool = False
+    """The search was interrupted; `note` says it."""
+    note: str = ""
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, result: PlanResult) -> Known:
+        training, is_cut = workload.training, result.status == "interrupted"
+        batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        note = result.notes[-1] if is_cut else ""
+        return cls(machine=machine, plan=result.plan, batch=batch, accumulation=accumulation, is_cut=is_cut, note=note)
+
+    def is_of(self, machine: Machine) -> bool:
+        """Whether it was planned for a machine that is the same in all that a plan can meet."""
+        own = self.machine
+        return (own.tiers, own.streams, own.shared_limits) == (machine.tiers, machine.streams, machine.shared_limits)
 
 
 def lesser_of_catalog(machine: Machine) -> Machine | None:

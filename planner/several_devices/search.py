@@ -25,11 +25,13 @@ SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 
 
-def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, seed: int) -> None:
-    """Better packs than the best policy's, where packs are allowed and a policy's fit."""
+def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_ops: float, seed: int) -> None:
+    """Better packs than the best so far, where packs are allowed and a policy's fit, with a share of so much work."""
     if incumbents.packed is not None and incumbents.batches != "each":
         share = SHARE_OF_PACKS_ALONE if incumbents.batches == "shared" else SHARE_OF_PACKS
-        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=share, seed=seed))
+        budget = simulate_plan.budget
+        end = (budget.spent_ops + share * num_ops) / budget.num_ops
+        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=end, seed=seed))
 
 
 def bound_of_packs(problem: Problem, num_devices: int) -> float:

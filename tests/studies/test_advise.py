@@ -50,9 +50,10 @@ def test_costs_are_electricity_depreciation_and_wear() -> None:
     assert costs.energy_kwh == pytest.approx(watts / 1000 * 1e5 / 3600)
     assert costs.machine_usd == pytest.approx((1599 + 1500) * 1e5 / (3 * SECONDS_PER_YEAR))
     assert costs.wear_frac == 2.0
-    assert costs.drives_usd == 2 * prices.drive_usd
+    drive_usd = description.number("nvme.price") or prices.drive_usd
+    assert costs.drives_usd == 2 * drive_usd
     unworn = costs_of(row(1000.0), description, prices, TrainingJob(tokens=1e8))
-    assert unworn.drives_usd == pytest.approx(prices.drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
+    assert unworn.drives_usd == pytest.approx(drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
     assert unworn.wear_frac is None
 
 
@@ -83,7 +84,8 @@ def test_what_shops_sell() -> None:
     assert not any("gpu.part" in p.overrides for p in laptop)
     assert max(int(str(p.overrides.get("nvme.drives", 0))) for p in laptop) <= 2
     assert [p.machine for p in laptop if p.machine] == ["desktop-4090"]
-    assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + PriceList().drive_usd
+    drive_usd = load_description("desktop-4090").number("nvme.price") or PriceList().drive_usd
+    assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + drive_usd
 
 
 def test_what_is_bought_changes_the_question() -> None:

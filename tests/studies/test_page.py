@@ -88,7 +88,8 @@ def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
         if row["fits"]:
             gpu = {"rtx-3090": 700, "rtx-4090": 1599}[str(point.overrides["gpu.part"])]
             more_gib = int(str(point.overrides["host.capacity"]).split()[0]) - 64e9 / 2**30
-            drives = int(str(point.overrides["nvme.drives"])) * PriceList().drive_usd
+            drive_usd = load_description(point.machine).number("nvme.price") or PriceList().drive_usd
+            drives = int(str(point.overrides["nvme.drives"])) * drive_usd
             assert row["price_usd"] == pytest.approx(
                 gpu + HOST_USD + PriceList().dram_usd_per_gib * more_gib + drives, abs=1e-6
             )

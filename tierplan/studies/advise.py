@@ -1,14 +1,15 @@
 """Can I train this model on this machine, how fast, what limits it, and what should I buy?
 
 The best plan for the machine as it is, and for the machine with one thing bought at a time: each is what `tierplan
-plan` says of that machine, by the same function. Where the division into micro-batches is searched, a purchase is
-planned in the most promising one alone: it gives at least that much. Only what makes training quicker is listed.
+plan` says of that machine, by the same function. Only what makes training quicker is listed.
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from tierplan.studies.costs import Costs, TrainingJob, costs_of
 from tierplan.studies.evaluate import best_plan, predict_point
 from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Point
-from tierplan.studies.sweep import Row, sweep
+from tierplan.studies.sweep import Row, processes, sweep
 
 MODELS = (
     "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
@@ -33,10 +34,9 @@ RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
 LARGEST = "largest-model"
 """In place of a policy: what is asked for is the largest model."""
-QUICK, BOUGHT = "planner, one division", "planner, one division, figures"
-"""In place of a policy: a quick answer, and what is kept of that for a machine with something bought."""
+QUICK, BOUGHT = "planner, for a moment", "planner, figures"
+"""In place of a policy: a quick answer, and what is kept of the answer for a machine with something bought."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
-ONE_DIVISION = "a purchase is planned in one division into micro-batches: it gives at least what is said here"
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
 QUICK_S, QUICK_TODAY_S = 0.5, 1.0
@@ -146,19 +146,25 @@ def advise(
     prices, job = prices or PriceList(), job or TrainingJob()
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
-    bought.sort(key=lambda b: "gpu.count" not in b.overrides)  # the longest searches first
-    run = partial(sweep, num_workers=num_workers, progress=progress)
-    like = point
-    if quick:
-        point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
-        (answer,) = run([point], answer_point)
-        like, ask = _like(point, answer)
-    points = [replace(b.applied(like), policy=BOUGHT) for b in bought]
-    points.append(replace(like, policy=BOUGHT, machine=RENTED, overrides={}))
-    if quick:
-        answers = run(points, ask)
-    else:
-        answer, *answers = run([point, *points, replace(point, policy=LARGEST)], answer_point)
+    bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
+    with ExitStack() as stack:
+        num = num_workers or len(os.sched_getaffinity(0))
+        run = partial(sweep, executor=processes(num, stack) if num > 1 else None, num_workers=1, progress=progress)
+        rented = replace(point, policy=BOUGHT, machine=RENTED, overrides={})
+        if quick:
+            point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
+            (answer,) = run([point], answer_point)
+            like, ask = _like(point, answer)
+            rented = replace(like, policy=BOUGHT, machine=RENTED, overrides={})
+            answers = run([*(replace(b.applied(like), policy=BOUGHT) for b in bought), rented], ask)
+        else:
+            # other machines meanwhile: what is bought for this one has its answer for a start
+            num_first = sum(b.machine != "" for b in bought)
+            points = [replace(b.applied(point), policy=BOUGHT) for b in bought]
+            answer, *first = run([point, *points[:num_first], rented, replace(point, policy=LARGEST)], answer_point)
+            ask = partial(answer_point, known=answer.get("known"))
+            answers = [*first[:num_first], *run(points[num_first:], ask), *first[-2:]]
+    answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
     return Advice(
@@ -171,7 +177,7 @@ def advise(
         largest_model="" if quick else str(answers[-1].get("largest_model", "")),
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
         assumptions=(
-            *([SHORT_SEARCH] if quick else [ONE_DIVISION] if point.sequences else []),
+            *([SHORT_SEARCH] if quick else []),
             *_assumptions(description, prices, bought),
         ),
     )
@@ -199,12 +205,12 @@ def answer_point(point: Point, **only: Any) -> dict[str, object]:
     if point.policy == LARGEST:
         return {"largest_model": _largest_model(point)}
     try:
-        best = best_plan(point, only_one=point.policy in (BOUGHT, QUICK), **only)
+        best = best_plan(point, **only)
     except InfeasiblePlan as error:
         return {"fits": False} if point.policy == BOUGHT else impossible_record(error)
     if point.policy == BOUGHT:
         return {name: getattr(best.result.prediction, name) for name in FIGURES}
-    return answer_record(best)
+    return {**answer_record(best), "known": best.known}
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:

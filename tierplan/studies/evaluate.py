@@ -8,17 +8,19 @@ becomes columns such as `peak_bytes.gpu0`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors
+from tierplan.planner.search.lesser import Known
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
@@ -38,6 +40,11 @@ class BestPlan:
     workload: Workload
     machine: Machine
     result: PlanResult
+
+    @property
+    def known(self) -> Known:
+        """What a better machine needs of it."""
+        return Known.of(self.machine, self.workload, self.result)
 
 
 def machine_of(point: Point) -> Machine:
@@ -83,11 +90,11 @@ def workload_at(point: Point, machine: Machine, *, batch: int = 0, accumulation:
     return load_or_trace(point.model, training, exact=point.exact)
 
 
-def best_plan(point: Point, *, only_one: bool = False, **only: Any) -> BestPlan:
+def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestPlan:
     """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits.
 
-    With `only_one`, only the most promising division into micro-batches is planned, where it is to be searched. Where
-    it is given, `only` restricts what `plan` tries: `orders`, `policies`.
+    `known` is the answer for a lesser machine, where it is at hand. Where the micro-batches are given, `only` restricts
+    what `plan` tries: `orders`, `policies`.
     """
     from tierplan.planner.planning import plan
     from tierplan.planner.search.batches import plan_sequences
@@ -99,16 +106,54 @@ def best_plan(point: Point, *, only_one: bool = False, **only: Any) -> BestPlan:
         "drive_lifetime_years": point.drive_lifetime_years,
         "semantics": point.semantics or None,
         "time_limit_s": point.planner_s or None,
+        "known": known,
     }
     if not point.sequences:
         workload = place.timed(workload_at(point, place.described))
-        return BestPlan(workload=workload, machine=machine, result=plan(workload, machine, **settings, **only))
+        result = plan(workload, machine, **settings, **only)
+    else:
+        found = plan_sequences(
+            lambda batch, accumulation: place.timed(
+                workload_at(point, place.described, batch=batch, accumulation=accumulation)
+            ),
+            machine,
+            sequences=point.sequences,
+            **settings,
+        )
+        workload, result = found.workload, found.result
+    best = BestPlan(workload=workload, machine=machine, result=result)
+    return best if machine.num_devices == 1 else _or_on_one(best, point, place, known, only)
 
-    def divided(batch: int, accumulation: int) -> Workload:
-        return place.timed(workload_at(point, place.described, batch=batch, accumulation=accumulation))
 
-    found = plan_sequences(divided, machine, sequences=point.sequences, only_one=only_one, **settings)
-    return BestPlan(workload=found.workload, machine=machine, result=found.result)
+def _or_on_one(
+    best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, only: Mapping[str, Any]
+) -> BestPlan:
+    """The answer for several devices, or where it is no slower for the same work the one for one of them alone."""
+    from tierplan.planner.lowering import Lowering
+    from tierplan.planner.milp.bounds import compute_s
+    from tierplan.planner.prediction import predicted
+    from tierplan.sim.analysis.steady import steady_state
+
+    result = best.result
+    if compute_s(problem(best.workload, best.machine, semantics=result.plan.semantics)) >= result.step_s:
+        return best
+    alone = replace(point, overrides={**point.overrides, "gpu.count": 1})
+    if known is None or not known.is_of(place_of(alone).machine):
+        try:
+            known = best_plan(alone, **only).known
+        except InfeasiblePlan:
+            return best
+    workload = place.timed(workload_at(point, place.described, batch=known.batch, accumulation=known.accumulation))
+    columns = Lowering(workload, best.machine).columns(known.plan)
+    one = predicted(known.plan, columns, steady_state(columns, best.machine), workload, best.machine)
+    if one.tokens_per_s <= result.prediction.tokens_per_s:  # type: ignore[operator]  # both fit
+        return best
+    why = "no plan for all GPUs that was found is as quick as this one, which leaves the others idle"
+    return BestPlan(
+        workload=workload,
+        machine=best.machine,
+        result=replace(result, prediction=one, notes=(*result.notes, why)),
+    )
 
 
 def predict_point(point: Point) -> Prediction:

@@ -96,12 +96,7 @@ def _results(
             for key, point in points.items():
                 yield key, _row(evaluate, point)
             return
-        end = partial(_end_workers, frozenset(multiprocessing.active_children()))
-        atexit.register(end)
-        executor = ProcessPoolExecutor(
-            min(num_workers, len(points)), mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker
-        )
-        stack.push(partial(_end_pool, executor, end))
+        executor = processes(min(num_workers, len(points)), stack)
     limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)
     waiting = iter(points.items())
     in_flight: dict[Future[Row], str] = {}
@@ -116,6 +111,15 @@ def _results(
         done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
         for future in done:
             yield in_flight.pop(future), future.result()
+
+
+def processes(num: int, stack: ExitStack) -> Executor:
+    """So many, which end with the stack."""
+    end = partial(_end_workers, frozenset(multiprocessing.active_children()))
+    atexit.register(end)
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    stack.push(partial(_end_pool, pool, end))
+    return pool
 
 
 def _row(evaluate: Callable[[Point], Mapping[str, object]], point: Point) -> Row:

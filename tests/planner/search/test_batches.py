@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -17,11 +18,8 @@ FEW_OPS = 15_000
 """A budget with which searches end before they have found the best plan."""
 
 
-@pytest.mark.parametrize("seed", [1, 3, 6, 9, 11])
-def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bounds are alike, the best of them does not say which search ends best."""
-    monkeypatch.setattr(budget, "DEFAULT_OPS", FEW_OPS)
-    rng = random.Random(seed)
+def question(rng: random.Random) -> Callable[[int, int], Workload]:
+    """A chain of blocks by its micro-batches."""
     num, saved_mb = rng.choice((4, 10)), rng.choice((2, 4, 8))
     seconds, parameters = rng.choice((0.01, 0.02, 0.05)), rng.choice((1, 2, 4)) * MB
 
@@ -35,6 +33,14 @@ def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.Monk
             batch=batch,
         )
 
+    return make
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6, 9, 11])
+def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bounds are alike, the best of them does not say which search ends best."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", FEW_OPS)
+    make = question(rng := random.Random(seed))
     machine = random_machine(rng, make(4, 1))
     found = plan_sequences(make, machine, sequences=4)
     alone = {}
@@ -46,3 +52,18 @@ def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.Monk
     assert found.result.step_s == min(alone.values())
     searched = {batch: step_s for batch, step_s in found.planned_s.items() if step_s == alone[batch]}
     assert all(alone[batch] >= found.result.step_s for batch in found.planned_s.keys() - searched.keys())
+
+
+@pytest.mark.parametrize("seed", [9, 11, 13])  # chains of 10
+def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one budget; and no published policy is quicker in any division."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 100_000)
+    monkeypatch.setattr("tierplan.planner.search.batches.SHORT_CHAIN", 0)
+    make = question(rng := random.Random(seed))
+    machine = random_machine(rng, make(4, 1))
+    found = plan_sequences(make, machine, sequences=4)
+    alone = {batch: plan(make(batch, 4 // batch), machine) for batch in (1, 2, 4)}
+    assert found.planned_s.keys() == alone.keys()
+    assert found.result.step_s <= 1.01 * min(result.step_s for result in alone.values())
+    policies_s = [p.step_s for result in alone.values() for p in result.policies.values() if p.same_numbers]
+    assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)

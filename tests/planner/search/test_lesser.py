@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,13 +153,14 @@ def test_the_lesser_machine_is_searched_once_for_all_that_are_better(
 def test_an_interrupt_ends_both_searches(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
 
-    def search(loop: planning._Loop) -> None:
+    def search(loop: planning.Search) -> Iterator[None]:
         searched.append(loop.machine.name)
         if len(searched) == 1:
             raise KeyboardInterrupt
         assert loop._to_beat_s() == 0.0
+        yield from ()
 
-    monkeypatch.setattr(planning._Loop, "_search", search)
+    monkeypatch.setattr(planning.Search, "_rounds", search)
     planning._ANSWERS.clear()
     found = plan(gpt, load_machine("laptop", ["host.adam=4 G/s"]), policies=["vertical"])
     assert (found.status, len(searched), planning._ANSWERS) == ("interrupted", 2, {})
