@@ -3,8 +3,8 @@
     plan = POLICIES["fuyou"](workload, machine, {"swap": "all"})
 
 A policy decides; it does not simulate, and it does not promise that its plan fits: that is the simulator's answer. A
-module here that defines `NAME` and `policy`, or `VARIANTS` (policies by name), is found without being registered;
-`docs/policies.md` is the guide to writing one.
+module here or in `several` that defines `NAME` and `policy`, or `VARIANTS` (policies by name), is found without being
+registered; `docs/policies.md` is the guide to writing one.
 
 in_memory        everything on the device
 full_recompute   activations made again in backward
@@ -12,16 +12,10 @@ zero_offload     gradients and states in host memory (ZeRO-Offload)
 zenflow          the same, updated beside the next steps (ZenFlow)
 zero_infinity    parameters and states anywhere, updates after backward (ZeRO-Infinity)
 fuyou            states on NVMe, updates inside backward (Fuyou)
-zero             states, gradients, parameters divided among devices (ZeRO-1, 2, 3)
-fsdp             PyTorch's own: DDP, FSDP2, FSDP2 with CPU offload
-megatron         operators, or the chain of units, cut among devices (Megatron-LM)
-roundpipe        packs of blocks dispatched to the devices round robin (RoundPipe)
-mobius           stages in host memory, the same forward and backward (Mobius)
 ssdtrain         activations on NVMe (SSDTrain)
-harmony          packs of units that visit the devices in turn (Harmony)
 sliding_window   a window of blocks on the device (Superpipeline)
 vertical         all micro-batches of a unit, then the next unit (GreedySnake)
-virtual_memory   weights paged in and out for every use: the baseline that Harmony beats
+several          systems whose devices divide the work: ZeRO, FSDP, Megatron, RoundPipe, Mobius, Harmony
 options          what all policies share: their options, and questions about workload and machine
 """
 
@@ -30,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan
@@ -50,14 +44,15 @@ ORDER = (
 
 def _find() -> dict[str, Policy]:
     """The policies of all modules here, by their names."""
-    others = sorted(module.name for module in iter_modules(__path__) if module.name not in ORDER)
+    found = (module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg)
+    modules = {name.rpartition(".")[2]: name for name in found}
     policies: dict[str, Policy] = {}
-    for name in [*ORDER, *others]:
-        module = import_module(f"{__name__}.{name}")
+    for name in [*ORDER, *sorted(modules.keys() - {*ORDER})]:
+        module = import_module(modules[name])
         variants = getattr(module, "VARIANTS", None) or (
             {module.NAME: module.policy} if hasattr(module, "NAME") else {}
         )
-        assert not variants.keys() & policies.keys(), f"planner/policies/{name}.py has the name of another policy"
+        assert not variants.keys() & policies.keys(), f"{modules[name]} has the name of another policy"
         policies |= variants
     return policies
 

@@ -13,7 +13,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
-from tierplan.planner.policies.megatron import even_stages
+from tierplan.planner.policies.several.megatron import even_stages
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on

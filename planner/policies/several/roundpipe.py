@@ -20,8 +20,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PlanError, Runs
-from tierplan.planner.policies.harmony import backward_bytes
 from tierplan.planner.policies.options import Policy, num_devices, number, read_options
+from tierplan.planner.policies.several.harmony import backward_bytes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 OPTIONS: Mapping[str, object] = {"rounds": 1}
