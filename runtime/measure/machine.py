@@ -178,8 +178,8 @@ def _rounds(
     total, done = num_rounds * (len(all_loads) + len(pairs)), 0
     began = time.monotonic()
     for turn in range(num_rounds):
-        if turn >= LEAST_ROUNDS and time.monotonic() - began > budget_s:
-            break  # others use the machine, so that everything takes longer than it should
+        if turn >= LEAST_ROUNDS and (time.monotonic() - began) * (turn + 1) / turn > 1.05 * budget_s:
+            break  # others use the machine, so that one more would end late
         if turn > LEAST_ROUNDS and all(summary(rates)[1] <= NARROW for rates in alone.values()):
             break
         for load in all_loads:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tierplan.hwmodels.description import Description, Quantity
     from tierplan.hwmodels.machine import Machine
 
-QUICK_S, THOROUGH_S = 55.0, 900.0
+QUICK_S, THOROUGH_S = 50.0, 900.0
 LISTED = (
     (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
      ("real", "matmul_bf16", 1e12), ("USD", "price", 1)),
