@@ -50,6 +50,8 @@ class Combination(NamedTuple):
     dtype: str
     batch: int
     seq: int
+    more: tuple[str, ...] = ()
+    """Options: adapters, formats, another optimizer."""
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -57,6 +59,8 @@ THREADS = ("--threads", "1")
 """With one core left for the other streams, and for what a loaded hour has beside it."""
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 2048,
          "max_position_embeddings": 512}  # fmt: skip
+WIDE_LLAMA: dict[str, object] = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, **LLAMA,
+                                 "intermediate_size": 1408}  # fmt: skip
 COMBINATIONS = (
     Combination("llama-bf16", {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 8, **LLAMA},
                 "bf16", 2, 192),
@@ -67,6 +71,9 @@ COMBINATIONS = (
     Combination("opt-fp32", {"model_type": "opt", "hidden_size": 256, "num_hidden_layers": 10, "ffn_dim": 1024,
                              "num_attention_heads": 4, "dropout": 0.0, "max_position_embeddings": 512,
                              "vocab_size": 2048, "word_embed_proj_dim": 256}, "fp32", 8, 96),
+    Combination("llama-lora", WIDE_LLAMA, "bf16", 2, 128, ("--lora", "r=8,targets=all-linear")),
+    Combination("llama-qlora", WIDE_LLAMA, "bf16", 2, 128, ("--lora", "r=8,targets=all-linear", "--base", "nf4")),
+    Combination("llama-8bit", WIDE_LLAMA, "bf16", 2, 128, ("--optimizer", "adamw:states=8bit")),
 )  # fmt: skip
 
 
@@ -131,6 +138,7 @@ def run_hour(
         model = home / f"{group.name}.json"
         model.write_text(json.dumps(group.config))
         asked = ["--model", str(model), "--batch", str(group.batch), "--seq", str(group.seq), "--dtype", group.dtype]
+        asked += group.more
         calibration = home / f"{group.name}.calibration.json"
         if not calibration.exists():
             print(f"{hour}/{group.name}: calibrating", flush=True)

@@ -52,6 +52,7 @@ from tierplan.planner.policies import decide
 from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
 from tierplan.runtime.checkpoint.verification import verify_commit
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import OptimizerSettings
@@ -73,6 +74,7 @@ RAW: dict[str, object] = {
     "eos_token_id": 0,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
 }
+ADAPTERS = "adapters, base on NVMe"
 POLICIES: Mapping[str, tuple[str, dict[str, object]]] = {
     "in-memory": ("in-memory", {}),
     "full-recompute": ("full-recompute", {}),
@@ -94,8 +96,9 @@ UNITWISE: Mapping[str, UnitPlan] = {
     "everything on NVMe": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
     "states in parts": UnitPlan(params="host", grads="host", states="nvme", state_shards=3),
     "everything in memory": UnitPlan(params="device", states="host"),
+    ADAPTERS: UnitPlan(params="host", frozen="nvme", grads="host", states="nvme", acts="recompute"),
 }
-RECORDED = (*UNITWISE, "two drives", "fuyou, delayed")
+RECORDED = (*(name for name in UNITWISE if name != ADAPTERS), "two drives", "fuyou, delayed")
 STEPS = 4
 RECORDED_STEPS = 3
 
@@ -112,13 +115,18 @@ class Case:
     schedule: Schedule
     num_drives: int = 1
 
+    @property
+    def training(self) -> Training:
+        return executable_step(self.schedule).training
+
     def drives(self, folder: Path) -> list[Path]:
         return [folder / f"nvme{k}" for k in range(self.num_drives)]
 
 
 @cache
 def case(name: str) -> Case:
-    workload = trace_config("tiny", RAW, TRAINING)
+    training = replace(TRAINING, lora="r=4,dropout=0.1") if name == ADAPTERS else TRAINING
+    workload = trace_config("tiny", RAW, training)
     place = machine(1 << 30, 1 << 30)
     if name in POLICIES:
         return Case(
@@ -139,7 +147,7 @@ def batches(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
 
 def trainer_for(one: Case, folder: Path, **settings: Any) -> Trainer:
     """Commits every step."""
-    model = hollow_model(RAW, TRAINING)
+    model = hollow_model(RAW, one.training)
     settings = {"out_dir": folder / "out", "resume": True, "checkpoint_every": 1, **settings}
     return Trainer(
         one.schedule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -26,6 +27,7 @@ from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import HONOURED, HONOURED_SETTINGS, OF_THE_SCHEDULE, REFUSED, REFUSED_SETTINGS
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
+from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 
@@ -101,6 +103,37 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay:
     trainer.save_model(str(tmp_path / "saved"))
     loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore::Warning:peft")
+def test_adapters_of_peft_against_the_plain_trainer(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+    plain, model = (make_model("gpt2", dropout=0.1) for _ in range(2))
+    start = copy.deepcopy(model)
+    hf.set_seed(2)
+    plain = get_peft_model(plain, LoraConfig(**settings))  # type: ignore[arg-type]
+    hf.set_seed(2)
+    model = get_peft_model(model, LoraConfig(**settings))  # type: ignore[arg-type]
+    training = dataclasses.replace(CPU, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    workload = trace_module(model, make_batches(1)[0], training)
+    choice = UnitPlan(frozen="nvme", params="host", grads="host", states="nvme", acts="recompute")
+    args, data = arguments(tmp_path, 2, None, weight_decay=0.1), {"train_dataset": examples(40)}
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    own = {"schedule": schedule, "nvme_dir": tmp_path / "nvme"}
+    hf.set_seed(1)
+    hf.Trainer(model=plain, args=args, **data).train()
+    hf.set_seed(1)
+    trainer = ScheduleTrainer(model=model, args=args, **own, **data)
+    trainer.train()
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_config.json").exists()
+    loaded = PeftModel.from_pretrained(start, str(tmp_path / "saved"))
+    for (name, a), (_, b) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize(("accumulation", "clip", "late"), [(1, None, True), (3, 0.5, False)])

@@ -107,7 +107,7 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     assert len(found["broken"]) == 1
 
 
-@pytest.mark.parametrize("name", ["zero-infinity, all on NVMe", "fuyou, delayed"])
+@pytest.mark.parametrize("name", ["zero-infinity, all on NVMe", "fuyou, delayed", "adapters, base on NVMe"])
 def test_kills_and_faults(name: str, tmp_path: Path) -> None:
     killed = kills(name, 4, tmp_path / "kills", 0)
     failed = faults(name, 4, tmp_path / "faults", 0)
