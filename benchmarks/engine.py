@@ -72,6 +72,7 @@ def steady_of(columns: ScheduleColumns, machine: Machine) -> SteadyState:
 
 COLD = """
 import time
+import numpy as np
 from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.sim.columns import columns_of
 from tierplan.sim.schedule import Op, Schedule
@@ -85,7 +86,7 @@ from tierplan.sim.compiled.simulation import prices_on
 columns = columns_of(schedule)
 graph, prices = graph_columns(columns), prices_on(columns, machine)
 execute(graph, prices)
-ready_order(graph, prices.alone_s)
+ready_order(graph, prices.alone_s, np.zeros(len(graph.first_on_stream), np.bool_))
 print(time.process_time() - began)
 """
 

@@ -116,6 +116,9 @@ class UnitwisePlan(Shown):
     """How many updates ahead optimizer states may be read from NVMe."""
     strict_windows: bool = False
     """The windows above bind even where memory has room, as in systems with a fixed number of buffers."""
+    overtaking: bool = False
+    """Links, drives and the host's cores are listed to run whichever op is ready, rather than wait for one whose inputs
+    are late."""
     updates_in_flight: int = 0
     """How many units' states may be between NVMe and their return to it at once; 0 leaves that to memory."""
     write_back: WriteBack = "at once"
@@ -214,6 +217,7 @@ class PackPlan:
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
     kind: ClassVar[str] = "packs"
+    overtaking: ClassVar[bool] = False
     num_batches: ClassVar[int] = 1
     """The devices share the workload's micro-batches."""
 
@@ -286,6 +290,7 @@ class PagedPlan:
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
     kind: ClassVar[str] = "paged"
+    overtaking: ClassVar[bool] = False
     semantics: ClassVar[Semantics] = "in-backward"
     num_batches: ClassVar[int] = 1
     """The devices share the workload's micro-batches."""

@@ -55,6 +55,8 @@ from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
+FAR = 1.1
+"""A search goes on beyond its default budget while the step is more than this times the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -136,7 +138,7 @@ def plan(
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
         return workload, plan(workload, less, time_limit_s=time_limit_s, **asked)
 
-    question = (digest(workload), budget.num_ops, *asked.values())
+    question = (digest(workload), budget.num_ops, budget.more_ops, *asked.values())
     known = known_of_lesser(machine, question, planned, known)
     is_cut = known is not None and known.is_cut
     search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
@@ -511,6 +513,33 @@ class Search:
             for chain in self.chains:
                 if chain.found.plain is None and chain.least_s < self._to_beat_s():
                     self._go_on_with(chain, inf)
+            yield from self._more()
+
+    def _more(self) -> Iterator[None]:
+        """Where the best plan is far from all bounds: descents from it anew, with its copies listed either way."""
+        least_s = min((bound.step_s for chain in self.chains for bound in chain.bounds), default=inf)
+        is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
+        pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
+        asked = {(p.order, p.sub_batches): (p, bound) for p, bound in pairs}
+        start = self.incumbents.plain
+        if not is_asked or self._to_beat_s() <= FAR * least_s:
+            return
+        if start is None or (shape := self.incumbents.shape(start.plan)) not in asked:
+            return
+        racers, pools = [], []
+        for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
+            found = self._no_incumbents()
+            found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
+            if shape in found.by_shape:
+                pools.append(found)
+                racers.append(Racer(self._descended(*asked[shape], found, seed), asked[shape][1].step_s))
+        end_ops = self.budget.ops_left - self.budget.more_ops
+        for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
+            for found in pools:
+                self.incumbents.consider(found.by_shape[shape])
+            if self._to_beat_s() <= FAR * least_s or self.budget.ops_left <= end_ops or self.budget.is_out_of_time:
+                return
+            yield
 
     def _go_on_with(self, chain: _Chain, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""
@@ -551,10 +580,15 @@ class Search:
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if shape not in found.by_shape:
             return
-        for descent in _descents(p, bound, self.seed):
-            for best in descent(p, found.by_shape[shape], self.simulate_plan, goal_s=goal_s):
+        yield from self._descended(p, bound, found, self.seed)
+
+    def _descended(self, p: Problem, bound: Bound, found: Incumbents, seed: int) -> Iterator[float]:
+        """Local moves from the best plan of one shape."""
+        for descent in _descents(p, bound, seed):
+            start = found.by_shape[p.order, p.sub_batches]
+            for best in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
                 found.consider(best)
-                yield best_s()
+                yield found.by_shape[p.order, p.sub_batches].step_s or inf
 
     def _to_beat_s(self) -> float:
         """What a bound has to be below, for its chain to be worth searching."""

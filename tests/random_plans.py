@@ -51,6 +51,7 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
         hold_updates=semantics == "exact-clip" and rng.random() < 0.5,
         cast_grads=rng.random() < 0.5,
         segment_units=segment_units,
+        overtaking=random.Random(str(units)).random() < 0.5,  # of `rng`, others draw what they always have
     )
 
 

@@ -61,7 +61,9 @@ class Lowering:
                 columns = columns_of(make(plan, self.workload, self.machine))
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, self.workload, self.machine))
-        return refine_columns(columns, self.machine, num_devices=plan.devices) if refine else columns
+        if not refine:
+            return columns
+        return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from tierplan.sim.compiled.compiler import computing_s
 
 DEFAULT_OPS = 1_400_000
+MORE_TIMES = 1.0
+"""Default budgets that a search may spend beyond it, far from the bound."""
 DEFAULT_TIME_LIMIT_S = 10.0
 """What a search may spend where nobody says, in Python and in every command: so their answers are the same."""
 
@@ -30,6 +32,8 @@ class Budget:
     time_limit_s: float
     num_ops: float = 0.0
     """To spend; by default what the time limit usually buys."""
+    more_ops: float = 0.0
+    """To spend beyond that, where what is found is far from the bound."""
     started: float = field(default_factory=time.perf_counter)
     started_cpu: float = field(default_factory=computing_s)
     ops_left: float = 0.0
@@ -39,7 +43,9 @@ class Budget:
     @classmethod
     def of(cls, time_limit_s: float | None) -> Budget:
         """For a time limit that the user gives; None for the default."""
-        return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS) if time_limit_s is None else cls(time_limit_s)
+        if time_limit_s is not None:
+            return cls(time_limit_s)
+        return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS, MORE_TIMES * DEFAULT_OPS)
 
     def __post_init__(self) -> None:
         self.num_ops = self.num_ops or self.time_limit_s * OPS_PER_S

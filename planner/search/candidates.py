@@ -101,7 +101,14 @@ class PlanSimulator:
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
             else:
-                columns = refine_columns(columns, self.machine, num_devices=plan.devices, graph=graph, prices=prices)
+                columns = refine_columns(
+                    columns,
+                    self.machine,
+                    num_devices=plan.devices,
+                    graph=graph,
+                    prices=prices,
+                    overtakes=plan.overtaking,
+                )
             self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
             step_s = steady_state(columns, self.machine, prices=prices).period_s
         except OutOfMemory as error:

@@ -68,6 +68,7 @@ def _kept(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 
 def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
+    yield lambda plan: replace(plan, overtaking=not plan.overtaking)
     for windows in WINDOWS:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
 

@@ -67,6 +67,10 @@ class Shift:
         """Units to which it applies."""
         return [u for u, choice in enumerate(plan.units) if self.change(u, choice) is not None]
 
+    def applies(self, plan: UnitwisePlan) -> bool:
+        """Whether there are any."""
+        return any(self.change(u, choice) is not None for u, choice in enumerate(plan.units))
+
 
 def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwisePlan:
     """The plan with the shift made in these units."""
@@ -139,7 +143,7 @@ def shifts(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> list[S
 
 def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str, prices: StreamPrices) -> list[Shift]:
     """Shifts that free memory of this kind of tier, those that cost least for it first."""
-    freeing = [s for s in shifts(problem, plan, prices) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.units(plan)]
+    freeing = [s for s in shifts(problem, plan, prices) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.applies(plan)]
     return sorted(freeing, key=lambda s: (s.cost_s / s.frees_gb[tier_kind], s.name))
 
 
@@ -284,15 +288,15 @@ class _Descent:
         """Every move that changes all units alike, or one of them."""
         moves = [move for family in GENERAL_FAMILIES for move in family(self.problem, best.plan)]
         for move in [self.rng.choice(moves)] if only_one else moves:
-            changed = move(best.plan)
-            if changed is not None:
-                best = self._better(best, self.simulate_plan(changed))
-                yield best
+            if (changed := move(best.plan)) is not None:
+                for better in self._with_filled(best, self.simulate_plan(changed)):
+                    yield better
+                best = better
 
     def _of_some(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         """One shift of some units, and as long as it helps of more."""
         ranked = sorted(self._menu(best.plan), key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
-        able = [shift for shift in ranked if self._units(best.plan, shift)]
+        able = [shift for shift in ranked if shift.applies(best.plan)]
         shift = able[min(int(self.rng.expovariate(len(ORDERS) / len(able))), len(able) - 1)]
         part = 2 ** self.rng.randint(1, len(self.problem.units).bit_length())
         order = self.rng.choice([*ORDERS, self._from_somewhere])
@@ -321,10 +325,7 @@ class _Descent:
         short = [kind for kind, gb in room_gb.items() if gb < -MISJUDGED * self.capacity_gb[kind]]
         if not short:
             tried = self.simulate_plan(made)
-            better = self._better(best, tried)
-            yield better
-            if tried.fits and better is best:
-                yield from self._filled(best, tried)
+            yield from self._with_filled(best, tried)
             if tried.fits or not tried.short_tier:
                 return
             short, room_gb = [tried.short_tier], {**room_gb, **tried.room_gb}
@@ -342,19 +343,21 @@ class _Descent:
             ):
                 continue
             tried = self.simulate_plan(applied(made, relief, able[:num]))
-            relieved = self._better(best, tried)
-            yield relieved
-            for filled in self._filled(best, tried) if tried.fits and relieved is best else ():
-                relieved = filled
+            relieved = best
+            for relieved in self._with_filled(best, tried):
                 yield relieved
             num_tried += 1
             if relieved is not best or num_tried == NUM_RELIEFS:
                 return
 
-    def _filled(
+    def _with_filled(
         self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]
     ) -> Iterator[Candidate[UnitwisePlan]]:
-        """What a shift has freed in host memory, filled with shards of states from NVMe, if that may make it pay."""
+        """The better one. What it has freed in host memory is filled with shards of states, if that may make it pay."""
+        better = self._better(best, tried)
+        yield better
+        if better is not best or not tried.fits:
+            return
         room_gb, price = tried.room_gb.get("host", 0.0), self.s_per_gb.get("host", 0.0)
         for part in (1.0, 0.5):
             if _step_s(tried) - price * part * room_gb > _step_s(best):

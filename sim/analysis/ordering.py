@@ -11,7 +11,10 @@ remains possible. This is the banker's algorithm with the list order as the safe
 
 from __future__ import annotations
 
+import numpy as np
+
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import HOST, parse_stream
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import Float64, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
@@ -27,6 +30,7 @@ def refine_columns(
     num_devices: int,
     graph: GraphColumns | None = None,
     prices: Prices | None = None,
+    overtakes: bool = False,
 ) -> ScheduleColumns:
     """The same ops in the order in which they become ready; several devices contend for links, drives and cores.
 
@@ -35,23 +39,29 @@ def refine_columns(
     `graph` and `prices` are those of `columns`, if they are at hand.
     """
     prices = prices or prices_on(columns, machine)
-    columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph)
+    columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph, overtakes=overtakes)
     if num_devices == 1:
         return columns
     try:
         execution = simulate_columns(columns, machine, prices)
     except OutOfMemory:
         return columns
-    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9)
+    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9, overtakes=overtakes)
 
 
 def order_by_readiness(
-    columns: ScheduleColumns, seconds: Float64, graph: GraphColumns | None = None
+    columns: ScheduleColumns, seconds: Float64, graph: GraphColumns | None = None, *, overtakes: bool = False
 ) -> ScheduleColumns:
     """The same ops, listed in the order of their starts when memory goes to any ready op; op i takes `seconds[i]`.
+
+    With `overtakes`, links to the host, drives and the host's cores also take the first of their ops that is ready, so
+    that none waits behind one whose inputs are late.
 
     A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its
     order, and simulating it says where.
     """
-    order = ready_order(graph or graph_columns(columns), seconds)
+    graph = graph or graph_columns(columns)
+    streams = (parse_stream(columns.works[columns.op_work[i]].stream) for i in graph.first_on_stream)
+    able = [overtakes and (s.is_host_link or s.is_drive or s.tier == HOST) for s in streams]
+    order = ready_order(graph, seconds, np.array(able))
     return columns.reordered(order) if len(order) else columns

@@ -1,14 +1,15 @@
 """The first simulation of `tierplan.sim.analysis.ordering`, compiled: which op starts when memory goes to any ready op.
 
-Every stream keeps its order; a tier serves whoever is ready, as far as all ops that have not started still fit when
-they run one by one in list order (the banker's rule with the list order as the safe sequence).
+Every stream keeps its order, or (`overtakes`) runs the first of its ops that is ready; a tier serves whoever is ready,
+as far as all ops that have not started still fit when they run one by one in list order (the banker's rule with the
+list order as the safe sequence).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from tierplan.sim.columns import Float64, Int32, Int64
+from tierplan.sim.columns import Bool, Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
@@ -47,8 +48,11 @@ def least_free(graph: GraphColumns) -> Int64:
 
 
 @compiled
-def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
-    """Ops in order of start, when op i takes `seconds[i]`; none where not even one op at a time fits into memory."""
+def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32:
+    """Ops in order of start, when op i takes `seconds[i]`; none where not even one op at a time fits into memory.
+
+    `overtakes` is by stream.
+    """
     slack = _slack(graph)
     if slack.size > 0 and slack.min() < 0:
         return np.empty(0, np.int32)
@@ -72,39 +76,50 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
 
     order, num_started, frontier = np.empty(num_ops, np.int32), 0, 0
     is_started, is_blocked = np.zeros(num_ops, np.bool_), np.empty(num_tiers, np.bool_)
-    idle, num_idle = graph.first_on_stream.copy(), num_streams  # next ops of idle streams, in list order
-    idle.sort()
+    following, is_idle = graph.first_on_stream.copy(), np.ones(num_streams, np.bool_)
+    candidates = np.empty(num_streams, np.int32)  # next ops of idle streams, in list order
+    ready = np.empty((num_streams, num_ops), np.int32)  # of each stream, in list order, from `begin` to `end`
+    begin, end = np.zeros(num_streams, np.int64), np.zeros(num_streams, np.int64)
+    for i in range(num_ops):
+        if waiting_for[i] == 0:
+            ready[stream[i], end[stream[i]]] = i
+            end[stream[i]] += 1
     running, num_running = np.empty(num_streams, np.int32), 0
     until_s, now_s = np.empty(num_ops), 0.0
     while num_started < num_ops:
         # All that is ready and fits starts, in list order; what does not fit keeps its tiers from those behind it.
         is_blocked[:] = False
-        num_still_idle = 0
-        for at in range(num_idle):
-            i = idle[at]
-            fits = waiting_for[i] == 0
-            if fits:
-                for r in range(requests[i], requests[i + 1]):
-                    tier = request_tier[r]
-                    fits = fits and not is_blocked[tier]
-                    if fits and can_be_short[tier]:
-                        fits = used_bytes[tier] + request_bytes[r] <= capacity_bytes[tier]
-                        for k in range(frontier, i):
-                            fits = fits and slack[tier, k] >= request_bytes[r]
-                if not fits:
-                    for r in range(requests[i], requests[i + 1]):
-                        is_blocked[request_tier[r]] = True
+        num_candidates = 0
+        for s in range(num_streams):
+            if is_idle[s] and begin[s] < end[s] and (overtakes[s] or ready[s, begin[s]] == following[s]):
+                candidates[num_candidates] = ready[s, begin[s]]
+                num_candidates += 1
+        candidates[:num_candidates].sort()
+        has_started = False
+        for at in range(num_candidates):
+            i = candidates[at]
+            fits = True
+            for r in range(requests[i], requests[i + 1]):
+                tier = request_tier[r]
+                fits = fits and not is_blocked[tier]
+                if fits and can_be_short[tier]:
+                    fits = used_bytes[tier] + request_bytes[r] <= capacity_bytes[tier]
+                    for k in range(frontier, i):
+                        fits = fits and slack[tier, k] >= request_bytes[r]
             if not fits:
-                idle[num_still_idle] = i
-                num_still_idle += 1
+                for r in range(requests[i], requests[i + 1]):
+                    is_blocked[request_tier[r]] = True
                 continue
+            has_started = True
             for r in range(requests[i], requests[i + 1]):
                 tier = request_tier[r]
                 used_bytes[tier] += request_bytes[r]
                 if can_be_short[tier]:
                     for k in range(frontier, i):
                         slack[tier, k] -= request_bytes[r]
-            is_started[i] = True
+            s = stream[i]
+            is_started[i], is_idle[s], following[s] = True, False, next_on_stream[i]
+            begin[s] += 1
             order[num_started] = i
             num_started += 1
             until_s[i] = now_s + seconds[i]
@@ -112,8 +127,7 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
             num_running += 1
             while frontier < num_ops and is_started[frontier]:
                 frontier += 1
-        if num_still_idle < num_idle:
-            num_idle = num_still_idle
+        if has_started:
             continue
 
         # Nothing more starts now: the op that ends first ends; the one listed first, if at the same time.
@@ -136,13 +150,15 @@ def ready_order(graph: GraphColumns, seconds: Float64) -> Int32:
                     for at in range(frontier, freed_at[b] + 1):
                         slack[tier, at] += held_bytes[b]
         for k in range(follower_begins[i], follower_begins[i + 1]):
-            waiting_for[follower[k]] -= 1
-        j = next_on_stream[i]
-        if j >= 0:
-            at = num_idle
-            while at > 0 and idle[at - 1] > j:
-                idle[at] = idle[at - 1]
-                at -= 1
-            idle[at] = j
-            num_idle += 1
+            j = follower[k]
+            waiting_for[j] -= 1
+            if waiting_for[j] == 0:
+                s = stream[j]
+                at = end[s]
+                while at > begin[s] and ready[s, at - 1] > j:
+                    ready[s, at] = ready[s, at - 1]
+                    at -= 1
+                ready[s, at] = j
+                end[s] += 1
+        is_idle[stream[i]] = True
     return order

@@ -67,8 +67,8 @@ def test_the_descent_is_never_worse_and_ends_where_nothing_in_memory_is_left_out
 
 def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monkeypatch: pytest.MonkeyPatch):
     """With little of both memories, what comes to one has to make room for it; without that the descent ends worse."""
-    workload = toy_workload(12)
-    machine = toy_machine(device_bytes=200 * MIB, host_bytes=200 * MIB)
+    workload = toy_workload(10)
+    machine = toy_machine(device_bytes=150 * MIB, host_bytes=200 * MIB)
     p = problem(workload, machine, semantics="in-backward")
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner import planning
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES
@@ -68,6 +69,26 @@ def test_both_orders_begin_with_all_that_one_does(seed: int, tried: list[Any]) -
         assert both_s <= alone_s
         is_needless = not any(made.policy == "planner" and made.order == order for made in of_both)
         assert is_needless or [made for made in alone if made not in of_both] == []
+
+
+@pytest.mark.parametrize("seed", INSTANCES)
+def test_far_from_the_bound_a_search_of_no_given_length_goes_on(
+    seed: int, tried: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload, machine = drawn(seed)
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 25_000)
+
+    def searched(far: float, time_limit_s: float | None = None) -> tuple[float, list[Any]]:
+        monkeypatch.setattr(planning, "FAR", far)
+        tried.clear()
+        return plan(workload, machine, time_limit_s=time_limit_s).step_s, list(tried)
+
+    (near_s, near), (far_s, far) = searched(float("inf")), searched(0.0)
+    assert far_s <= near_s
+    assert len(far) > len(near)
+    assert far[: len(near)] == near
+    assert any(made.overtaking for made in far[len(near) :])
+    assert searched(0.0, 100) == searched(float("inf"), 100)
 
 
 @pytest.mark.parametrize("seed", INSTANCES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -14,20 +14,23 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.sim.schedule import Schedule
 
 
-def ordered(schedule: Schedule, costs: Mapping[str, Cost]) -> Schedule:
+def ordered(schedule: Schedule, costs: Mapping[str, Cost], overtaking: Collection[str] = ()) -> Schedule:
     """The same ops, listed in the order of their starts when memory goes to whoever is ready.
+
+    On streams that are `overtaking`, also the stream goes to the first that is ready.
 
     A schedule that does not complete even one op at a time is returned as it is: then memory is too small for its
     order, and simulating it says where.
     """
-    ordering = Ordering(schedule, costs)
+    ordering = Ordering(schedule, costs, overtaking)
     return replace(schedule, ops=tuple(schedule.ops[i] for i in ordering.starts())) if ordering.is_safe else schedule
 
 
 class Ordering:
     """The first simulation. Ops, tiers and buffers are numbered as in `Graph`."""
 
-    def __init__(self, schedule: Schedule, costs: Mapping[str, Cost]) -> None:
+    def __init__(self, schedule: Schedule, costs: Mapping[str, Cost], overtaking: Collection[str]) -> None:
+        self.overtaking = [name in overtaking for name in schedule.streams]
         self.graph = graph = graph_by_records(schedule)
         self.num_ops = len(schedule.ops)
         self.seconds = [costs[op.key].alone_s for op in schedule.ops]
@@ -75,15 +78,18 @@ class Ordering:
     def starts(self) -> list[int]:
         """Ops in order of start. Assumes `is_safe`."""
         graph = self.graph
-        heads = [0] * len(graph.streams)
+        left = [list(ops) for ops in graph.streams]
         idle = set(range(len(graph.streams)))
         started = [False] * self.num_ops
         running: list[tuple[float, int, int]] = []
         order: list[int] = []
         now, frontier = 0.0, 0
         while len(order) < self.num_ops:
-            next_of = [(graph.streams[s][heads[s]], s) for s in idle if heads[s] < len(graph.streams[s])]
-            ready = sorted((i, s) for i, s in next_of if self.missing[i] == 0)
+            ready = []
+            for s in sorted(idle):
+                able = [i for i in (left[s] if self.overtaking[s] else left[s][:1]) if self.missing[i] == 0]
+                ready += [(i, s) for i in able[:1]]
+            ready.sort()
             blocked: set[int] = set()
             progress = False
             for i, stream in ready:
@@ -95,7 +101,7 @@ class Ordering:
                     self.slack[t][frontier:i] -= need
                 started[i] = progress = True
                 order.append(i)
-                heads[stream] += 1
+                left[stream].remove(i)
                 idle.discard(stream)
                 heapq.heappush(running, (now + self.seconds[i], i, stream))
                 while frontier < self.num_ops and started[frontier]:

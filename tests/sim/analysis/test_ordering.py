@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.sim.analysis import readiness_witness
 from tests.sim.random_schedules import cost_lists, costs_in_turn
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
@@ -46,9 +48,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers), ops=tuple(ops)))
 
 
-def by_readiness(schedule: Schedule, costs: Mapping[str, Cost]) -> Schedule:
+def by_readiness(schedule: Schedule, costs: Mapping[str, Cost], *, overtakes: bool = False) -> Schedule:
     seconds = np.array([costs[op.key].alone_s for op in schedule.ops])
-    return order_by_readiness(columns_of(schedule), seconds).schedule()
+    return order_by_readiness(columns_of(schedule), seconds, overtakes=overtakes).schedule()
 
 
 def completes_one_by_one(schedule: Schedule) -> bool:
@@ -108,6 +110,48 @@ def test_with_room_to_spare_it_is_as_fast_as_unlimited_memory(schedule: Schedule
 def test_it_is_the_order_of_the_witness(schedule: Schedule, choices: list[Cost]) -> None:
     costs = costs_in_turn(schedule, choices)
     assert by_readiness(schedule, costs) == readiness_witness.ordered(schedule, costs)
+
+
+STREAMS = {"a": H2D, "b": NVME_READ, "c": HOST_ADAM, "d": D2H, "e": NVME_WRITE, "f": COMPUTE}
+
+
+def on_real_streams(schedule: Schedule) -> Schedule:
+    return replace(schedule, ops=tuple(replace(op, stream=STREAMS[op.stream]) for op in schedule.ops))
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_schedules.schedules(max_ops=30, streams="abcdef").map(on_real_streams), cost_lists)
+def test_links_drives_and_cores_may_run_what_is_ready(schedule: Schedule, choices: list[Cost]) -> None:
+    costs = costs_in_turn(schedule, choices)
+    ordered = validate(by_readiness(schedule, costs, overtakes=True))
+    assert ordered == readiness_witness.ordered(schedule, costs, {*STREAMS.values()} - {COMPUTE})
+    computing = [[op.key for op in found.ops if op.stream == COMPUTE] for found in (ordered, schedule)]
+    assert computing[0] == computing[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules().map(on_real_streams), st.lists(st.integers(0, 9), min_size=14, max_size=14))
+def test_running_what_is_ready_is_as_safe(schedule: Schedule, seconds: list[int]) -> None:
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
+    if completes_one_by_one(schedule):
+        spans = simulate(by_readiness(schedule, costs, overtakes=True), costs).spans  # and does not raise
+        assert {s.key for s in spans} == {op.key for op in schedule.ops}
+
+
+def test_a_copy_does_not_wait_behind_one_whose_inputs_are_late() -> None:
+    buffers = (Buffer(name="made", tier="slow", size_bytes=1, content="made", kind="x"),)
+    ops = (
+        Op(key="make", stream=COMPUTE, kind="x", writes=("made",)),
+        Op(key="late", stream=H2D, kind="x", reads=("made",)),
+        Op(key="ready", stream=H2D, kind="x"),
+    )
+    tiers = (Tier(name="slow", capacity_bytes=2),)
+    schedule = validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops))
+    costs = {op.key: Cost(0, 3.0) for op in ops}
+    starts = [
+        simulate(by_readiness(schedule, costs, overtakes=o), costs).by_key()["ready"].start_ns for o in (False, True)
+    ]
+    assert starts == [6_000_000_000, 0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
