@@ -191,7 +191,9 @@ def _workload(model: str, training: Training, changes: tuple[tuple[str, Any], ..
 
 def _table(name: str) -> dict[str, Any]:
     file = resources.files("tierplan.validation.published").joinpath("measured", f"{name}.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    rules = [{**rule, **own} for rule in table.get("rule", ()) for own in rule.get("of", ({},))]
+    return {**table, "rule": rules}
 
 
 @lru_cache(maxsize=1)
