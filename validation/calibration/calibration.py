@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from math import hypot, log
 from statistics import median, pstdev
 from typing import Any
@@ -23,18 +22,12 @@ from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.hwmodels.records import load_record
 from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
-from tierplan.sim.analysis.steady import SteadyState, steady_state
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.calibration.dispatch import (
-    DispatchLatency,
-    Slowdown,
-    mean_dispatch_latency,
-    simulate_slower,
-    slowdown_between,
-)
+from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_between, steady_at
 from tierplan.validation.calibration.factors import compute_factors, schedule_with_factors, workload_with_factors
 from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
@@ -157,11 +150,6 @@ class Calibration:
 def machine_sha256(machine: Machine) -> str:
     """The fingerprint of a machine's streams and limits, whatever its capacities and its name."""
     return digest(replace(machine, name="", tiers=()))
-
-
-def steady_at(schedule: Schedule, machine: Machine, slowdown: Slowdown) -> SteadyState:
-    """The steady state where the machine is so much slower than when it was calibrated."""
-    return steady_state(schedule, machine, simulate=partial(simulate_slower, slowdown=slowdown))
 
 
 def calibrate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import fmean, pstdev
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
@@ -70,8 +72,7 @@ TIMES_DIFFER = 0.05
 """Relative: by at least so much the reference work's times differ within a run."""
 COLD = 0.1
 """Work takes longer when it gets its core back, since caches are cold: by this power of how much waits stretch it. Of
-0 to 0.25, it made 48 rows beside three other jobs agree best (24 within 7.8 % and 24 within 14.9 %, but for one in ten;
-without it, 9.7 and 15.9 %)."""
+0 to 0.25, it made two times 24 rows beside three other jobs agree best."""
 
 
 def typical_reference_s(times_s: Sequence[float]) -> float:
@@ -114,3 +115,8 @@ def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: Slowdown)
         cost, slower = costs[op.key], slowdown_of(op.stream, slowdown)
         costs[op.key] = known.setdefault((id(cost), slower), replace(cost, work_s=cost.work_s * slower))
     return simulate(schedule, costs, limits=machine.limits)
+
+
+def steady_at(schedule: Schedule, machine: Machine, slowdown: Slowdown) -> SteadyState:
+    """The steady state where the machine is so much slower than when it was calibrated."""
+    return steady_state(schedule, machine, simulate=partial(simulate_slower, slowdown=slowdown))

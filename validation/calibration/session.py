@@ -29,18 +29,15 @@ from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.calibration.turns import MANY_BATCHES, TurnwiseTraining
 
-NUM_TURNS = 12
 LEAST_TURNS, MOST_TURNS = 2, 40
 TURN_S, MOST_STEPS = 0.5, 9
 """A turn is as many steps as fit, 2 or more. A third of them come first and do not count, three in the first turn:
 after a pause a step of 50 ms takes 8 % longer, and the next ones still a little."""
-PROFILE_STEPS = 8
-SHORT_S = 60.0
-"""A run with less has half as many."""
+PROFILE_STEPS = 5
 ROOM = 1.3
 """Capacity over predicted peak: no training of a calibration run waits for memory."""
 PROFILE_FRAC = 0.15
-"""Of a run with a time budget, what profiling is shown to take as it goes on."""
+"""Of the budget, what profiling is shown to take as it goes on."""
 
 
 @dataclass(eq=False)
@@ -56,8 +53,8 @@ class CalibrationSession:
     """Closes its trainings."""
     device: str = "cpu"
     num_threads: int | None = None
-    budget_s: float | None = None
-    """Turns are taken until so much time has passed, `LEAST_TURNS` in any case; `NUM_TURNS` if not given."""
+    budget_s: float = 60.0
+    """Turns are taken until so much time has passed: from `LEAST_TURNS` to `MOST_TURNS`."""
     is_stopped: Callable[[], bool] = lambda: False
     """Asked after each round of turns: what has been measured by then is kept, if each plan has had two turns."""
     progress: Callable[[str, float], None] = lambda what, part: None
@@ -67,17 +64,16 @@ class CalibrationSession:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
         began_s = time.monotonic()
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
-        config, is_short = self.workload.config, self.budget_s is not None and self.budget_s < SHORT_S
-        num_steps = max(2, PROFILE_STEPS // 2) if is_short else PROFILE_STEPS
+        config = self.workload.config
         profiled = profile_workload(
             self.workload,
             seeded_model(config, training),
             random_batches(config, training, MANY_BATCHES),
-            num_steps=num_steps,
+            num_steps=PROFILE_STEPS,
             device=self.device,
             num_threads=self.num_threads,
             on_step=lambda k, _: self.progress(
-                "timing the model's blocks", PROFILE_FRAC * min(1.0, k / (2 * num_steps))
+                "timing the model's blocks", PROFILE_FRAC * min(1.0, k / (2 * PROFILE_STEPS))
             ),
         )
         schedules = {}
@@ -113,18 +109,16 @@ class CalibrationSession:
         """What each plan took, and the seconds of the reference work alone and beside other streams. Closes all but the
         in-memory plan. No turn begins that would end after the budget, but for the first ones."""
         turns_s: dict[str, list[float]] = {name: [] for name in schedules}
-        took_s = dict.fromkeys(schedules, 0.0)
-        for turn, name in itertools.product(range(MOST_TURNS if self.budget_s else NUM_TURNS), schedules):
+        for turn, name in itertools.product(range(MOST_TURNS), schedules):
             elapsed_s, training = time.monotonic() - began_s, self._trainings[name]
-            is_late = self.budget_s is not None and elapsed_s + took_s[name] > self.budget_s
-            if (turn >= LEAST_TURNS and is_late) or (turn >= 2 and self.is_stopped()):
-                continue
-            part = elapsed_s / self.budget_s if self.budget_s else turn / NUM_TURNS
-            self.progress(f"training under {len(schedules)} plans, turn {turn + 1}", max(PROFILE_FRAC, min(1.0, part)))
             num_steps = min(MOST_STEPS, max(2, int(TURN_S / turns_s[name][-1]))) if turn else 4
+            is_late = turn >= LEAST_TURNS and elapsed_s + num_steps * turns_s[name][-1] > self.budget_s
+            if is_late or (turn >= 2 and self.is_stopped()):
+                continue
+            part = max(PROFILE_FRAC, min(1.0, elapsed_s / self.budget_s))
+            self.progress(f"training under {len(schedules)} plans, turn {turn + 1}", part)
             num_first = num_steps // 3 or 1 if turn else 3
             turns_s[name].append(training.step_s(training.take_turn(num_steps, num_first)))
-            took_s[name] = time.monotonic() - began_s - elapsed_s
         measurements = {}
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for name, schedule in schedules.items():

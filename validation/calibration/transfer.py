@@ -15,8 +15,8 @@ from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
 from tierplan.sim.output.text import format_error, markdown_table
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.calibration.calibration import Calibration, machine_sha256, steady_at
-from tierplan.validation.calibration.dispatch import slowdown_between
+from tierplan.validation.calibration.calibration import Calibration, machine_sha256
+from tierplan.validation.calibration.dispatch import slowdown_between, steady_at
 from tierplan.validation.calibration.plans import calibration_plans
 
 SELF, FAMILY, OTHER = "itself", "its family", "another family"
@@ -60,9 +60,8 @@ def transfers(
                 if name not in target.measured_step_s:
                     continue
                 schedule = lower(plan, timed, inside)
-                k = int(len(schedule.streams) > 1)
-                core = target.reference_s[k] / source.reference_s[k] if source.reference_s[k] else 1.0
-                slowdown = slowdown_between(core or 1.0, source.stretch, target.stretch)
+                its_s, known_s = (c.reference_s[len(schedule.streams) > 1] or 1.0 for c in (target, source))
+                slowdown = slowdown_between(its_s / known_s, source.stretch, target.stretch)
                 predicted_s = steady_at(schedule, inside, slowdown).period_s
                 names = {"source": source.model, "target": target.model, "relation": relation, "plan": name}
                 found.append(Transfer(**names, ratio=predicted_s / target.measured_step_s[name]))

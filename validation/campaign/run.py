@@ -34,7 +34,8 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation.calibration.calibration import Calibration, interval_half_width, steady_at
+from tierplan.validation.calibration.calibration import Calibration, interval_half_width
+from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.session import CalibrationSession
 from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact

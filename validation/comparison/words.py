@@ -11,8 +11,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.calibration import steady_at
-from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_between, slowdown_of
+from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_between, slowdown_of, steady_at
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
 from tierplan.validation.comparison.steps import cut_steps

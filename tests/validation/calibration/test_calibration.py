@@ -24,9 +24,8 @@ from tierplan.validation.calibration.calibration import (
     CalibrationError,
     calibrate,
     interval_half_width,
-    steady_at,
 )
-from tierplan.validation.calibration.dispatch import measure_dispatch_latency, simulate_slower
+from tierplan.validation.calibration.dispatch import measure_dispatch_latency, simulate_slower, steady_at
 from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
 from tierplan.validation.calibration.plans import calibration_plans
 from tierplan.validation.calibration.rates import fit_rates

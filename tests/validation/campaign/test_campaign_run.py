@@ -20,7 +20,7 @@ from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration import session
-from tierplan.validation.calibration.calibration import steady_at
+from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.turns import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
 from tierplan.validation.campaign.artifact import load_artifacts
@@ -56,7 +56,7 @@ def guessed_machine() -> Machine:
 @pytest.fixture
 def without_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine is guessed, and the calibration run is short; everything else is real."""
-    monkeypatch.setattr(session, "NUM_TURNS", 4)
+    monkeypatch.setattr(session, "MOST_TURNS", 4)
     monkeypatch.setattr(campaign_run, "measure_description", lambda *args, **kwargs: None)
     monkeypatch.setattr(campaign_run, "write_description", lambda description: "")
     monkeypatch.setattr(campaign_run, "build_machine", lambda description: guessed_machine())
