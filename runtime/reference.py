@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -70,15 +71,15 @@ def train_plainly(
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     seed: int | None = 0,
     delayed: bool = False,
-    groups: Sequence[Sequence[int]] = (),
+    sums: Callable[[nn.Parameter], Sequence[Sequence[int]]] | None = None,
     cut: Callable[[nn.Parameter, torch.Tensor], Sequence[torch.Tensor]] = lambda p, gradient: [gradient],
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """The losses by step; the model is trained in place. Settings as in `trainer.Trainer`.
 
     `delayed` is ZeRO-Offload's delayed update: gradients are applied one step later. Several devices add gradients up
-    in another order: `groups` are micro-batches of a step whose sums are taken by themselves, then added in order.
-    Where they divide gradients, the norm is that of what `cut` makes of each.
+    in another order: `sums` says of a parameter which micro-batches of a step are added up by themselves; these sums
+    are then added in order. Where devices divide gradients, the norm is that of what `cut` makes of each.
     """
     settings = optimizer or OptimizerSettings()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -97,9 +98,8 @@ def train_plainly(
     with without_cache(model):
         for step in range(steps):
             total, batches_of_step = 0.0, [next(source) for _ in range(gradient_accumulation_steps)]
-            sums: list[list[torch.Tensor | None]] = []
-            for m in (m for group in groups or [range(gradient_accumulation_steps)] for m in group):
-                batch = batches_of_step[m]
+            apart: list[list[torch.Tensor | None]] = []
+            for m, batch in enumerate(batches_of_step):
                 if seed is not None:
                     torch.manual_seed(micro_batch_seed(seed, step, m))
                 scaled = loss_of(model, batch, loss)
@@ -107,13 +107,14 @@ def train_plainly(
                     scaled = scaled / gradient_accumulation_steps
                 scaled.backward()
                 total += scaled.item()
-                if m in [group[-1] for group in groups]:
-                    sums.append([p.grad for p in parameters])
-                    for p in parameters:
-                        p.grad = None
-            for of_group in sums:
-                for p, gradient in zip(parameters, of_group, strict=True):
-                    p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
+                if sums is not None:
+                    apart.append([p.grad for p in parameters])
+                    model.zero_grad()
+            if sums is not None:
+                for p, own in zip(parameters, zip(*apart, strict=True), strict=True):
+                    found = [[g for m in group if (g := own[m]) is not None] for group in sums(p)]
+                    totals = [reduce(torch.add, group) for group in found if group]
+                    p.grad = reduce(torch.add, totals) if totals else None
             if max_grad_norm is not None:
                 parts = [part for p in parameters if p.grad is not None for part in cut(p, p.grad)]
                 norm = torch.nn.utils.get_total_norm(parts, foreach=False)

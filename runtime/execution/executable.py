@@ -97,8 +97,6 @@ Wrongs = Iterator[str]
 
 
 def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
-    if num > 1 and step.updates_of_step_before:
-        yield "updates of the step before are executed on one device only; plan with another semantics"
     small = next((u for u in step.units if 0 < u.num_parameters < num), None)
     if small is not None:
         yield f"unit {small.name!r} has {small.num_parameters} parameters, fewer than the {num} devices"

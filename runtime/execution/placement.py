@@ -162,27 +162,29 @@ class Placement:
 
     def _after_late_update(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
-        bodies, by_content = self.bodies, self._by_content()
-        params = self._as_it_is(Params(name))
+        bodies, by_content, unit = self.bodies, self._by_content(), self._unit(name)
+        grads, params = by_content[Gradients(name, 0)], bodies.read(by_content[Params(name)]).view(bodies.dtype)
         states = self._states(name) if states_of(name, by_content) else None
-        grads = Gradients(name, 0)
-        if not value_of(by_content[grads]).is_absent:
+        part = own_part(grads, unit, bodies.ranks)
+        own = params if len(params) == len(part) else params[part.start : part.stop]
+        if not value_of(grads).is_absent:
             done = self.executor.num_steps_done
-            layout = bodies.layouts[name]
             update_states(
-                params.view(bodies.dtype),
-                self._as_it_is(grads).view(bodies.dtype),
+                own,
+                bodies.read(grads).view(bodies.dtype),
                 states,
-                layout,
+                bodies.layouts[name],
                 bodies.optimizer,
-                part=layout.whole,
+                part=part,
                 step=done,
                 lr=bodies.learning_rate(done - 1),
                 clip=None,
                 segments=bodies.segments[name],
                 label=name,
             )
-        return params, states
+        if bodies.ranks is not None and len(own) < unit.num_trained:
+            params = joined(own, unit, bodies.ranks)
+        return params.view(torch.uint8), states
 
     def _unit(self, name: str) -> ModelUnit:
         return next(u for u in self.bodies.units if u.name == name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -15,11 +16,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.random_plans import random_plan
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.test_trainer import CPU, machine
 from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.placement import TrainingError
@@ -30,6 +34,7 @@ from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.ranks import rank_schedule
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import Workload
 
 STEPS = 3
 ADAM = OptimizerSettings(lr=1e-2)
@@ -43,6 +48,20 @@ class Case:
     dtype: str = "fp32"
     accumulation: int = 1
     clip: float | None = None
+
+    @classmethod
+    def random(cls, seed: int) -> Case:
+        """A plan with every decision drawn at random, divided among the ranks as the planner divides its own."""
+        rng = random.Random(seed)
+        family, dtype = rng.choice([("gpt2", "fp32"), ("llama", "bf16")])
+        return cls("random", {"seed": seed}, family, dtype, rng.choice([1, 2]), rng.choice([None, 0.5]))
+
+    def plan(self, workload: Workload, num: int) -> Plan:
+        if self.policy != "random":
+            return decide(self.policy, workload, several(num), self.options)
+        plan = random_plan(workload, random.Random(str(self)))
+        units = tuple(replace(unit, state_shards=1, host_shards=0) for unit in plan.units)
+        return replace(plan, devices=num, units=units)
 
     def __str__(self) -> str:
         words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
@@ -67,18 +86,24 @@ def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
     training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=case.accumulation, max_grad_norm=case.clip)  # type: ignore[arg-type]
     model = make_model(case.family, num_blocks=2, dropout=0.1, dtype=case.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
-    return model, lower(decide(case.policy, workload, several(num), case.options), workload, several(num))
+    return model, lower(case.plan(workload, num), workload, several(num))
 
 
-def groups_of(schedule: Schedule, accumulation: int, num: int) -> Sequence[Sequence[int]]:
-    """Micro-batches that are added up by themselves: those of a rank before the ranks are, or those of a turn on their
-    way to host memory; none where each is added as it comes, which is plain training."""
-    reductions = [op for op in schedule.ops if op.kind in ("reduce", "all_reduce") and op.stream == "gpu0.collective"]
-    if len(reductions) < len(schedule.step.units) * accumulation:  # type: ignore[union-attr]
-        return [range(rank, num * accumulation, num) for rank in range(num)]
-    if any(op.kind == "accumulate" for op in schedule.ops):
-        return [range(num * m, num * (m + 1)) for m in range(accumulation)]
-    return ()
+def order_of_sums(model: nn.Module, schedule: Schedule, num: int) -> Callable[[nn.Parameter], list[list[int]]]:
+    """Which micro-batches are added up by themselves: those of a rank where gradients are reduced once, those of a turn
+    on their way to host memory; all one after the other where each is added as it comes, which is plain training."""
+    found: dict[int, list[list[int]]] = {}
+    accumulation = schedule.step.training.gradient_accumulation_steps  # type: ignore[union-attr]
+    for unit in split_model(model, make_batches(1)[0]):
+        own = [op.kind for op in schedule.ops if op.unit == unit.name and op.stream in ("gpu0.collective", HOST_ADAM)]
+        if own.count("reduce") + own.count("all_reduce") < accumulation:
+            groups = [list(range(rank, num * accumulation, num)) for rank in range(num)]
+        elif "accumulate" in own:
+            groups = [list(range(num * m, num * (m + 1))) for m in range(accumulation)]
+        else:
+            groups = [list(range(num * accumulation))]
+        found |= {id(p): groups for _, p in unit.parameters}
+    return lambda p: found[id(p)]
 
 
 def cut_of(model: nn.Module, num: int) -> Callable[[nn.Parameter, torch.Tensor], Sequence[torch.Tensor]]:
@@ -93,6 +118,17 @@ def cut_of(model: nn.Module, num: int) -> Callable[[nn.Parameter, torch.Tensor],
     return lambda p, gradient: [t for t in gradient.reshape(-1).split(parts[id(p)]) if t.numel()]
 
 
+def plainly(case: Case, schedule: Schedule, model: nn.Module, batches: Any, steps: int, num: int) -> list[float]:
+    """The losses of one process that adds up as the ranks do; the model is trained."""
+    settings: dict[str, Any] = {"sums": order_of_sums(model, schedule, num)}
+    if case.divides and case.clip is not None:
+        settings["cut"] = cut_of(model, num)
+    return train_plainly(
+        model, batches, steps=steps, optimizer=ADAM, gradient_accumulation_steps=case.accumulation * num,
+        max_grad_norm=case.clip, delayed=schedule.step.semantics == "delayed-1", **settings,  # type: ignore[union-attr]
+    )  # fmt: skip
+
+
 def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
     """What is wrong, by case."""
     found = []
@@ -104,13 +140,7 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
             trainer.run(batches, STEPS)
             trainer.restore_model()
             result = trainer.result()
-        settings: dict[str, Any] = {"groups": groups_of(schedule, case.accumulation, ranks.size)}
-        if case.divides and case.clip is not None:
-            settings["cut"] = cut_of(plain, ranks.size)
-        losses = train_plainly(
-            plain, batches, steps=STEPS, optimizer=ADAM, gradient_accumulation_steps=count, max_grad_norm=case.clip,
-            **settings,
-        )  # fmt: skip
+        losses = plainly(case, schedule, plain, batches, STEPS, ranks.size)
         if list(result.losses) != losses:
             found.append(f"{case}: losses {result.losses} are {losses} plainly")
         if not same_weights(model, plain):
@@ -127,6 +157,7 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
 
 
 HOST: dict[str, object] = {"optimizer": "host"}
+STATES_IN_HOST = Case("zero-2", HOST, dtype="bf16", clip=0.5)
 ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
 PAIR = [
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
@@ -134,6 +165,7 @@ PAIR = [
     Case("zero-2", HOST, accumulation=2, clip=0.5),
     Case("zero-3", family="llama", accumulation=2),
     Case("zero-infinity", dtype="bf16", accumulation=2, clip=0.5),
+    *map(Case.random, (0, 5)),
 ]
 EVERY = [
     Case(policy, options, family, dtype, accumulation, clip)
@@ -142,29 +174,30 @@ EVERY = [
                             ("fsdp", {"reduces": "last"}), ("fsdp-offload", {}), ("zero-infinity", {})]
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (2, 0.5)]
-]  # fmt: skip
+] + [Case.random(seed) for seed in range(40)]  # fmt: skip
 
 
-def train_and_resume(ranks: Ranks, folder: Path, dies_at: int | None) -> list[str]:
+def train_and_resume(ranks: Ranks, folder: Path, dies_at: int | None, case: Case = STATES_IN_HOST) -> list[str]:
     """Trains with a commit after every step. Rank 1 dies in the middle of a step, if it is to; else what is wrong."""
-    case = Case("zero-2", HOST, dtype="bf16", clip=0.5)
     model, schedule = prepared(case, ranks.size)
-    plain, batches = copy.deepcopy(model), make_batches(6 * ranks.size)
+    plain, batches = copy.deepcopy(model), make_batches(6 * ranks.size * case.accumulation)
 
     def on_step(step: int, loss: float) -> None:
         if step == dies_at and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    places: dict[str, Any] = {"out_dir": folder, "checkpoint_every": 1, "resume": True}
+    places: dict[str, Any] = {
+        "out_dir": folder,
+        "checkpoint_every": 1,
+        "resume": True,
+        "nvme_dir": folder / f"nvme-{ranks.rank}",
+    }
     with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, on_step=on_step, **places) as trainer:
         begun = trainer.num_steps_done
         trainer.run(batches, 6 - begun)
         trainer.restore_model()
         losses = trainer.result().losses
-    wanted = train_plainly(
-        plain, batches, steps=6, optimizer=ADAM, gradient_accumulation_steps=ranks.size, max_grad_norm=case.clip,
-        cut=cut_of(plain, ranks.size),
-    )  # fmt: skip
+    wanted = plainly(case, schedule, plain, batches, 6, ranks.size)
     every = {begun for (begun,) in ranks.share([begun], "steps")}
     wrong = [f"ranks went on after {every} steps, not all after 2 or 3"] if every not in ({2}, {3}) else []
     return wrong + ([] if list(losses) == wanted and same_weights(model, plain) else ["losses or weights differ"])
@@ -188,6 +221,14 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
     assert isinstance(survivor, RankFailure)
     assert re.match(r"rank 1 of 2 \(process \d+\) has died", str(survivor))
     for found in run_ranks(resume_and_train_all, 2, tmp_path):
+        assert found == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 5, 32])
+def test_updates_that_are_late_are_resumed(seed: int, tmp_path: Path) -> None:
+    run_ranks(train_and_resume, 2, tmp_path, 3, Case.random(seed))
+    for found in run_ranks(train_and_resume, 2, tmp_path, None, Case.random(seed)):
         assert found == []
 
 
