@@ -98,10 +98,9 @@ class _Draft:
         quantity = self.description.quantity(name)
         if quantity is None:
             raise self.lacks(name)
-        points = quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
-        if any(rate <= 0 for _, rate in points):
+        if any(rate <= 0 for _, rate in quantity.points):
             raise MachineError(f"{name} of machine {self.description.name!r} is 0; a rate must be above 0")
-        return Rate(tuple((amount * scale, rate * scale) for amount, rate in points))
+        return Rate(tuple((amount * scale, rate * scale) for amount, rate in quantity.points))
 
     def fastest(self, stream: str, kind: str = "bytes") -> float:
         return max(rate for _, rate in self.rates[stream][kind].points)
@@ -326,9 +325,10 @@ def _bus_rate(draft: _Draft, num_gpus: int) -> float:
 
 def _drives(draft: _Draft, num_drives: int) -> None:
     """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed."""
+    slots = num_drives * (draft.description.number("nvme.slot") or 0.0)
     for stream, direction in ((NVME_READ, "read"), (NVME_WRITE, "write")):
         rate = draft.rate(f"nvme.{direction}", num_drives)
-        if most := draft.description.number(f"nvme.array_{direction}"):
+        if most := min(filter(None, (slots, draft.description.number(f"nvme.array_{direction}"))), default=None):
             rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
         draft.stream(stream, "nvme.latency", {"bytes": rate})
     mixed = draft.number("nvme.mixed")

@@ -14,7 +14,6 @@ from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.community import parse_shared
 from tierplan.hwmodels.curves import host_adam, with_derived
 from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
-from tierplan.hwmodels.importers.gpu_tables import PublicTable, parse_tables
 from tierplan.hwmodels.keys import KEYS, PARTS
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -97,11 +96,6 @@ def load_curves(name: str) -> Description:
         return Description(name=name)
     path = _catalog("curves") / f"{name}.toml"
     return parse_description(path.read_text(encoding="utf-8"), where=f"{name}.toml")
-
-
-def table_list() -> tuple[PublicTable, ...]:
-    """The public tables that the curves are made from."""
-    return parse_tables(_catalog("tables.toml").read_text(encoding="utf-8"))
 
 
 def load_part(section: str, name: str) -> Description:

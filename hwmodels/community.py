@@ -60,8 +60,8 @@ def share(description: Description, date: str, step: SharedStep | None = None) -
     rates: dict[str, object] = {}
     for name, quantity in description.values.items():
         if quantity.basis in SHARED and not isinstance(quantity.value, str) and name.split(".")[1] not in UNSHARED:
-            points = quantity.value if isinstance(quantity.value, tuple) else None
-            rates[name] = [[_round(x), _round(y)] for x, y in points] if points else _round(float(quantity.value))  # type: ignore[arg-type]
+            points = [[_round(x), _round(y)] for x, y in quantity.points]
+            rates[name] = points if isinstance(quantity.value, tuple) else points[0][1]
     if not rates:
         raise MachineError(f"nothing of machine {description.name!r} was measured; run: tierplan machine measure")
     table: dict[str, object] = {"format": FORMAT, "version": VERSION, "date": date}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from tierplan.hwmodels.description import Description, Points, Quantity
+from tierplan.hwmodels.description import Description, Quantity
 from tierplan.hwmodels.importers.gpu_tables import SHAPES
 from tierplan.hwmodels.machine import Rate
 
@@ -63,17 +63,11 @@ def host_adam(values: Values, traffic: float, sockets: float = 1) -> Quantity | 
 
 
 def _number(values: Values, name: str) -> float:
-    value = values[name].value
-    assert isinstance(value, float)
-    return value
-
-
-def _points(quantity: Quantity) -> Points:
-    return quantity.value if isinstance(quantity.value, tuple) else ((1.0, float(quantity.value)),)
+    return values[name].points[0][1]
 
 
 def _scaled(quantity: Quantity, amount: float, rate: float, why: str) -> Quantity:
-    points = tuple((x * amount, y * rate) for x, y in _points(quantity))
+    points = tuple((x * amount, y * rate) for x, y in quantity.points)
     return Quantity(points if len(points) > 1 else points[0][1], "derived", f"{why}: {quantity.source}")
 
 
@@ -112,8 +106,8 @@ def curve_errors(parts: Mapping[str, Description], curves: Mapping[str, Descript
 
 
 def _median_error(values: Values, steps: list[list[object]]) -> float:
-    matmul = Rate(_points(values["gpu.matmul_bf16"]))
-    attention = Rate(_points(values.get("gpu.attention_bf16", values["gpu.matmul_bf16"])))
+    matmul = Rate(values["gpu.matmul_bf16"].points)
+    attention = Rate(values.get("gpu.attention_bf16", values["gpu.matmul_bf16"]).points)
     errors = []
     for model, sequences, length, matmul_s, attention_s in steps:
         shape, tokens = SHAPES[str(model)], int(str(sequences)) * int(str(length))

@@ -41,9 +41,6 @@ publication; the user; a shared file; another part's measurement, scaled; a data
 
 STRENGTH: tuple[Basis, ...] = get_args(Basis)
 
-UNOPENED = "not opened: "
-"""So begins the source of a number that stands as somebody remembered it."""
-
 Points = tuple[tuple[float, float], ...]
 
 
@@ -56,6 +53,11 @@ class Quantity:
     source: str = ""
     spread: float | None = None
     """Relative standard deviation between measurements of it: two of them differ by less than twice that, as a rule."""
+
+    @property
+    def points(self) -> Points:
+        """A rate over amounts; one number holds for any amount."""
+        return self.value if isinstance(self.value, tuple) else ((1.0, float(self.value)),)
 
     def text(self, key: Key) -> str:
         """The value for people, with its unit."""
@@ -250,14 +252,9 @@ LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
 }  # fmt: skip
 """By unit: what no part is below, and the unit that was probably meant."""
 MOST_PLAUSIBLE: Mapping[str, float] = {
-    "flops/s": 1e18,
-    "bytes/s": 1e15,
-    "parameters/s": 1e14,
-    "bytes": 1e18,
-    "s": 10.0,
-    "gpu.capacity": 2e12,
+    "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
     "nvme.recovery": 1e5,
-}
+}  # fmt: skip
 
 
 def _plausible(amount: float, value: object, key: Key, what: str) -> float:

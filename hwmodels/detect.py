@@ -1,6 +1,7 @@
 """What this machine is, by what its system says: a machine of the catalog to start from, and what nobody told.
 
 ask_system()  the texts of nvidia-smi, lspci, lsblk, lscpu and the kernel, of those that are there
+pci_devices() the kernel's list of drives and GPUs: the PCIe links above each, and its NUMA node
 propose(...)  values of a description from them, the nearest machine of the catalog, and what is not known
 """
 
@@ -10,14 +11,17 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tierplan.hwmodels.catalog import catalog_names, load_description
-from tierplan.hwmodels.description import Quantity
-from tierplan.hwmodels.importers.nvidia_smi import HOW, gpu_part, read_nvidia_smi
+from tierplan.hwmodels.description import Quantity, Switch
+from tierplan.hwmodels.importers.nvidia_smi import HOW, known_part, read_nvidia_smi
 from tierplan.hwmodels.importers.nvidia_topo import read_nvidia_topo, switch_groups
+from tierplan.hwmodels.units import parse_amount
 
 COMMANDS: Mapping[str, str] = {
     "nvidia-smi": HOW,
@@ -26,18 +30,13 @@ COMMANDS: Mapping[str, str] = {
     "lsblk": "lsblk -J -b -d -o NAME,MODEL,SIZE,TRAN",
     "lscpu": "lscpu",
 }
-DRIVES: Mapping[str, str] = {
-    r"990 PRO": "990-pro", r"980 PRO": "980-pro", r"SSD 980\b": "samsung-980", r"T700": "t700", r"T500": "t500",
-    r"SN850X": "sn850x-4tb", r"NM790": "nm790", r"NM800": "nm800-pro", r"S50 Lite": "gammix-s50-lite",
-    r"M450": "spatium-m450", r"MZQL2|PM9A3": "pm9a3", r"MZWL6|PM9D3": "pm9d3a", r"9400": "micron-9400-pro",
-    r"SSDPF2KX|P5510": "p5510", r"SSDPF21Q|P5800X": "p5800x",
-}  # fmt: skip
-"""Models as the system names them -> part of the catalog."""
 RATES: Mapping[str, str] = {
     "link.h2d": "copies between host and GPU", "host.adam": "the optimizer on the host",
     "host.memory_bandwidth": "DRAM bandwidth", "nvme.write": "the drives' writes beyond their cache",
 }  # fmt: skip
 """What no such command tells."""
+GENERATIONS: Mapping[str, int] = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
+"""Of PCIe, by GT/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,8 @@ class Proposal:
     base: str
     values: Mapping[str, Quantity]
     unknown: tuple[str, ...]
+    switches: tuple[Switch, ...]
+    """Links that several devices share."""
 
 
 def ask_system() -> dict[str, str]:
@@ -60,7 +61,23 @@ def ask_system() -> dict[str, str]:
                 said[name] = done.stdout
     if (meminfo := Path("/proc/meminfo")).exists():
         said["meminfo"] = meminfo.read_text(encoding="utf-8")
+    if (devices := Path("/sys/bus/pci/devices")).exists():
+        said["pci"] = pci_devices(devices)
     return said
+
+
+def pci_devices(devices: Path) -> str:
+    """As JSON: kind and NUMA node of each, and its links upwards, each as its device's name, GT/s and lanes at most."""
+    found = []
+    for device in sorted(devices.iterdir()):
+        kind = {"0x0108": "nvme", "0x0300": "gpu", "0x0302": "gpu"}.get((device / "class").read_text()[:6])
+        if kind == "nvme" or (kind and (device / "vendor").read_text().strip() == "0x10de"):
+            path = device.resolve()
+            ends = [at for at in (path, *path.parents) if (at / "max_link_speed").exists()]
+            most = [[(at / f"max_link_{what}").read_text().split()[0] for what in ("speed", "width")] for at in ends]
+            links = [(at.name, *of) for at, of in zip(ends, most, strict=True)]
+            found.append({"kind": kind, "node": (device / "numa_node").read_text().strip(), "links": links})
+    return json.dumps(found)
 
 
 def propose(said: Mapping[str, str]) -> Proposal:
@@ -71,7 +88,7 @@ def propose(said: Mapping[str, str]) -> Proposal:
         values |= read_nvidia_smi(said["nvidia-smi"], where="this machine")
     elif names := re.findall(r"(?:VGA|3D|Display).*?NVIDIA.*?\[([^\]]+)\]", said.get("lspci", "")):
         values["gpu.count"] = Quantity(float(len(names)), "measured", "lspci")
-        if part := gpu_part(names[0]):
+        if part := known_part("gpus", names[0]):
             values["gpu.part"] = Quantity(part, "measured", f"lspci: {names[0]}")
     if "gpu.part" not in values:
         unknown.append("gpu.part: no GPU of the catalog was found")
@@ -80,9 +97,10 @@ def propose(said: Mapping[str, str]) -> Proposal:
         groups = switch_groups(said["nvidia-smi topo"], where="this machine")
         unknown += [f"limit of the [[switch]] with {', '.join(f'GPU {g}' for g in group)}" for group in groups]
     values |= _host(said) | _drives(said.get("lsblk", ""), unknown)
+    switches = _links(json.loads(said["pci"]), values, unknown) if "pci" in said else ()
     base = min(catalog_names(), key=lambda name: _distance(name, values))
     unknown += [f"{key}: {what}; run: tierplan machine measure" for key, what in RATES.items() if key not in values]
-    return Proposal(base=base, values=values, unknown=tuple(unknown))
+    return Proposal(base=base, values=values, unknown=tuple(unknown), switches=switches)
 
 
 def _host(said: Mapping[str, str]) -> dict[str, Quantity]:
@@ -101,22 +119,52 @@ def _drives(text: str, unknown: list[str]) -> dict[str, Quantity]:
     disks = [disk for disk in disks if disk.get("tran") == "nvme" or str(disk.get("name", "")).find("nvme") == 0]
     if not disks:
         return {"nvme.drives": Quantity(0.0, "measured", "lsblk: no NVMe drive")} if text else {}
-    model, alike = (
-        str(disks[0].get("model") or "").strip(),
-        [d for d in disks if d.get("model") == disks[0].get("model")],
-    )
+    model = str(disks[0].get("model") or "").strip()
+    alike = [d for d in disks if d.get("model") == disks[0].get("model")]
     found = {
         "nvme.drives": Quantity(float(len(alike)), "measured", f"lsblk: {model}"),
         "nvme.capacity": Quantity(float(disks[0]["size"]), "measured", "lsblk"),
     }
-    part = next((part for pattern, part in DRIVES.items() if re.search(pattern, model, re.IGNORECASE)), None)
-    if part:
+    if part := known_part("drives", model):
         found["nvme.part"] = Quantity(part, "measured", f"lsblk: {model}")
     else:
         unknown.append(f"nvme.part: {model or 'a drive without a name'} is not in the catalog")
     if len(alike) < len(disks):
         unknown.append(f"{len(disks) - len(alike)} drives of other models: a machine's drives are alike")
     return found
+
+
+def _links(devices: list[dict[str, Any]], values: dict[str, Quantity], unknown: list[str]) -> tuple[Switch, ...]:
+    """The drives' slots, where these are less than the drives, and the links above that several devices share."""
+    shared: dict[str, tuple[str, list[str]]] = {}
+    counts = Counter(device["kind"] for device in devices)
+    for index, device in enumerate(sorted(devices, key=lambda device: device["kind"])):  # GPUs first
+        links, is_drive = device["links"], device["kind"] == "nvme"
+        if is_drive and len(links) > 1 and (slot := _pcie(links[:2])) != _pcie(links[:1]):
+            rate = parse_amount(slot, "bytes/s", what="a slot")
+            values["nvme.slot"] = Quantity(rate, "nameplate", f"the kernel: {slot} of a drive's {_pcie(links[:1])}")
+        above, link = (links[2][0], _pcie(links[2:4])) if len(links) > 2 else ("", "")
+        if is_drive and links and re.match(r"0000:00:1[a-d]\.", links[-1][0]):
+            above = "chipset"
+        if above:
+            shared.setdefault(above, (link, []))[1].append("nvme" if is_drive else f"gpu{index}")
+    switches = []
+    for above, (link, members) in shared.items():
+        of = tuple(m for m in dict.fromkeys(members) if m != "nvme" or members.count(m) == counts["nvme"])
+        if not link or (members.count("nvme") not in (0, counts["nvme"])):
+            unknown.append(f"limit of the [[switch]] {above} with {', '.join(members)}")
+        elif len(members) > 1:
+            rate = parse_amount(link, "bytes/s", what="a link")
+            switches.append(Switch(f"pci-{above}", rate, of, f"the kernel: 80 % of {link}", "nameplate"))
+    if len(nodes := sorted({device["node"] for device in devices} - {"-1"})) > 1:
+        unknown.append(f"which NUMA node buffers lie on: GPUs and drives are on {', '.join(nodes)}; a [[switch]] says")
+    return tuple(switches)
+
+
+def _pcie(links: list[list[str]]) -> str:
+    """The link that the least of these ends can be."""
+    generation = min(GENERATIONS.get(speed, 1) for _, speed, _ in links)
+    return f"PCIe {generation}.0 x{min(int(lanes) for _, _, lanes in links)}"
 
 
 def _distance(name: str, values: Mapping[str, Quantity]) -> tuple[bool, bool, float, str]:

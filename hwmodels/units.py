@@ -1,4 +1,4 @@
-"""Amounts with units as people write them: "256 GiB", "6.5 GB/s", "165 TFLOP/s", "20 us", "700 M/s"."""
+"""Amounts with units as people write them: "256 GiB", "6.5 GB/s", "PCIe 4.0 x16", "20 us", "700 M/s"."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e1
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _SCALES = {**_DECIMAL, **_BINARY}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""One PCIe lane, one direction, by generation, after line coding."""
+LINK_FRAC = 0.8
+"""Share of a link's rate that large copies of pinned memory reach."""
 _NUMBER = re.compile(r"\s*(?P<number>[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*$")
 
 _SUFFIX: Mapping[str, re.Pattern[str]] = {
@@ -28,7 +32,7 @@ _SUFFIX: Mapping[str, re.Pattern[str]] = {
 }
 _EXAMPLES: Mapping[str, str] = {
     "bytes": '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)',
-    "bytes/s": '"6.5 GB/s"',
+    "bytes/s": '"6.5 GB/s", or "PCIe 4.0 x16" for what its lanes carry in practice',
     "flops/s": '"165 TFLOP/s"',
     "parameters/s": '"700 M/s"',
     "s": '"20 us"',
@@ -63,6 +67,8 @@ def parse_amount(value: object, unit: Unit, *, what: str) -> float:
 
 def _parse_text(value: str, unit: Unit, what: str) -> float:
     text = value.lstrip().removeprefix("$") if unit == "USD" else value
+    if unit == "bytes/s" and (link := re.fullmatch(r"PCIe ([1-6])(?:\.0)? x(\d+)", text.strip(), re.IGNORECASE)):
+        return LINK_FRAC * _LANE_BYTES_PER_S[int(link[1])] * int(link[2])
     match = _NUMBER.match(text)
     scale: float | None = None
     if match:

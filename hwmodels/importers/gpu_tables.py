@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import product
 from math import exp, log
 from pathlib import Path
@@ -54,21 +55,12 @@ class BlockShape:
         return sum(2.0 * tokens * n * k for n, k in self.products)
 
 
-def _gpt(hidden: int, layers: int) -> BlockShape:
-    return BlockShape(hidden, 4 * hidden, hidden // 128, hidden // 128, layers, False)
+def _listed(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("tierplan.hwmodels") / "catalog" / name).read_text(encoding="utf-8"))
 
 
-SHAPES: Mapping[str, BlockShape] = {
-    "gpt-1.3b": _gpt(2048, 24), "gpt-2.7b": _gpt(2560, 32), "gpt-6.7b": _gpt(4096, 32), "gpt-13b": _gpt(5120, 40),
-    "gpt-30b": _gpt(7168, 48), "gpt-66b": _gpt(9216, 64),
-    "llama-1b": BlockShape(2048, 8192, 16, 4, 16, True), "llama-3b": BlockShape(3072, 8192, 24, 8, 28, True),
-    "llama-8b": BlockShape(4096, 14336, 32, 8, 32, True), "llama-13b": BlockShape(5120, 13824, 40, 40, 40, True),
-    "llama-34b": BlockShape(8192, 22016, 64, 8, 48, True), "llama-70b": BlockShape(8192, 28672, 64, 8, 80, True),
-    "llama2-7b": BlockShape(4096, 11008, 32, 32, 32, True), "llama2-70b": BlockShape(8192, 28672, 64, 8, 80, True),
-    "qwen-72b": BlockShape(8192, 24576, 64, 64, 80, True),
-}  # fmt: skip
-SMALL = (_gpt(768, 12), _gpt(1024, 24))
-"""Their blocks count in curves, at the low end."""
+SHAPES, SMALL = ({k: BlockShape(*of) for k, of in shapes.items()} for shapes in _listed("shapes.toml").values())
+"""Models whose steps are compared, and those whose blocks count in curves only."""
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 STEPS = ((1, 2048), (4, 2048), (2, 4096))
 """Sequences and their length in the steps that predictions are compared with."""
@@ -94,13 +86,13 @@ class PublicTable:
     """Whose layers these are."""
 
 
-def parse_tables(text: str) -> tuple[PublicTable, ...]:
-    """What `catalog/tables.toml` lists."""
-    record = tomllib.loads(text)
-    common = record.get("repository", {})
+def table_list() -> tuple[PublicTable, ...]:
+    """The public tables that the curves are made from: what `catalog/tables.toml` lists."""
+    record = _listed("tables.toml")
     try:
         return tuple(
-            decode(PublicTable, {**common[row["repository"]], **row}, complete=False) for row in record["table"]
+            decode(PublicTable, {**record["repository"][row["repository"]], **row}, complete=False)
+            for row in record["table"]
         )
     except (RecordError, KeyError) as error:
         raise ImportedFileError(f"the list of tables is wrong: {error}") from error
@@ -195,7 +187,7 @@ def _products(table: PublicTable, rows: Iterable[Row]) -> Read:
         return forward, sum(seconds(tokens, k, n) + seconds(n, k, tokens) for n, k in shape.products)
 
     samples = []
-    for shape, tokens in product((*SHAPES.values(), *SMALL), TOKENS):
+    for shape, tokens in product((*SHAPES.values(), *SMALL.values()), TOKENS):
         flops, (forward, backward) = shape.flops(tokens), both(shape, tokens)
         samples += [(flops, flops / forward), (2 * flops, 2 * flops / backward)]
     steps = {(m, b, s): SHAPES[m].layers * sum(both(SHAPES[m], b * s)) for m, (b, s) in product(SHAPES, STEPS)}

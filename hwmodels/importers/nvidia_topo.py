@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from tierplan.hwmodels.description import Quantity
-from tierplan.hwmodels.importers.nvidia_smi import LINK_FRAC
 from tierplan.hwmodels.importers.reading import ImportedFileError
+from tierplan.hwmodels.units import LINK_FRAC
 
 HOW = "nvidia-smi topo -m > FILE"
 NVLINK_BYTES_PER_S = 25e9

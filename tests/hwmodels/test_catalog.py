@@ -9,7 +9,7 @@ import pytest
 
 from tierplan.hwmodels import catalog_names, load_description, load_machine
 from tierplan.hwmodels.catalog import load_curves, load_part
-from tierplan.hwmodels.description import UNOPENED, Quantity, parse_description, write_description
+from tierplan.hwmodels.description import Quantity, parse_description, write_description
 from tierplan.hwmodels.keys import PARTS
 
 MACHINES = catalog_names("machines")
@@ -49,7 +49,7 @@ def test_every_number_of_a_machine_has_a_source(name: str) -> None:
 def named(quantity: Quantity) -> bool:
     """Whether its source is an address, or says that nobody opened it. Rules of thumb and fits have none."""
     thumb = quantity.basis in ("assumed", "calibrated") or isinstance(quantity.value, str)
-    return thumb or "https://" in quantity.source or quantity.source.startswith(UNOPENED)
+    return thumb or "https://" in quantity.source or quantity.source.startswith("not opened: ")
 
 
 @pytest.mark.parametrize(("section", "name"), PARTS_HELD)
@@ -77,7 +77,7 @@ def test_enough_parts_have_nothing_that_was_not_opened() -> None:
     open_parts = [
         section
         for section, name in PARTS_HELD
-        if not any(q.source.startswith(UNOPENED) for q in load_part(section, name).values.values())
+        if not any(q.source.startswith("not opened: ") for q in load_part(section, name).values.values())
     ]
     assert open_parts.count("gpu") >= 22
     assert open_parts.count("nvme") >= 12

@@ -10,10 +10,10 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, table_list
+from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values
 from tierplan.hwmodels.curves import curve_errors, host_adam, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
-from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves
+from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves, table_list
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
 

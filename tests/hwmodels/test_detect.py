@@ -10,8 +10,8 @@ import pytest
 from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import catalog_names
-from tierplan.hwmodels.detect import propose
-from tierplan.hwmodels.importers.nvidia_smi import gpu_part
+from tierplan.hwmodels.detect import pci_devices, propose
+from tierplan.hwmodels.importers.nvidia_smi import known_part
 from tierplan.hwmodels.importers.nvidia_topo import read_nvidia_topo, switch_groups
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
@@ -56,6 +56,39 @@ def test_a_server_is_proposed_for_a_servers_cards() -> None:
     assert "limit of the [[switch]] with GPU 0, GPU 1" in found.unknown
 
 
+def device(kind: str, node: str, *links: tuple[str, str, str]) -> dict[str, object]:
+    return {"kind": kind, "node": node, "links": links}
+
+
+def test_slots_shared_links_and_numa_nodes_come_from_the_kernel() -> None:
+    root, up, down = ("0000:00:02.1", "32.0", "4"), ("02:00.0", "16.0", "4"), ("03:00.0", "16.0", "4")
+    drives = [device("nvme", "0", ("04:00.0", "16.0", "4"), down, up, root) for _ in range(2)]
+    gpu = device("gpu", "1", ("01:00.0", "16.0", "16"), ("0000:00:01.0", "32.0", "16"))
+    found = propose({"pci": json.dumps([gpu, *drives])})
+    assert [(s.members, s.limit) for s in found.switches] == [(("nvme",), pytest.approx(0.8 * 4 * 1.969e9))]
+    assert "nvme.slot" not in found.values
+    assert any("NUMA" in text and "0, 1" in text for text in found.unknown)
+    slow = device("nvme", "0", ("04:00.0", "16.0", "4"), ("0000:00:1b.0", "8.0", "4"))
+    found = propose({"pci": json.dumps([slow])})
+    assert found.values["nvme.slot"].value == pytest.approx(0.8 * 4 * 0.985e9)
+    assert "limit of the [[switch]] chipset with nvme" in found.unknown
+
+
+def test_devices_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
+    says = {"class": "0x010802", "vendor": "0x144d", "numa_node": "0", "max_link_speed": "16.0 GT/s PCIe"}
+    port = tmp_path / "pci0000:00" / "0000:00:01.0"
+    listed = tmp_path / "devices"
+    for at in (port, port / "0000:01:00.0", listed):
+        at.mkdir(parents=True)
+    for at in (port, port / "0000:01:00.0"):
+        for name, text in {**says, "max_link_width": "4", "class": "0x060400" if at == port else "0x010802"}.items():
+            (at / name).write_text(f"{text}\n")
+        (listed / at.name).symlink_to(at)
+    assert json.loads(pci_devices(listed)) == [
+        {"kind": "nvme", "node": "0", "links": [["0000:01:00.0", "16.0", "4"], ["0000:00:01.0", "16.0", "4"]]}
+    ]
+
+
 def test_an_unknown_drive_and_no_gpu_are_said() -> None:
     disks = {"blockdevices": [{"name": "nvme0n1", "model": "ACME Fast", "size": 1e12, "tran": "nvme"}]}
     unknown = "\n".join(propose({"lsblk": json.dumps(disks)}).unknown)
@@ -76,7 +109,7 @@ def test_an_unknown_drive_and_no_gpu_are_said() -> None:
     ],
 )  # fmt: skip
 def test_drivers_names_are_parts_of_the_catalog(name: str, part: str | None) -> None:
-    assert gpu_part(name) == part
+    assert known_part("gpus", name) == part
     assert part is None or part in catalog_names("gpus")
 
 

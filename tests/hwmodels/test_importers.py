@@ -11,14 +11,12 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import MachineError, load_machine
-from tierplan.hwmodels.importers import (
-    ImportedFileError,
-    read_ds_io,
-    read_fio,
-    read_nccl_tests,
-    read_nvbandwidth,
-    read_nvidia_smi,
-)
+from tierplan.hwmodels.importers.ds_io import read_ds_io
+from tierplan.hwmodels.importers.fio import read_fio
+from tierplan.hwmodels.importers.nccl_tests import read_nccl_tests
+from tierplan.hwmodels.importers.nvbandwidth import read_nvbandwidth
+from tierplan.hwmodels.importers.nvidia_smi import read_nvidia_smi
+from tierplan.hwmodels.importers.reading import ImportedFileError
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -146,7 +146,7 @@ def _list(args: argparse.Namespace) -> int:
 def _cell(quantity: Quantity | None, unit: float) -> str:
     if quantity is None or isinstance(quantity.value, str):
         return "-"
-    most = max(rate for _, rate in quantity.value) if isinstance(quantity.value, tuple) else quantity.value
+    most = max(rate for _, rate in quantity.points)
     return f"{most / unit:,.4g}" if most < 1e4 * unit else f"{most / unit:,.0f}"
 
 
@@ -155,9 +155,9 @@ def _curves(args: argparse.Namespace) -> int:
     from itertools import groupby
     from statistics import median
 
-    from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, table_list
+    from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part
     from tierplan.hwmodels.curves import curve_errors
-    from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves
+    from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.output.text import columns
     from tierplan.sim.trace import write_atomically
@@ -295,7 +295,8 @@ def _detect(args: argparse.Namespace) -> int:
     if args.output:
         parts = [f"{name}={found.values[name].value}" for name in ("gpu.part", "nvme.part") if name in found.values]
         base = override(load_description(found.base), parts)  # what the file says of other parts goes
-        whole = replace(base, name=Path(args.output).stem, values={**base.values, **found.values}, part_values={})
+        values, switches = {**base.values, **found.values}, found.switches or base.switches
+        whole = replace(base, name=Path(args.output).stem, values=values, switches=switches, part_values={})
         write_atomically(args.output, write_description(whole))
     if args.json:
         print(json.dumps({**asdict(found), "file": args.output}, indent=1))
@@ -303,6 +304,10 @@ def _detect(args: argparse.Namespace) -> int:
     say(f"nearest machine of the catalog: {found.base}; here:")
     say(
         *columns([(name, q.text(KEYS[name]), q.source) for name, q in found.values.items()]),
+        *(
+            f"[[switch]] {s.name}: {', '.join(s.members)}: {s.limit / 1e9:.3g} GB/s, {s.source}"
+            for s in found.switches or ()
+        ),
         "",
         "could not be found out:",
     )
@@ -335,26 +340,19 @@ def _import(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import (
-        read_ds_io,
-        read_fio,
-        read_nccl_tests,
-        read_nvbandwidth,
-        read_nvidia_smi,
-        read_nvidia_topo,
-    )
+    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi, nvidia_topo
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
 
     values: dict[str, Quantity] = {}
     for paths, read in (
-        (args.nvidia_smi, read_nvidia_smi), (args.nvidia_topo, read_nvidia_topo), (args.nvbandwidth, read_nvbandwidth),
-        (args.fio, read_fio), (args.ds_io, read_ds_io),
+        (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_topo.read_nvidia_topo),
+        (args.nvbandwidth, nvbandwidth.read_nvbandwidth), (args.fio, fio.read_fio), (args.ds_io, ds_io.read_ds_io),
     ):  # fmt: skip
         for path in paths:
             values |= read(read_utf8(Path(path)), where=Path(path).name)
     if rings := [Path(path) for path in args.nccl_tests]:
-        values |= read_nccl_tests(*map(read_utf8, rings), where=", ".join(path.name for path in rings))
+        values |= nccl_tests.read_nccl_tests(*map(read_utf8, rings), where=", ".join(path.name for path in rings))
     if not values:
         raise MachineError(
             "nothing to import; give at least one of --fio, --nvbandwidth, --nccl-tests, --nvidia-smi, --nvidia-topo, "
