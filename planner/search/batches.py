@@ -1,11 +1,11 @@
 """The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
-Where chains are short, each division gets the search that it gets when asked by itself, so none of them alone ends
-better than all. Long ones, whose searches take seconds, race for one budget: each division gets a first part of its
-search, then local moves from what it has found, in turns, the better ones more of them. What one has found is a start
-for the others. A micro-batch is not cut into smaller ones then, for these are a division of their own; and plans with
-one micro-batch after the other are searched only where they are not far behind. So a division alone, with all the
-budget, may end a few percent better.
+On several devices, and where chains are short, each division gets the search that it gets when asked by itself, so none
+of them alone ends better than all. Long ones, whose searches take seconds, race for one budget: each division gets a
+first part of its search, then local moves from what it has found, in turns, the better ones more of them. What one has
+found is a start for the others. A micro-batch is not cut into smaller ones then, for these are a division of their own;
+and plans with one micro-batch after the other are searched only where they are not far behind. So a division alone,
+with all the budget, may end a few percent better.
 
 None is searched any longer once all that is left of it has a bound above what is found.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf, isqrt
+from math import inf, isqrt, log
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
@@ -98,25 +98,40 @@ def plan_sequences(
     known = known_of_lesser(machine, question, planned_for, known)
     if time_limit_s is None:
         budget = Budget(RACE * budget.time_limit_s, RACE * budget.num_ops)
-    solver, searches = Solver(seed=seed), []
-    for batch in reversed(divisors(sequences)):
-        accumulation = sequences // batch
-        divided: list[tuple[int, Batches | None]] = [(accumulation, "shared" if num > 1 else None)]
-        if num > 1 and accumulation % num == 0:
-            divided.insert(0, (accumulation // num, "each"))
-        for own, kind in divided:
-            workload = make(batch, own)
-            is_short = len(workload.units) <= SHORT_CHAIN
-            own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s) if is_short else budget
-            search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
-            if is_short:
-                search.begin()
-            else:
-                search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
-            searches.append(search)
-    if known is None or not known.is_cut:
-        _one_by_one(searches) if is_short else _raced(searches, budget)
+    solver = Solver(seed=seed)
+    searches: list[Search] = []
+
+    def searched(some: list[int]) -> list[Search]:
+        """Searches for the divisions into these micro-batches, carried out."""
+        found, is_short = [], False
+        for batch in some:
+            accumulation = sequences // batch
+            divided: list[tuple[int, Batches | None]] = [(accumulation, "shared" if num > 1 else None)]
+            if num > 1 and accumulation % num == 0:
+                divided.insert(0, (accumulation // num, "each"))
+            for own, kind in divided:
+                workload = make(batch, own)
+                is_short = num > 1 or len(workload.units) <= SHORT_CHAIN
+                own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
+                own_budget = budget_of(time_limit_s) if is_short else budget
+                search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
+                if is_short:
+                    search.begin()
+                else:
+                    search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
+                found.append(search)
+        if known is None or not known.is_cut:
+            _one_by_one(found) if is_short else _raced(found, budget)
+        return found
+
+    ranked = sorted(divisors(sequences), reverse=True)
+    if num > 1:  # two for each are the best bet; schedules are long, and others are searched where none fits
+        ranked.sort(key=lambda batch: abs(log(sequences / batch / (2 * num))))
+    first = {known.batch} if known is not None else set()
+    first |= set(ranked if num == 1 else ranked[: 1 if num == 2 else 2])
+    for some in ([b for b in ranked if b in first], [b for b in ranked if b not in first]):
+        if some and min((s.best_s for s in searches), default=inf) == inf:
+            searches += searched(some)
     for search in searches:
         search.hold()
     best = min(searches, key=lambda s: s.best_s)

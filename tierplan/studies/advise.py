@@ -17,9 +17,10 @@ from typing import Any
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
 from tierplan.studies.costs import Costs, TrainingJob, costs_of
-from tierplan.studies.evaluate import best_plan, predict_point
+from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
 from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, processes, sweep
@@ -162,7 +163,7 @@ def advise(
             num_first = sum(b.machine != "" for b in bought)
             points = [replace(b.applied(point), policy=BOUGHT) for b in bought]
             answer, *first = run([point, *points[:num_first], rented, replace(point, policy=LARGEST)], answer_point)
-            ask = partial(answer_point, known=answer.get("known"))
+            ask = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
             answers = [*first[:num_first], *run(points[num_first:], ask), *first[-2:]]
     answer.pop("known", None)
     if "error" in answer:
@@ -211,6 +212,13 @@ def answer_point(point: Point, **only: Any) -> dict[str, object]:
     if point.policy == BOUGHT:
         return {name: getattr(best.result.prediction, name) for name in FIGURES}
     return {**answer_record(best), "known": best.known}
+
+
+def answer_bought(point: Point, *, than: float | None, known: Known | None) -> dict[str, object]:
+    """As `answer_point`, where its compute alone does not say that it cannot be quicker than today's tokens/s."""
+    if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
+        return {"fits": False}
+    return answer_point(point, known=known)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:

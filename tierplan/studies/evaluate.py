@@ -16,6 +16,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.results import PlanResult
@@ -130,7 +132,6 @@ def _or_on_one(
 ) -> BestPlan:
     """The answer for several devices, or where it is no slower for the same work the one for one of them alone."""
     from tierplan.planner.lowering import Lowering
-    from tierplan.planner.milp.bounds import compute_s
     from tierplan.planner.prediction import predicted
     from tierplan.sim.analysis.steady import steady_state
 
@@ -154,6 +155,17 @@ def _or_on_one(
         machine=best.machine,
         result=replace(result, prediction=one, notes=(*result.notes, why)),
     )
+
+
+def most_tokens_per_s(point: Point) -> float:
+    """What no plan exceeds: the least compute of all divisions of a step, on all devices."""
+    place, training = place_of(point), training_of(point, None)
+    each = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
+    workloads = [place.timed(workload_at(point, place.described, batch=b, accumulation=a)) for b, a in divisions]
+    least_s = min(compute_s(problem(w, place.machine, semantics=plain_semantics(w.training))) for w in workloads)
+    num = place.machine.num_devices
+    return (point.sequences or each) * point.seq * num / least_s
 
 
 def predict_point(point: Point) -> Prediction:
