@@ -70,7 +70,7 @@ def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> 
 
 TIMES_DIFFER = 0.05
 """Relative: by at least so much the reference work's times differ within a run."""
-COLD = 0.1
+COLD = 0.15
 """Work takes longer when it gets its core back, since caches are cold: by this power of how much waits stretch it. Of
 0 to 0.25, it made two times 24 rows beside three other jobs agree best."""
 
