@@ -33,7 +33,7 @@ from tierplan.validation.calibration.measurements import PlanMeasurement, with_t
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
 
-FORMAT, VERSION = "tierplan-calibration", 2
+FORMAT, VERSION = "tierplan-calibration", 3
 LEAST_SPREAD = 0.03
 """Relative, of a prediction: a handful of checks does not show that predictions are better than that."""
 LEAST_FRAC = 0.01
