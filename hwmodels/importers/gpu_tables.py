@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from tierplan.hwmodels.description import Description, Points, Quantity
+from tierplan.hwmodels.description import Basis, Description, Points, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
 from tierplan.hwmodels.records import RecordError, decode
@@ -117,7 +117,10 @@ def read_curves(tables: Sequence[PublicTable], folder: Path) -> Description:
         sources[key].append(source)
         for step, s in steps.items():
             seconds.setdefault(step, [0.0, 0.0])[table.kind in ("attention", "prefill")] = s
-    values = {key: Quantity(_curve(of), "published", "; ".join(sources[key])) for key, of in samples.items()}
+    note = {"gpu.attention_bf16": f"; backward at {BACKWARD_ATTENTION:g} of forward's rate, which no table has"}
+    text = {key: "; ".join(of) + note.get(key, "") for key, of in sources.items()}
+    basis: dict[str, Basis] = dict.fromkeys(note, "derived")
+    values = {key: Quantity(_curve(of), basis.get(key, "published"), text[key]) for key, of in samples.items()}
     notes = {"steps": [[*step, *(float(f"{s:.4g}") for s in both)] for step, both in sorted(seconds.items())]}
     return Description(name=tables[0].gpu, values=values, notes=notes)
 

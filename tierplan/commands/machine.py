@@ -70,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--json", "print the machine as one JSON object")
     measure.set_defaults(act=_measure)
 
-    curves = commands.add_parser(
-        "curves", help="GPUs with measured tables: errors of predictions by them, leave-one-out"
-    )
+    curves = commands.add_parser("curves", help="GPUs with measured tables: errors of predictions, leave-one-out")
     option(curves, "--tables DIR", "make them anew from the repositories in this folder (OWNER/NAME)", new_folder)
     option(curves, "-o --output DIR", "with --tables: where the curves are written", new_folder)
     option(curves, "--json", "as one JSON object")
@@ -171,9 +169,8 @@ def _curves(args: argparse.Namespace) -> int:
         for name, curve in curves.items():
             write_atomically(Path(args.output) / f"{name}.toml", curves_text(curve))
     errors = list(curve_errors({name: load_part("gpu", name) for name in catalog_names("gpus")}, curves))
-    own, by_relative = (
-        median(e) for e in ([e.own for e in errors], [e.by_relative for e in errors if e.by_relative is not None])
-    )
+    own = median(e.own for e in errors)
+    by_relative = median(e.by_relative for e in errors if e.by_relative is not None)
     if args.json:
         rows = [asdict(e) for e in errors]
         print(json.dumps({"median_own": own, "median_by_relative": by_relative, "gpus": rows}, indent=1))
