@@ -103,3 +103,16 @@ def test_the_card_that_is_in_the_machine_changes_nothing() -> None:
     machine = Point(model="gpt-6.7b", machine="desktop-4090", policy="fuyou", batch=4)
     chosen = replace(machine, overrides={"gpu.part": "rtx-4090"})
     assert evaluate_point(machine)["step_s"] == evaluate_point(chosen)["step_s"]
+
+
+def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer for one is among those for two, whatever the search for two finds."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    rng, num_idle = random.Random(3), 0
+    for k in range(2):
+        one = replace(question(rng, tmp_path / str(k)), machine="desktop-4090", planner_s=None, semantics="")
+        two = replace(one, overrides={**one.overrides, "gpu.count": 2, "link.p2p": "1 MB/s"})
+        alone_s, result = best_plan(one).result.step_s, best_plan(two).result
+        assert result.step_s <= alone_s * (1 + 1e-9)
+        num_idle += "leaves the others idle" in " ".join(result.notes)
+    assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"

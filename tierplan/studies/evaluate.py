@@ -136,9 +136,9 @@ def _or_on_one(
     from tierplan.sim.analysis.steady import steady_state
 
     result = best.result
-    if compute_s(problem(best.workload, best.machine, semantics=result.plan.semantics)) >= result.step_s:
-        return best
     alone = replace(point, overrides={**point.overrides, "gpu.count": 1})
+    if most_tokens_per_s(alone) <= (result.prediction.tokens_per_s or 0.0):
+        return best
     if known is None or not known.is_of(place_of(alone).machine):
         try:
             known = best_plan(alone, **only).known
