@@ -25,7 +25,12 @@ from tierplan.validation.calibration.calibration import (
     calibrate,
     interval_half_width,
 )
-from tierplan.validation.calibration.dispatch import measure_dispatch_latency, simulate_slower, steady_at
+from tierplan.validation.calibration.dispatch import (
+    measure_dispatch_latency,
+    simulate_slower,
+    slowdown_between,
+    steady_at,
+)
 from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
 from tierplan.validation.calibration.plans import calibration_plans
 from tierplan.validation.calibration.rates import fit_rates
@@ -268,16 +273,19 @@ def test_the_middle_half_has_no_outliers() -> None:
 
 def test_waits_for_a_core_are_told_from_work() -> None:
     """Beside another program every op lasts longer, in some turns more and in others less: what is fitted is the work,
-    at the typical wait, and every plan is predicted for its own."""
-    machine, waits = with_ample_memory(machine_with_cores()), iter((1.1, 1.9, 1.3, 1.6, 1.2, 1.7))
+    at the typical wait, and every plan is predicted for its own, with caches as cold as that makes them."""
+    machine, all_waits = with_ample_memory(machine_with_cores()), (1.1, 1.9, 1.3, 1.6, 1.2, 1.7)
+    waits, mean = iter(all_waits), sum(all_waits) / 6
     quiet, beside = measurements(machine, machine, 1.0), {}
     for name, m in quiet.items():
         wait = next(waits)
         streams = dict.fromkeys(m.schedule.streams, wait)
-        steps = cut_predicted(simulate_slower(unroll(m.schedule, 4), machine, slowdown=streams))
+        longer = slowdown_between(1.0, dict.fromkeys(streams, mean), streams)
+        slowdown = {stream: mean * times for stream, times in longer.items()}
+        steps = cut_predicted(simulate_slower(unroll(m.schedule, 4), machine, slowdown=slowdown))
         beside[name] = replace(m, turns_s=(steps.step_s,) * 2, stretch=streams)
     stretched, typical = with_typical_stretch(beside)
-    assert typical["gpu0.compute"] == pytest.approx((1.1 + 1.9 + 1.3 + 1.6 + 1.2 + 1.7) / 6)
+    assert typical["gpu0.compute"] == pytest.approx(mean)
     for name, m in stretched.items():
         assert m.op_s == pytest.approx({op.key: quiet[name].op_s[op.key] * typical[op.stream] for op in m.schedule.ops})
     modelled = toy_workload(3, tied=False)
