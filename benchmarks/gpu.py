@@ -126,7 +126,7 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
 
     import torch
 
-    from benchmarks.runtime import config, machine
+    from benchmarks.runtime.speed import config, machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
     from tierplan.runtime.execution.device import open_device
@@ -191,7 +191,7 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
 def calibrate(device: str, out: Path, batch: int, seq: int, *, is_tiny: bool) -> None:
     """By commands: a calibration on the machine as it was measured, a plan's prediction from it, a run, and what
     `compare` says of them."""
-    from benchmarks.runtime import config
+    from benchmarks.runtime.speed import config
     from tierplan.cli import main as tierplan
 
     model, text, machine = out / "model.json", out / "text.txt", str(out / "machine.toml")

@@ -1,7 +1,7 @@
 """The operations on files that a run must not lose.
 
 One place, so that each is named when it fails, none follows a link, and a test can record all of them in their order
-and let any of them fail (`benchmarks.crash_consistency`).
+and let any of them fail (`benchmarks.crash.consistency`).
 
     StoreError(OSError)   an operation that was refused or failed; names it, the file, and what to do
 """

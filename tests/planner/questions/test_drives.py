@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_drives import answer, measured_s, table
+from benchmarks.planner.drives import answer, measured_s, table
 
 
 @pytest.mark.parametrize("drives", [1, pytest.param(12, marks=pytest.mark.nightly)])

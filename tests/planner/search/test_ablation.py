@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.planner_ablation import METHODS
+from benchmarks.planner.ablation import METHODS
 from tests.toys import MIB, toy_machine, toy_workload
 
 

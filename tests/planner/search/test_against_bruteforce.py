@@ -1,6 +1,6 @@
 """The whole loop against brute force: every placement and action of small chains, each simulated.
 
-`benchmarks/planner_bruteforce.py` does the same for 200 instances.
+`benchmarks/planner/bruteforce.py` does the same for 200 instances.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from benchmarks import planner_packs
+from benchmarks.planner import packs as benchmark
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
@@ -155,7 +155,7 @@ def test_neighbours_cover_all_units_in_order(packs):
 @pytest.mark.nightly
 def test_bert96_is_quicker_than_by_harmonys_own_search():
     """On the published profile, at the memory and the batch of the published search."""
-    found = planner_packs.answer("bert96", fixed_shares=True, time_limit_s=8, seed=0)
+    found = benchmark.answer("bert96", fixed_shares=True, time_limit_s=8, seed=0)
     assert found.step_s < 0.985 * min(found.policies_s.values())
     assert found.alone_s < 17.6  # what Harmony's estimator says of its own best
     assert found.compute_s < found.step_s

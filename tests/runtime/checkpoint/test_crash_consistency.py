@@ -1,6 +1,6 @@
 """After a crash at any moment the last commit is whole; the checker that says so finds mistakes that are put in.
 
-`python -m benchmarks.crash_consistency` does all of it; here are the parts that take seconds.
+`python -m benchmarks.crash.consistency` does all of it; here are the parts that take seconds.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash_consistency import case, faults, kills, lines, prefixes
-from benchmarks.crash_mistakes import PLANTED
-from benchmarks.crash_states import Disk, Event, Recorder, crashes
+from benchmarks.crash.consistency import case, faults, kills, lines, prefixes
+from benchmarks.crash.mistakes import PLANTED
+from benchmarks.crash.states import Disk, Event, Recorder, crashes
 from tierplan.runtime.memory import files
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import nvme_bound, peers, runtime_page
-from benchmarks.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
-from benchmarks.runtime import machine
+from benchmarks.runtime import nvme_bound, peers
+from benchmarks.runtime import page as runtime_page
+from benchmarks.runtime.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
+from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state

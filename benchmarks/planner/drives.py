@@ -1,7 +1,7 @@
 """13B on the Fuyou machine with 1 to 12 drives: the planner beside Fuyou, and why it differs.
 
-    python -m benchmarks.planner_drives benchmarks/results/drives.jsonl                        # runs what it lacks
-    python -m benchmarks.planner_drives benchmarks/results/drives.jsonl --page docs/planner_grid.md
+    python -m benchmarks.planner.drives benchmarks/results/drives.jsonl                        # runs what it lacks
+    python -m benchmarks.planner.drives benchmarks/results/drives.jsonl --page docs/planner_grid.md
 
 Machine and batch are those of Fuyou's published runs (`validation/published/fuyou.toml`).
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import read, replace_part, version
+from benchmarks.planner.grid import read, replace_part, version
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitwisePlan

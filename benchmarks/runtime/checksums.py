@@ -1,6 +1,6 @@
 """What it costs that every byte on a drive is checked: steps with checksums over steps without.
 
-    python -m benchmarks.checksums --nvme-dir DIR [--turns 30] [--json FILE [--page docs/durability.md]]
+    python -m benchmarks.runtime.checksums --nvme-dir DIR [--turns 30] [--json FILE [--page docs/durability.md]]
 
 One training takes turns with itself, step by step: in every other step a checksum is a function that does nothing and
 agrees with all. The median of the ratios of neighbouring turns, and its quartiles.
@@ -22,8 +22,8 @@ from unittest import mock
 
 from xxhash import xxh3_64
 
-from benchmarks.planner_grid import replace_part
-from benchmarks.runtime import GIB, batches, config, machine, make
+from benchmarks.planner.grid import replace_part
+from benchmarks.runtime.speed import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.trainer import Trainer

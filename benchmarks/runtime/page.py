@@ -1,8 +1,8 @@
 """The figures in the runtime's page, from what its benchmarks have written.
 
-    python -m benchmarks.runtime_page RUNTIME.json PEERS.jsonl [--page docs/runtime.md]
+    python -m benchmarks.runtime.page RUNTIME.json PEERS.jsonl [--page docs/runtime.md]
 
-RUNTIME.json is of `benchmarks.runtime --only busiest fio overlap`, PEERS.jsonl of `benchmarks.peers`.
+RUNTIME.json is of `benchmarks.runtime.speed --only busiest fio overlap`, PEERS.jsonl of `benchmarks.runtime.peers`.
 Parts that were not run are left out. Give the files' paths from the root of the repository, which is how the page names
 them.
 """
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import read
-from benchmarks.planner_grid import replace_part
+from benchmarks.planner.grid import replace_part
+from benchmarks.runtime.peers import read
 
 PART = "speed of the runtime"
 GIB = 2**30

@@ -1,6 +1,6 @@
 """How close a training step comes to its busiest stream, on plans that the drive limits.
 
-    python -m benchmarks.nvme_bound --nvme-dir /mnt/nvme/scratch [--json FILE] [--predict-only]
+    python -m benchmarks.runtime.nvme_bound --nvme-dir /mnt/nvme/scratch [--json FILE] [--predict-only]
 
 The machine is measured first (half a minute). Then each configuration is planned for it, predicted, and trained:
 

@@ -1,7 +1,7 @@
 """Whether more of any resource ever gives a slower plan, and a wider search a worse one: random pairs of questions.
 
-    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --seconds 250     # runs what the file lacks
-    python -m benchmarks.planner_monotone benchmarks/results/monotone.jsonl --table docs/planner_grid.md
+    python -m benchmarks.planner.monotone benchmarks/results/monotone.jsonl --seconds 250     # runs what the file lacks
+    python -m benchmarks.planner.monotone benchmarks/results/monotone.jsonl --table docs/planner_grid.md
 
 A pair is a machine of the catalog, or a small one, with a model and a batch, and the same with more of one resource:
 memory of a tier, the rate of a stream, or all. A wider search has a longer limit, or both orders of micro-batches
@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import SMALL, one_device, read, replace_part, version
+from benchmarks.planner.grid import SMALL, one_device, read, replace_part, version
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d

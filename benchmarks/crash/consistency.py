@@ -1,13 +1,13 @@
 """Whether anything that was committed can be lost, and whether anything wrong can come back.
 
-    python -m benchmarks.crash_consistency [--only kills faults prefixes planted] [--kills 1000] [--faults 200]
+    python -m benchmarks.crash.consistency [--only kills faults prefixes planted] [--kills 1000] [--faults 200]
         [--folder DIR] [--json FILE] [--limit-s S] [--page docs/durability.md]
 
     kills     runs of every policy are killed (SIGKILL) at random moments and resumed, again and again
     faults    one operation on a file fails, EIO or ENOSPC, before or after it has happened: the run must end with an
               error that names the operation and the file, and be resumed
     prefixes  all operations on files are recorded, and after every prefix of them everything that a crash may leave
-              (`benchmarks.crash_states`) is looked at: it must be a whole commit, none older than the last that was
+              (`benchmarks.crash.states`) is looked at: it must be a whole commit, none older than the last that was
               acknowledged, with the contents of an uninterrupted run; and from there a run must end with its weights
     planted   the same with mistakes put in on purpose, each of which has to be found
 
@@ -42,10 +42,10 @@ from unittest import mock
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from benchmarks.crash_mistakes import PLANTED
-from benchmarks.crash_states import Crash, Disk, Recorder, crashes
-from benchmarks.planner_grid import replace_part
-from benchmarks.runtime import machine
+from benchmarks.crash.mistakes import PLANTED
+from benchmarks.crash.states import Crash, Disk, Recorder, crashes
+from benchmarks.planner.grid import replace_part
+from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide

@@ -1,6 +1,6 @@
 """What a commit costs the steps beside which it is made.
 
-    python -m benchmarks.commits --nvme-dir DIR [--cycles 12] [--json FILE [--page docs/durability.md]]
+    python -m benchmarks.runtime.commits --nvme-dir DIR [--cycles 12] [--json FILE [--page docs/durability.md]]
 
 One training commits every few steps, and goes on meanwhile. A cycle is a commit and the steps up to the next one. Its
 last steps run alone; what the cycle took longer than as many of those is the commit's cost, in steps. The median over
@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import replace_part
-from benchmarks.runtime import GIB, batches, config, machine, make
+from benchmarks.planner.grid import replace_part
+from benchmarks.runtime.speed import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.trainer import Trainer

@@ -1,10 +1,10 @@
 """How close the runtime comes to its busiest stream, what overlap is worth, and a model larger than memory.
 
-    python -m benchmarks.runtime --nvme-dir /mnt/nvme/scratch [--json FILE] [--only fio busiest overlap larger]
+    python -m benchmarks.runtime.speed --nvme-dir /mnt/nvme/scratch [--json FILE] [--only fio busiest overlap larger]
 
     fio         the store's reads and writes, in ops of the size of a block's states, against fio on the same file with
                 requests of the same size and as many in flight; the medians of the ratios of turns
-    busiest     plans that the drive limits, as `benchmarks.nvme_bound` makes them for this machine: step time in
+    busiest     plans that the drive limits, as `nvme_bound` makes them for this machine: step time in
                 steady state over the busy time of the busiest stream, and over the time in which the drive was busy
     overlap     updates inside backward against the same plan with updates behind backward, steps one by one, in turn;
                 the median of the ratios of pairs
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import fio
-from benchmarks.nvme_bound import busiest
+from benchmarks.runtime.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -280,7 +280,7 @@ def main() -> None:
             command = [
                 sys.executable,
                 "-m",
-                "benchmarks.runtime",
+                "benchmarks.runtime.speed",
                 "--inner",
                 "--json",
                 file.name,

@@ -1,13 +1,13 @@
 """What each part of the planner brings, over the grid: step times and planning times with and without it.
 
-    python -m benchmarks.planner_ablation benchmarks/results/ablation.jsonl      # runs what the file lacks
-    python -m benchmarks.planner_ablation benchmarks/results/ablation.jsonl --table docs/planner_grid.md
+    python -m benchmarks.planner.ablation benchmarks/results/ablation.jsonl      # runs what the file lacks
+    python -m benchmarks.planner.ablation benchmarks/results/ablation.jsonl --table docs/planner_grid.md
 
     nothing moved   everything stays on the device
     best policy     the quickest published system
     greedy          from there, what frees memory at least cost per byte is moved until the plan fits
     rounded         the planning program, rounded, with the first margins that fit: no search
-    planner         all of it: from `benchmarks/results/grid.jsonl`, which `benchmarks.planner_grid` writes
+    planner         all of it: from `benchmarks/results/grid.jsonl`, which `benchmarks.planner.grid` writes
 
 Seconds of planning are of computing.
 """
@@ -24,7 +24,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import key, question, read, replace_part, scenarios, version
+from benchmarks.planner.grid import key, question, read, replace_part, scenarios, version
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -42,8 +42,8 @@ from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 __all__ = ["METHODS", "greedy"]
 
-GRID = Path(__file__).parent / "results" / "grid.jsonl"
-FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "ablation.png"
+GRID = Path(__file__).parents[1] / "results" / "grid.jsonl"
+FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "ablation.png"
 PART = "ablation"
 MOST_MOVES = 300
 """Moves after which the greedy rule is taken to go nowhere."""

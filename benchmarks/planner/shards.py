@@ -1,8 +1,8 @@
 """What it is worth that optimizer states travel in shards: gaps to the bound without and with them.
 
-    python -m benchmarks.planner_shards
+    python -m benchmarks.planner.shards
 
-Scenarios of `benchmarks.planner_grid` with large units beside little host memory. Without shards the planner is the
+Scenarios of `benchmarks.planner.grid` with large units beside little host memory. Without shards the planner is the
 same in all else. Takes ten seconds of computing for each line and column.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from unittest import mock
 
-from benchmarks.planner_grid import MACHINES, SEQUENCE, one_device
+from benchmarks.planner.grid import MACHINES, SEQUENCE, one_device
 from tierplan.hwmodels import load_machine
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult

@@ -1,6 +1,6 @@
 """How long the planner takes for GPT-3 175B, and how that grows with its blocks.
 
-    python -m benchmarks.planner_time [--repeats 5] [--blocks 24 48 96 192] [--json FILE] [--table docs/planner_time.md]
+    python -m benchmarks.planner.planning_time [--repeats 5] [--blocks 24 48 96 192] [--json FILE] [--table PAGE]
 
 One batch of sequences of 1,024 tokens on the 4090 with 768 GB and 12 drives; host and drive memory grow with the
 blocks, so that every size is the same problem. Measured are, each in a process of its own:
@@ -136,7 +136,7 @@ PARTS: dict[str, Callable[[int, int], Record]] = {"milp": milp, "fixed": fixed, 
 
 def measured(part: str, blocks: int, batch: int) -> Record:
     """One measurement in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.planner_time", "--one", part, str(blocks), str(batch)]
+    command = [sys.executable, "-m", "benchmarks.planner.planning_time", "--one", part, str(blocks), str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{part} for {blocks} blocks failed: {done.stderr[-500:]}")
@@ -176,7 +176,7 @@ def table(record: Record) -> str:
     lines = [
         "# How long the planner takes",
         "",
-        "Written by `python -m benchmarks.planner_time`, which says what is measured: GPT-3 175B's blocks, "
+        "Written by `python -m benchmarks.planner.planning_time`, which says what is measured: GPT-3 175B's blocks, "
         f"{record['batch']} sequences of {record['sequence']} tokens, on `{record['machine']}`. Medians of "
         f"{record['repeats']}, {record['cores']} cores, {record['date']}, load {record['load']:.1f} at the end.",
         "",

@@ -1,7 +1,7 @@
 """Steps of tierplan against steps of other systems on this machine, pair by pair.
 
-    python -m benchmarks.peers --nvme-dir /mnt/nvme/scratch --peers-python /path/to/venv/bin/python --json FILE
-    python -m benchmarks.peers --nvme-dir /mnt/nvme/scratch --only "plain, all kept" --width 512
+    python -m benchmarks.runtime.peers --nvme-dir /mnt/nvme/scratch --peers-python /path/to/venv/bin/python --json FILE
+    python -m benchmarks.runtime.peers --nvme-dir /mnt/nvme/scratch --only "plain, all kept" --width 512
 
 Both of a pair train the same `transformers` model from the same weights on the same batch, each in a process of its
 own, and make their steps in turn; the median of the ratios of turns counts, since a shared machine drifts. A pair has
@@ -131,7 +131,7 @@ def use_one_rank() -> None:
 def with_tierplan(
     args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
 ) -> tuple[Step, Callable[[], dict[str, Any]]]:
-    from benchmarks.runtime import machine
+    from benchmarks.runtime.speed import machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
     from tierplan.runtime.optim.adam import OptimizerSettings
@@ -354,7 +354,7 @@ class Contender:
         self.name = worker
         shared = [x for key in SHARED for x in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
         command = [python, str(Path(__file__).resolve()), "--worker", worker, "--settings", json.dumps(settings)]
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", "")))
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": root, "PATH": path}
         self._process = subprocess.Popen(

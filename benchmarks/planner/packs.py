@@ -1,7 +1,7 @@
 """The planner against Harmony's own search on Harmony's own profiles, at the same memory and the same batch.
 
-    python -m benchmarks.planner_packs                            # prints the table, about two minutes
-    python -m benchmarks.planner_packs --page docs/planner.md     # writes it into the page
+    python -m benchmarks.planner.packs                            # prints the table, about two minutes
+    python -m benchmarks.planner.packs --page docs/planner.md     # writes it into the page
 
 Profiles and machine are those of `validation/published/harmony.toml`. Harmony tries packs of about equal
 compute (`harmony-pp`, `harmony-dp`); the planner searches forms, numbers of packs and their borders. "Alone" is one
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import replace_part
+from benchmarks.planner.grid import replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower

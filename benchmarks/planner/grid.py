@@ -1,8 +1,8 @@
 """The planner against every published system on a grid of machines, models and batches.
 
-    python -m benchmarks.planner_grid benchmarks/results/grid.jsonl          # runs what the file lacks, line by line
-    python -m benchmarks.planner_grid benchmarks/results/grid.jsonl --table docs/planner_grid.md
-    python -m benchmarks.planner_grid random.jsonl --random 40 --seed 1      # models, machines, lengths from all over
+    python -m benchmarks.planner.grid benchmarks/results/grid.jsonl          # runs what the file lacks, line by line
+    python -m benchmarks.planner.grid benchmarks/results/grid.jsonl --table docs/planner_grid.md
+    python -m benchmarks.planner.grid random.jsonl --random 40 --seed 1      # models, machines, lengths from all over
 
 Every machine takes part with one of its devices. A scenario where nothing fits is a line too. Each line has the version
 of tierplan that wrote it; the table says which.

@@ -1,8 +1,8 @@
 """The planner's loop against brute force on 200 random instances: how far from the best of all plans it ends.
 
-    python -m benchmarks.planner_bruteforce benchmarks/results/bruteforce.jsonl      # runs what the file lacks
-    python -m benchmarks.planner_bruteforce FILE --again       # the loop anew where another version ran, the rest kept
-    python -m benchmarks.planner_bruteforce FILE --table docs/planner_grid.md        # writes the page's table
+    python -m benchmarks.planner.bruteforce benchmarks/results/bruteforce.jsonl      # runs what the file lacks
+    python -m benchmarks.planner.bruteforce FILE --again       # the loop anew where another version ran, the rest kept
+    python -m benchmarks.planner.bruteforce FILE --table docs/planner_grid.md        # writes the page's table
 
 Instances count where something fits and where not everything may stay on the device; numbers are drawn until there are
 200 of these. `tests/planner/instances.py` says what an instance is.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_grid import replace_part, version
+from benchmarks.planner.grid import replace_part, version
 from tests.planner.instances import brute_force_instance
 from tests.planner.search.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.infeasible import InfeasiblePlan
