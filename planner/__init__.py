@@ -10,7 +10,8 @@ milp             the planning program and its bound (docs/planner.md has the mat
 results          what planning gives
 search           candidates by simulation: moves, knobs, restarts, batches
 infeasible       what to say when no plan fits
-planning         the planner: bound, solve, round, lower, simulate, refine
+loop             the search for one division of a batch: bound, solve, round, lower, simulate, refine
+planning         a machine's plan, which is never worse than that of the lesser machine in it
 questions        the largest model, what more hardware is worth, how long drives last
 plan_file        the plan as a file
 training_files   settings from configurations of DeepSpeed, accelerate and the Hugging Face Trainer

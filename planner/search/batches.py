@@ -18,9 +18,10 @@ from math import inf, isqrt, log
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.loop import Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.planning import Search, budget_of, known_of_lesser, plan, remember
+from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.budget import Budget

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.from_program import ProgramPlans
+from tierplan.planner.search.incumbents import Incumbents
 
 LEAST_OPS, GROWTH, MOST_OPS = 1_000, 1.5, 100_000
 """Of a round in which all orders of micro-batches have their turn: the first, how they grow, and the last."""
@@ -25,7 +30,7 @@ class Racer:
     """After each plan that is tried: the shortest step so far, in seconds; infinite as long as none fits."""
     bound_s: float
     """Its search ends when others are as quick as this."""
-    best_s: float = float("inf")
+    best_s: float = inf
     is_over: bool = False
 
     def run(self, ops: float, budget: Budget) -> Iterator[None]:
@@ -62,3 +67,32 @@ def rounds(num_ops: float) -> Iterator[float]:
         ops = min(MOST_OPS, GROWTH * ops or LEAST_OPS)
         yield ops
         num_ops -= ops
+
+
+@dataclass(eq=False)
+class Chain:
+    """The search of one order of micro-batches, which knows nothing of the other's."""
+
+    problems: list[Problem]
+    bounds: list[Bound]
+    from_program: ProgramPlans
+    share: float
+    """Of the budget, whatever else is searched."""
+    spent_ops: float
+    racers: list[Racer]
+    race: Iterator[None]
+    more_ops: float = 0.0
+    """What it may spend beyond its share."""
+    is_over: bool = False
+
+    @property
+    def found(self) -> Incumbents:
+        return self.from_program.incumbents
+
+    @property
+    def best_s(self) -> float:
+        return min((r.best_s for r in self.racers), default=inf)
+
+    @property
+    def least_s(self) -> float:
+        return min((r.bound_s for r in self.racers), default=inf)

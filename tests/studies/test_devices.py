@@ -51,7 +51,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
     monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
     few = {name: POLICIES[name] for name in ("in-memory", "zero-offload")}
-    monkeypatch.setattr("tierplan.planner.planning.POLICIES", few)
+    monkeypatch.setattr("tierplan.planner.loop.POLICIES", few)
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 50_000)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)

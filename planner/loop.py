@@ -1,0 +1,482 @@
+"""The search for the plan of one division of a batch: bound, solve, round, lower, simulate, refine.
+
+Every published policy is a candidate, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.scaling import parts_of
+from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.lowering import Lowering
+from tierplan.planner.milp.amounts import Problem, problem
+from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
+from tierplan.planner.milp.program import SOLVER, Solver
+from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan_rules import Order, PlanError
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.prediction import predicted
+from tierplan.planner.results import PlanResult, PolicyResult, Status
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import LONG_CHAIN, descend
+from tierplan.planner.search.from_program import ProgramPlans
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
+from tierplan.planner.search.lesser import Known, without_excess
+from tierplan.planner.search.moves import loosened, with_shape_of
+from tierplan.planner.search.race import Chain, Racer, race, rounds
+from tierplan.planner.search.restarts import descend_with_restarts
+from tierplan.planner.search.shifts import descend_by_shifts
+from tierplan.planner.several_devices.search import (
+    NEED_SEVERAL_DEVICES,
+    bound_by_compute,
+    bound_of_packs,
+    on_all_devices,
+    search_packs,
+)
+from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.workload import Workload, WorkloadError
+
+GOOD_FRAC = 0.003
+"""The search stops when the step is this close to the bound."""
+FAR = 1.1
+"""A search goes on beyond its default budget while the step is more than this times the bound."""
+SOLVER_FRAC = 1e-6
+"""By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
+SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
+"""Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
+SUB_BATCHES = (2, 4, 8)
+"""Parts of a micro-batch that are tried, in vertical order."""
+SUB_BATCH_PENALTY = 1.005
+"""What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
+MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
+"""Long chains, whose programs take about a second each, try fewer."""
+
+
+def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
+    if len(p.units) > LONG_CHAIN:
+        return [partial(descend_by_shifts, bound=bound, seed=seed)]
+    return [descend, partial(descend_with_restarts, seed=seed)]
+
+
+class Search:
+    """The search for one division of the batch: begun, gone on with, perhaps several times, and ended by its result.
+
+    In legs it does what it does at once on one device.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        semantics: Semantics | None,
+        budget: Budget,
+        seed: int,
+        batches: Batches | None = None,
+        write_limit_bytes_per_s: float = inf,
+        beat_s: float = inf,
+        known: Known | None = None,
+    ) -> None:
+        self.workload, self.seed, self.known = workload, seed, known
+        self.asked, self.machine = machine, without_excess(machine, workload)
+        self.semantics: Semantics = semantics or plain_semantics(workload.training)
+        if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
+            raise PlanError(
+                f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
+                "cannot do; ask for 'exact-clip' or set no max_grad_norm"
+            )
+        self.num_devices = machine.num_devices
+        self.batches = batches if self.num_devices > 1 else None
+        self.started = time.perf_counter()
+        self.budget = budget
+        self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
+        self.simulate_plan = self._simulator(self.machine)
+        self.bound_s = 0.0
+        self.incumbents = self._no_incumbents()
+        self.notes: list[str] = []
+        self.chains: list[Chain] = []
+        self.has_all_orders = True
+        self.is_interrupted = False
+
+    def _simulator(self, machine: Machine) -> PlanSimulator:
+        return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
+
+    def _no_incumbents(self) -> Incumbents:
+        return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps)
+
+    def begin(
+        self,
+        policies: Iterable[str] | None = None,
+        orders: Iterable[Order] | None = None,
+        *,
+        only: Order | None = None,
+        solver: Solver | None = None,
+        like: Search | None = None,
+    ) -> None:
+        """Compares the policies and bounds all shapes.
+
+        With `only`, micro-batches go in this order alone and are not cut into smaller ones; `solver` is of the search
+        before, and `like` one that has compared the policies.
+        """
+        if like is None:
+            self.compared, self.seeds = self._compare(frozenset(POLICIES if policies is None else policies))
+        else:
+            self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
+        shapes = self._shapes(self.seeds.by_shape) if only is None else {only: [1]}
+        wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
+        if self.workload.training.gradient_accumulation_steps == 1:
+            wanted = ("horizontal", *wanted)  # one micro-batch has no order
+        for order in [order for order in shapes if order in wanted]:
+            share = SHARES[order] if len(shapes) > 1 else 1.0
+            own = solver or Solver(seed=self.seed)
+            self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
+        self.has_all_orders = len(self.chains) == len(shapes)
+        self.in_rounds = self._rounds()
+
+    def go_on(self, num_ops: float = inf, *, moves_seed: int | None = None) -> None:
+        """Until so much work is done, or the budget is spent; with a seed by local moves alone."""
+        left = self.budget.ops_left
+        going = self.in_rounds if moves_seed is None else self._moved(moves_seed)
+        try:
+            if (
+                moves_seed is None
+                and self.num_devices > 1
+                and bound_of_packs(self.chains[0].problems[0], self.num_devices) < self.beat_s
+            ):
+                search_packs(self.seeds, self.simulate_plan, num_ops=min(num_ops, left), seed=self.seed)
+                if self.seeds.packed is not None:
+                    self.incumbents.consider(self.seeds.packed)
+            while left - self.budget.ops_left < num_ops and next(going, self) is not self:
+                if self.budget.is_out_of_time:
+                    break
+            if self.num_devices > 1:
+                on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
+        except KeyboardInterrupt:
+            if self.incumbents.best is None:
+                raise
+            self.is_interrupted = True
+            self.notes.append("the search was interrupted; this is the best plan found until then")
+
+    def _moved(self, seed: int) -> Iterator[None]:
+        """Local moves alone, from the best plan that they can start from."""
+        if (start := self.incumbents.plain) is None:
+            return
+        shape = self.incumbents.shape(start.plan)
+        for chain in self.chains:
+            for p, bound in zip(chain.problems, chain.bounds, strict=True):
+                for descent in _descents(p, bound, seed) if (p.order, p.sub_batches) == shape else ():
+                    for better in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+                        chain.found.consider(better)
+                        self.incumbents.consider(better)
+                        yield
+
+    def offer(self, plan: UnitwisePlan) -> None:
+        """Tries a plan of another division as the start of this one's."""
+        for chain in self.chains:
+            for p in chain.problems:
+                for changed in (same := with_shape_of(plan, p), loosened(same)):
+                    chain.found.consider(self.simulate_plan(changed))
+            if chain.found.plain is not None:
+                self.incumbents.consider(chain.found.plain)
+
+    def hold(self) -> None:
+        """Tries the answer of the lesser machine: where more of something only is in the way (a drive's copies slow
+        those of others), it is left unused."""
+        if self.known is not None and isinstance(self.known.plan, UnitwisePlan):
+            held = replace(self.known.plan, parts=parts_of(self.asked, self.known.machine))
+            self.incumbents.consider(self._simulator(self.asked)(held))
+
+    def beside(self, order: Order, solver: Solver) -> Search:
+        """A search for plans of another order."""
+        limit, budget = self.write_limit_bytes_per_s, self.budget
+        other = Search(self.workload, self.asked, self.semantics, budget, self.seed, self.batches, limit)
+        other.begin(only=order, solver=solver, like=self)
+        return other
+
+    def found_any(self) -> bool:
+        """Whether a plan fits, of those that are tried until one does."""
+        for chain in self.chains:
+            self._go_on_with(chain, inf)
+        return self.best_s < inf
+
+    @property
+    def least_s(self) -> float:
+        """No plan that may still be found is quicker, where one device works."""
+        able = (chain.least_s for chain in self.chains if not chain.is_over)
+        return min(able, default=inf) if self.num_devices == 1 else 0.0
+
+    @property
+    def best_s(self) -> float:
+        """The shortest step so far."""
+        best = self.incumbents.best
+        return inf if best is None or best.step_s is None else best.step_s
+
+    def result(self) -> PlanResult:
+        """The best plan so far. Raises `InfeasiblePlan` where there is none."""
+        problems = [p for chain in self.chains for p in chain.problems]
+        bounds = [bound for chain in self.chains for bound in chain.bounds]
+        best = self.incumbents.best
+        if best is None:
+            raise self._infeasible(problems, bounds)
+        if self.known is not None and self.known.is_cut:
+            self.is_interrupted = True
+            self.notes.append(self.known.note)
+        bound = self._bound_of_all(best.plan, problems, bounds)
+        close = best.step_s is not None and best.step_s <= bound.step_s * (1 + GOOD_FRAC)
+        status: Status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
+        return self._result(best, bound, "interrupted" if self.is_interrupted else status)
+
+    def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
+        """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
+        training = self.workload.training
+        batch = training.per_device_train_batch_size
+        some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+        shapes: dict[Order, list[int]] = {"horizontal": [1], "vertical": [num for num in some if batch % num == 0]}
+        if training.gradient_accumulation_steps > 1:
+            shapes["vertical"].insert(0, 1)
+        if seeds:
+            order, num = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
+            shapes[order] = list(dict.fromkeys([*shapes[order], num]))
+        return {order: nums for order, nums in shapes.items() if nums}
+
+    def _chain(
+        self,
+        order: Order,
+        nums: Sequence[int],
+        seeds: Mapping[Shape, Candidate[UnitwisePlan]],
+        share: float,
+        solver: Solver,
+    ) -> Chain:
+        incumbents = self._no_incumbents()
+        problems = [self.posed(order, num) for num in nums]
+        left = self.budget.ops_left
+        bounds = [self._bound(p, solver) for p in problems]
+        from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
+        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+        pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+        racers = [Racer(self._tried(from_program, p, bound, seeds), bound.step_s) for p, bound in pairs]
+        going = race(racers, self.budget, good_frac=GOOD_FRAC)
+        return Chain(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
+
+    def _bound(self, p: Problem, solver: Solver) -> Bound:
+        started = time.perf_counter()
+        bound = lower_bound(p, solver=solver)
+        self.bound_s += time.perf_counter() - started
+        if bound.solution is not None:
+            self.budget.ops_left -= bound.solution.work_ops
+        return bound
+
+    def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
+        """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
+        if self.num_devices > 1:
+            return bound_by_compute(problems[0], plan, self.num_devices)
+        if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
+            what = "packs, pages, segments or operators' tiles"
+            self.notes.append(f"the best plan works in {what}: its bound is compute alone")
+            return bound_by_compute(problems[0], plan, 1)
+        own = self.posed(plan.order, plan.sub_batches, plan.semantics)
+        if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
+            bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]
+        return min(bounds, key=lambda b: b.step_s)
+
+    def posed(self, order: Order, sub_batches: int, semantics: Semantics | None = None) -> Problem:
+        return problem(
+            self.workload,
+            self.machine,
+            semantics=semantics or self.semantics,
+            order=order,
+            sub_batches=sub_batches,
+            write_limit_bytes_per_s=self.write_limit_bytes_per_s,
+        )
+
+    def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[[], PolicyResult]], Incumbents]:
+        """What the policies that were asked for reach; and of all policies, the best plans for the search.
+
+        The search is the same whatever it is compared with, so comparing with more never makes it worse. To say why one
+        does not fit takes a while: it is said when asked for.
+        """
+        compared: dict[str, Callable[[], PolicyResult]] = {}
+        seeds = self._no_incumbents()
+
+        def without(why: str) -> Callable[[], PolicyResult]:
+            return lambda: PolicyResult(step_s=None, reason=why)
+
+        def of(found: Candidate[Plan], same: bool) -> Callable[[], PolicyResult]:
+            return lambda: PolicyResult(
+                step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=found.plan.num_batches
+            )
+
+        for name, decide in POLICIES.items():
+            if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
+                compared[name] = without("needs several devices; this machine has one")
+                continue
+            try:
+                plan = decide(self.workload, self.machine, {})
+            except (PlanError, MachineError, WorkloadError) as error:
+                compared[name] = without(str(error))
+                continue
+            candidate = self.simulate_plan(plan)
+            same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
+            compared[name] = of(candidate, same)
+            if same:
+                seeds.consider(candidate)
+                if isinstance(plan, UnitwisePlan) and plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
+                    seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
+                if name in names:
+                    self.incumbents.consider(candidate)
+        if self.known is not None:
+            candidate = self.simulate_plan(self.known.plan)
+            seeds.consider(candidate)
+            self.incumbents.consider(candidate)
+        self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
+        return {name: result for name, result in compared.items() if name in names}, seeds
+
+    def _rounds(self) -> Iterator[None]:
+        """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is
+        for the best. So all orders together do all that one alone does, and more work does all that less does.
+        """
+        goal_ops = 0.0
+        for ops in rounds(self.budget.ops_left if self.num_devices > 1 else self.budget.num_ops):
+            goal_ops += ops
+            able = [c for c in self.chains if not c.is_over and c.least_s < self._to_beat_s()]
+            for chain in able:
+                self._go_on_with(chain, chain.share * goal_ops + chain.more_ops)
+            if able and self.has_all_orders:
+                best = min(able, key=lambda c: c.best_s)
+                best.more_ops += ops * (1 - sum(c.share for c in able))
+                self._go_on_with(best, best.share * goal_ops + best.more_ops)
+            if self.budget.is_out_of_time:
+                break
+            yield
+        else:
+            for chain in self.chains:
+                if chain.found.plain is None and chain.least_s < self._to_beat_s():
+                    self._go_on_with(chain, inf)
+            yield from self._more()
+
+    def _more(self) -> Iterator[None]:
+        """Where the best plan is far from all bounds: descents from it anew, with its copies listed either way."""
+        least_s = min((bound.step_s for chain in self.chains for bound in chain.bounds), default=inf)
+        is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
+        pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
+        asked = {(p.order, p.sub_batches): (p, bound) for p, bound in pairs}
+        start = self.incumbents.plain
+        if not is_asked or self._to_beat_s() <= FAR * least_s:
+            return
+        if start is None or (shape := self.incumbents.shape(start.plan)) not in asked:
+            return
+        racers, pools = [], []
+        for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
+            found = self._no_incumbents()
+            found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
+            if shape in found.by_shape:
+                pools.append(found)
+                racers.append(Racer(self._descended(*asked[shape], found, seed), asked[shape][1].step_s))
+        end_ops = self.budget.ops_left - self.budget.more_ops
+        for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
+            for found in pools:
+                self.incumbents.consider(found.by_shape[shape])
+            if self._to_beat_s() <= FAR * least_s or self.budget.ops_left <= end_ops or self.budget.is_out_of_time:
+                return
+            yield
+
+    def _go_on_with(self, chain: Chain, ops: float) -> None:
+        """The search of one chain until it has spent so much; without end, until it has found something that fits."""
+        while not chain.is_over and chain.spent_ops < ops and not self.budget.is_out_of_time:
+            before = self.budget.ops_left
+            chain.is_over = next(chain.race, chain) is chain or all(
+                r.is_over or r.bound_s >= self.beat_s for r in chain.racers
+            )
+            chain.spent_ops += before - self.budget.ops_left
+            # of plans of one device, which `on_all_devices` takes to all, none may be the best of several devices
+            if chain.found.plain is not None:
+                self.incumbents.consider(chain.found.plain)
+                if ops == inf:
+                    return
+
+    def _tried(
+        self, from_program: ProgramPlans, p: Problem, bound: Bound, seeds: Mapping[Shape, Candidate[UnitwisePlan]]
+    ) -> Iterator[float]:
+        """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
+        goal_s = bound.step_s * (1 + GOOD_FRAC)
+        shape: Shape = (p.order, p.sub_batches)
+        found = from_program.incumbents
+
+        def best_s() -> float:
+            best = found.by_shape.get(shape)
+            return inf if best is None or best.step_s is None else best.step_s
+
+        def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
+            for other in others:
+                same = with_shape_of(other.plan, p)
+                for changed in (same, loosened(same)):
+                    found.consider(self.simulate_plan(changed))
+                    yield best_s()
+
+        yield from reshaped(seeds.values())
+        for _ in from_program.tried(p, bound, goal_s=goal_s):
+            yield best_s()
+        yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
+        if shape not in found.by_shape:
+            return
+        yield from self._descended(p, bound, found, self.seed)
+
+    def _descended(self, p: Problem, bound: Bound, found: Incumbents, seed: int) -> Iterator[float]:
+        """Local moves from the best plan of one shape."""
+        for descent in _descents(p, bound, seed):
+            start = found.by_shape[p.order, p.sub_batches]
+            for best in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+                found.consider(best)
+                yield found.by_shape[p.order, p.sub_batches].step_s or inf
+
+    def _to_beat_s(self) -> float:
+        """What a bound has to be below, for its chain to be worth searching."""
+        best = self.incumbents.best if self.num_devices == 1 else None
+        return self.beat_s if best is None or best.step_s is None else min(self.beat_s, best.step_s)
+
+    def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
+        if self.beat_s < inf:
+            why = f"none that was tried does, and no other is quicker than the {self.beat_s:.3g} s of one that is known"
+            return InfeasiblePlan(self.workload, self.machine, (), why)
+        if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
+            gentlest = min(worn, key=lambda c: c.wear)
+            least_s = min(bound.step_s for bound in bounds)
+            why = (
+                f"the gentlest of {len(worn)} plans {gentlest.reason}. A step would have to take {least_s:.3g} s or "
+                "more; micro-batches that are accumulated make it longer without writing more (--accumulation). Or "
+                "use more drives, or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for "
+                "a shorter lifetime"
+            )
+            return InfeasiblePlan(self.workload, self.machine, (), "", why)
+        lacking = tuple(shortages(problems[0]))
+        failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
+        reason = "" if lacking else next(failed, "")  # which takes a while to put in words
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason)
+
+    def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
+        assert best.step_s is not None
+        columns = Lowering(self.workload, self.asked).columns(best.plan)
+        steady = steady_state(columns, self.asked)
+        is_solvers = bound.step_s <= best.step_s * (1 + SOLVER_FRAC)
+        return PlanResult(
+            prediction=predicted(best.plan, columns, steady, self.workload, self.asked),
+            lower_bound_s=min(bound.step_s, best.step_s) if is_solvers else bound.step_s,
+            solve_s=self.bound_s + sum(chain.from_program.solve_s for chain in self.chains),
+            total_s=time.perf_counter() - self.started,
+            status=status,
+            policies={name: result() for name, result in self.compared.items()},
+            bound_shares=bound.shares,
+            s_per_gb=bound.s_per_gb,
+            num_simulated=self.simulate_plan.num_simulated,
+            solver=SOLVER,
+            seed=self.seed,
+            notes=tuple(self.notes),
+            milp_gap=next((c.from_program.milp_gap for c in sorted(self.chains, key=lambda c: c.best_s)), None),
+        )
