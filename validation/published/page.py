@@ -17,6 +17,8 @@ BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not
 END = "<!-- end of published figures -->"
 FIGURES = "figures"
 MARKS = {"calibrate": ("s", "#999999"), "check": ("o", "#0072B2")}
+MOST_LISTED = 30
+"""Points of a picture, each with its number and name."""
 LINE_INCHES = 0.17
 """Of the list of points beside their picture, which is as high as the list."""
 
@@ -91,7 +93,10 @@ def _error(row: Row) -> str:
 
 
 def plot(report: Report, path: str | os.PathLike[str]) -> bool:
-    """Writes predicted over published step times, numbered, with lines at 20 %; False where the system has none."""
+    """Writes predicted over published step times, with lines at 20 %; False where the system has none.
+
+    Points are numbered and listed: all of them, or of many those beyond the lines.
+    """
     rows = [row for row in report.rows if is_step_time(row) and row.value and row.predicted]
     if not rows:
         return False
@@ -99,6 +104,9 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     shown = sorted((row for row in rows if row.role in MARKS), key=lambda row: row.value or 0.0)
+    about = ""
+    if len(shown) > MOST_LISTED:
+        shown, about = [row for row in shown if abs(row.error or 0.0) > 0.2], ", beyond which points are numbered"
     words = [row.label.split(", ") for row in shown]
     names = [", ".join(word for word in own if any(word not in other for other in words)) for own in words]
     listed = "\n".join(textwrap.fill(f"{k}  {name}", 44, subsequent_indent="    ") for k, name in enumerate(names, 1))
@@ -121,7 +129,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     list_of_points.text(0, 1, listed, va="top", fontsize=8, transform=list_of_points.transAxes)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="published step time (s)", ylabel="predicted step time (s)")
-    axes.set_title(f"{report.system}: step times, dotted lines at 20 %")
+    axes.set_title(f"{report.system}: step times, dotted lines at 20 %{about}", fontsize=10)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(ScalarFormatter())
