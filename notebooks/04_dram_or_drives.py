@@ -25,7 +25,7 @@ from tierplan.studies.advise import answer_point
 from tierplan.studies.purchases import PriceList, purchases
 from tierplan.studies.study import Point
 
-today = Point(model="gpt-13b", machine="desktop-4090", batch=16, planner_s=1)  # one second finds plans within 10 %
+today = Point(model="gpt-13b", machine="desktop-4090", batch=16)
 
 
 def answer(bought=None):
@@ -37,7 +37,8 @@ as_is = answer()
 print(f"as it is: {as_is['tokens_per_s']:.0f} tokens/s, limited by {as_is['limited_by']}")
 
 # %%
-sold = [one for one in purchases(load_description(today.machine), PriceList()) if "gpu.count" not in one.overrides]
+offers = purchases(load_description(today.machine), PriceList())
+sold = [one for one in offers if "gpu.count" not in one.overrides and one.price_usd < 2500]
 speed = {}
 for bought in sold:
     found = answer(bought)

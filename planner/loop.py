@@ -30,7 +30,7 @@ from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
 from tierplan.planner.search.moves import loosened, with_shape_of
-from tierplan.planner.search.race import Chain, Racer, race, rounds
+from tierplan.planner.search.race import OrderSearch, Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
@@ -101,7 +101,7 @@ class Search:
         self.bound_s = 0.0
         self.incumbents = self._no_incumbents()
         self.notes: list[str] = []
-        self.chains: list[Chain] = []
+        self.chains: list[OrderSearch] = []
         self.has_all_orders = True
         self.is_interrupted = False
 
@@ -253,7 +253,7 @@ class Search:
         seeds: Mapping[Shape, Candidate[UnitwisePlan]],
         share: float,
         solver: Solver,
-    ) -> Chain:
+    ) -> OrderSearch:
         incumbents = self._no_incumbents()
         problems = [self.posed(order, num) for num in nums]
         left = self.budget.ops_left
@@ -263,7 +263,7 @@ class Search:
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(self._tried(from_program, p, bound, seeds), bound.step_s) for p, bound in pairs]
         going = race(racers, self.budget, good_frac=GOOD_FRAC)
-        return Chain(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
+        return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
     def _bound(self, p: Problem, solver: Solver) -> Bound:
         started = time.perf_counter()
@@ -387,7 +387,7 @@ class Search:
                 return
             yield
 
-    def _go_on_with(self, chain: Chain, ops: float) -> None:
+    def _go_on_with(self, chain: OrderSearch, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""
         while not chain.is_over and chain.spent_ops < ops and not self.budget.is_out_of_time:
             before = self.budget.ops_left

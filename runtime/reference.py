@@ -112,8 +112,8 @@ def train_plainly(
                     model.zero_grad()
             if sums is not None:
                 for p, own in zip(parameters, zip(*apart, strict=True), strict=True):
-                    found = [[g for m in group if (g := own[m]) is not None] for group in sums(p)]
-                    totals = [reduce(torch.add, group) for group in found if group]
+                    terms = [[g for m in group if (g := own[m]) is not None] for group in sums(p)]
+                    totals = [reduce(torch.add, group) for group in terms if group]
                     p.grad = reduce(torch.add, totals) if totals else None
             if max_grad_norm is not None:
                 parts = [part for p in parameters if p.grad is not None for part in cut(p, p.grad)]

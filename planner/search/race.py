@@ -70,7 +70,7 @@ def rounds(num_ops: float) -> Iterator[float]:
 
 
 @dataclass(eq=False)
-class Chain:
+class OrderSearch:
     """The search of one order of micro-batches, which knows nothing of the other's."""
 
     problems: list[Problem]

@@ -13,7 +13,7 @@ from tests.planner.instances import MB, chain, random_chain, random_machine, sma
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import planning
+from tierplan.planner import loop
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
@@ -60,7 +60,7 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], policy: str
 ) -> None:
     """Other orders, other semantics of the same numbers, packs and pages: what was searched has bounds of its own."""
-    monkeypatch.setattr(planning.Search, "_rounds", lambda *args: iter(()))
+    monkeypatch.setattr(loop.Search, "_rounds", lambda *args: iter(()))
     for device_mib in (200, 400):
         workload = toy_workload(4, gradient_accumulation_steps=3)
         machine = toy_machine(device_bytes=device_mib * MIB)
@@ -74,7 +74,7 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
 
 def test_one_micro_batch_has_one_search_whatever_order_a_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[int] = []
-    monkeypatch.setattr(planning, "race", lambda racers, *_, **__: raced.append(len(racers)) or iter(()))
+    monkeypatch.setattr(loop, "race", lambda racers, *_, **__: raced.append(len(racers)) or iter(()))
     found = plan(toy_workload(4), toy_machine(device_bytes=200 * MIB), time_limit_s=1, policies=["vertical"])
     assert isinstance(found.plan, UnitwisePlan)
     assert found.plan.order == "vertical"
@@ -120,7 +120,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
 
 def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(from_program, "tune", _interrupt)
-    monkeypatch.setattr(planning, "POLICIES", {})
+    monkeypatch.setattr(loop, "POLICIES", {})
     with pytest.raises(KeyboardInterrupt):
         plan(toy_workload(4), toy_machine(), policies=())
 

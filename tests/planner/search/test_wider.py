@@ -9,7 +9,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import planning
+from tierplan.planner import loop
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES
@@ -79,7 +79,7 @@ def test_far_from_the_bound_a_search_of_no_given_length_goes_on(
     monkeypatch.setattr(budget, "DEFAULT_OPS", 25_000)
 
     def searched(far: float, time_limit_s: float | None = None) -> tuple[float, list[Any]]:
-        monkeypatch.setattr(planning, "FAR", far)
+        monkeypatch.setattr(loop, "FAR", far)
         tried.clear()
         return plan(workload, machine, time_limit_s=time_limit_s).step_s, list(tried)
 
