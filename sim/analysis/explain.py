@@ -273,6 +273,7 @@ def sensitivities(
     tried = []
 
     def add(name: str, kind: Kind, busy_frac: float, step_s: float) -> None:
+        step_s = min(step_s, now.period_s)  # what is better need not be used in full: a plan says `parts`
         gain_frac = 1.0 - step_s / now.period_s if now.period_s else 0.0
         tried.append(Sensitivity(name=name, kind=kind, busy_frac=busy_frac, step_s=step_s, gain_frac=gain_frac))
 
