@@ -8,7 +8,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.sim.step import Action
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import Unit, Workload
 
 IN_MEMORY = "in-memory"
 """Everything stays on the device. This plan also says how fast the machine is at the moment."""
@@ -27,15 +27,24 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     """The plans by name, for the calibration model."""
     offload = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
     on_nvme = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
-    every_other: list[Action] = ["recompute" if k % 2 else "keep" for k in range(len(workload.blocks[0].saved))]
+    kept = _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan())
+    halves = [
+        replace(c, acts=_every_other(u)) if u.kind == "block" else c
+        for c, u in zip(kept.units, workload.units, strict=True)
+    ]
     return {
         IN_MEMORY: decide("in-memory", workload, machine),
         FULL_RECOMPUTE: decide("full-recompute", workload, machine),
-        PARTIAL_RECOMPUTE: _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan(acts=tuple(every_other))),
+        PARTIAL_RECOMPUTE: replace(kept, units=tuple(halves)),
         OFFLOAD: _uniform(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
         ON_NVME: _uniform(ON_NVME, workload, on_nvme),
         OPTIMIZER_SWEEP: decide("zero-infinity", workload, machine, {"pipeline": "on"}),
     }
+
+
+def _every_other(block: Unit) -> tuple[Action, ...]:
+    """Blocks save different tensors where what is before the first one is frozen, as with adapters."""
+    return tuple("recompute" if k % 2 else "keep" for k in range(len(block.saved)))
 
 
 def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> UnitwisePlan:

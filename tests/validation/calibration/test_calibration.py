@@ -291,3 +291,12 @@ def test_waits_for_a_core_are_told_from_work() -> None:
     modelled = toy_workload(3, tied=False)
     calibration = calibrate(modelled, timed(modelled, machine), machine, beside)
     assert all(check == pytest.approx(1.0, abs=0.08) for check in calibration.checks.values()), calibration.checks
+
+
+def test_blocks_that_save_different_tensors_have_plans_of_their_own() -> None:
+    """With adapters the first block saves fewer than the others: what is before it is frozen."""
+    workload, machine = toy_workload(), with_ample_memory(toy_machine())
+    embed, first, *others = workload.units
+    workload = replace(workload, units=(embed, replace(first, saved=first.saved[:-1]), *others))
+    for plan in calibration_plans(workload, machine).values():
+        lower(plan, workload, machine)
