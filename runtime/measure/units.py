@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
+from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
@@ -94,9 +95,9 @@ def profile_workload(
         drops: Drops, count: int, on_step: Callable[[int, float], None]
     ) -> tuple[Trace, dict[str, dict[int, list[float]]]]:
         schedule = profiling_schedule(workload, drops=drops)
-        with Trainer(
-            schedule, model, device=device, num_threads=num_threads, on_step=on_step, time_replays=drops != "nothing"
-        ) as trainer:
+        optimizer = OptimizerSettings(name=workload.training.optimizer)
+        how: dict[str, Any] = {"device": device, "num_threads": num_threads, "time_replays": drops != "nothing"}
+        with Trainer(schedule, model, optimizer=optimizer, on_step=on_step, **how) as trainer:
             trainer.run(itertools.islice(source, count), count)
             trainer.restore_model()
             return trainer.result().trace, trainer.replay_seconds()

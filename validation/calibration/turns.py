@@ -14,6 +14,7 @@ from typing import Any
 
 from tierplan.runtime.data.synthetic import random_batches, seeded_model
 from tierplan.runtime.memory.files import make_folder
+from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
@@ -44,9 +45,9 @@ class TurnwiseTraining:
         """Of a model of this config, with random weights and batches; until its trainer is closed."""
         model = seeded_model(config, training)
         make_folder(nvme_dir)
-        trainer = Trainer(
-            schedule, model, nvme_dir=nvme_dir, device=device, num_threads=num_threads, reference_frac=0.0
-        )
+        optimizer = OptimizerSettings(name=training.optimizer)
+        places: dict[str, Any] = {"nvme_dir": nvme_dir, "device": device, "num_threads": num_threads}
+        trainer = Trainer(schedule, model, optimizer=optimizer, reference_frac=0.0, **places)
         return cls(trainer, random_batches(config, training, MANY_BATCHES))
 
     def take_turn(self, num_steps: int, warmup_steps: int = 1) -> tuple[int, ...]:

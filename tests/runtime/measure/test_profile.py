@@ -13,15 +13,14 @@ from tierplan.sim.trace import Span, Trace
 from tierplan.sim.workloads.workload import Training
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str) -> None:
+@pytest.mark.parametrize(("family", "optimizer"), [("gpt2", "adamw"), ("llama", "adamw:states=8bit")])
+def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str, optimizer: str) -> None:
     model = make_model(family)
     before = [p.detach().clone() for p in model.parameters()]
     ids = torch.randint(0, VOCABULARY, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
-    workload = observed_workload(
-        model, batch, Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32")
-    )
+    training = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", optimizer=optimizer)
+    workload = observed_workload(model, batch, training)
     measured = profile_workload(workload, model, [batch] * 9, num_steps=3)
     assert all(set(u.forward) == {"s"} and u.forward["s"] > 0 for u in measured.units)
     assert all(u.backward["s"] > 0 for u in measured.units)
