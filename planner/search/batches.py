@@ -44,7 +44,7 @@ OFFERED_EACH = 2
 """Turns after which the best plan is a start for all: more often, and all would look around the same one."""
 RACE = 1.5
 """Times the budget of one division, for all of them."""
-FAR = 1.5
+TOO_SLOW = 1.5
 """Plans with one micro-batch after the other that take so many times the best step are no start of a search."""
 
 
@@ -199,7 +199,7 @@ def _one_after_the_other(searches: list[Search], best: Search) -> Iterator[Searc
             if (plain := search.incumbents.plain) is not None:
                 asked = search.posed("horizontal", 1)
                 steps_s.append(search.simulate_plan(with_shape_of(plain.plan, asked)).step_s)
-            if not any(step_s is not None and step_s < FAR * best.best_s for step_s in steps_s):
+            if not any(step_s is not None and step_s < TOO_SLOW * best.best_s for step_s in steps_s):
                 continue
         yield search.beside("horizontal", solver)
 

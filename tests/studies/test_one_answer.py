@@ -114,5 +114,9 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
         two = replace(one, overrides={**one.overrides, "gpu.count": 2, "link.p2p": "1 MB/s"})
         alone_s, result = best_plan(one).result.step_s, best_plan(two).result
         assert result.step_s <= alone_s * (1 + 1e-9)
+        given = replace(two, sequences=0, batch=one.sequences, accumulation=1)  # each GPU has that much: twice the work
+        shown = best_plan(given).result
+        for r in (result, shown):
+            assert r.lower_bound_s <= r.step_s * (1 + 1e-6), "a bound for the work that is shown"
         num_idle += "leaves the others idle" in " ".join(result.notes)
     assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"

@@ -14,6 +14,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s
@@ -150,11 +151,10 @@ def _or_on_one(
     if one.tokens_per_s <= result.prediction.tokens_per_s:  # type: ignore[operator]  # both fit
         return best
     why = "no plan for all GPUs that was found is as quick as this one, which leaves the others idle"
-    return BestPlan(
-        workload=workload,
-        machine=best.machine,
-        result=replace(result, prediction=one, notes=(*result.notes, why)),
-    )
+    bound_s = one.step_s * one.tokens_per_s / most_tokens_per_s(point)  # type: ignore[operator]  # any GPU may do any op
+    changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": {COMPUTE: 1.0}, "s_per_gb": {}}
+    result = replace(result, prediction=one, notes=(*result.notes, why), **changed)
+    return BestPlan(workload=workload, machine=best.machine, result=result)
 
 
 def most_tokens_per_s(point: Point) -> float:
