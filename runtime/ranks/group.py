@@ -4,7 +4,8 @@ All bytes go through PyTorch's distributed engine (gloo), each kind of exchange 
 thread of each rank calls in the same order. A watcher in each rank sees at once when another's process has ended, and
 hears from the store when one has failed; whoever waits for it is told.
 
-RankFailure(RuntimeError)   another rank has failed or died; names it
+RankFailure(RuntimeError)   another rank has failed; names it
+RankDeath(RankFailure)      its process has ended before it could say why
 """
 
 from __future__ import annotations
@@ -30,8 +31,21 @@ GRACE_S = 5.0
 """Between the failure of another rank and the end of this process, whatever it is in."""
 
 
+LAUNCHED = "TIERPLAN_LAUNCHED"
+"""Set in the environment by what starts ranks and tells the user of one that dies, also before the others know it."""
+
+
 class RankFailure(RuntimeError):
-    """Another rank has failed or died; says which one."""
+    """Another rank has failed; says which one."""
+
+
+class RankDeath(RankFailure):
+    """Its process has ended before it could say why."""
+
+    @classmethod
+    def of(cls, rank: int, size: int, pid: int) -> RankDeath:
+        """What all are told."""
+        return cls(f"rank {rank} of {size} (process {pid}) has died; all ranks end. Resume from the last commit")
 
 
 class Ranks:
@@ -104,7 +118,9 @@ class Ranks:
                 self._store.compare_set("failed", "", what)
 
     def is_first_to_say(self) -> bool:
-        """Whether no other rank has told the user of the failure yet."""
+        """Whether nobody else has told the user of the failure yet, or does."""
+        if isinstance(self.failure, RankDeath) and LAUNCHED in os.environ:
+            return False
         try:
             return bool(self._store.add("said", 1) == 1)
         except RuntimeError:  # the store is gone
@@ -157,7 +173,7 @@ class Ranks:
             over = [fd for fd, _ in ended.poll(0)]
             why = self._failure_of_others(over)
             if why is not None:
-                self.failure = self.failure or RankFailure(why)
+                self.failure = self.failure or why
                 if not self._is_closed.wait(GRACE_S):
                     if self.is_first_to_say():
                         os.write(2, f"error: {why}\n".encode())
@@ -166,16 +182,13 @@ class Ranks:
             for fd in over:
                 ended.unregister(fd)
 
-    def _failure_of_others(self, over: Sequence[int]) -> str | None:
+    def _failure_of_others(self, over: Sequence[int]) -> RankFailure | None:
         """What has gone wrong elsewhere, given whose processes are over."""
-        died = (
-            f"rank {rank} of {self.size} (process {pid}) has died; all ranks end. Resume from the last commit"
-            for rank, pid in (self._watched[fd] for fd in over)
-        )
+        died = (RankDeath.of(rank, self.size, pid) for rank, pid in (self._watched[fd] for fd in over))
         try:
             if self._store.check(["failed"]):
-                return self._store.get("failed").decode()
+                return RankFailure(self._store.get("failed").decode())
             done = [self._store.check([f"done/{self._watched[fd][0]}"]) for fd in over]
-            return next((text for text, is_done in zip(died, done, strict=True) if not is_done), None)
+            return next((death for death, is_done in zip(died, done, strict=True) if not is_done), None)
         except RuntimeError:  # the store went with the rank that had it
             return next(died, None)

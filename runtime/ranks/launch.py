@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.ranks.group import LAUNCHED, RankDeath, Ranks
 
 
 def start_ranks(num: int, arguments: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=num, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=0, run_id=os.urandom(8).hex(), monitor_interval=0.1, signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
-    own = os.getpid()
+    own, os.environ[LAUNCHED] = os.getpid(), "1"
 
     def forward(number: int, frame: object) -> None:
         for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split():
@@ -36,6 +36,9 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "tierplan", *arguments)
     except ChildFailedError as error:
+        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        for rank, failure in killed[:1]:
+            print(f"tierplan run: {RankDeath.of(rank, num, failure.pid)}", file=sys.stderr, flush=True)
         return max(1, error.get_first_failure()[1].exitcode)
     return 0
 
