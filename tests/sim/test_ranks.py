@@ -22,6 +22,14 @@ from tierplan.sim.ranks import RankError, joined_trace, rank_schedule
 from tierplan.sim.schedule import Schedule
 
 
+def shards_of_ranks(schedule: Schedule, num: int) -> list[Schedule]:
+    """The schedule of each rank: later ones have smaller shards."""
+    return [
+        replace(schedule, buffers=tuple(replace(b, size_bytes=b.size_bytes * (8 - r) // 8) for b in schedule.buffers))
+        for r in range(num)
+    ]
+
+
 def execute_together(own: Sequence[Schedule], joint: set[str], seed: int) -> list[set[str]]:
     """By rank, what has ended when nothing goes on: ops end in random order, and messages arrive late; a joint op ends
     when it has started on all ranks."""
@@ -51,10 +59,7 @@ def test_ranks_complete_together_if_the_first_one_s_part_does(
     schedule: Schedule, num: int, joint: set[int], one: int, two: int
 ) -> None:
     """Shards of later ranks are smaller; any ops may be joint, on any streams."""
-    own = [
-        replace(schedule, buffers=tuple(replace(b, size_bytes=b.size_bytes * (8 - r) // 8) for b in schedule.buffers))
-        for r in range(num)
-    ]
+    own = shards_of_ranks(schedule, num)
     keys = {op.key for k, op in enumerate(schedule.ops) if k in joint}
     first, second = execute_together(own, keys, one), execute_together(own, keys, two)
     assert first == second
