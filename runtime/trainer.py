@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.hwmodels.names import DEVICE, HOST, HOST_ADAM, NVME, parse_stream
+from tierplan.hwmodels.names import DEVICE, HOST, HOST_ADAM, parse_stream
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
@@ -33,12 +33,11 @@ from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import check_units, executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.placement import Placement, TrainingError
+from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
 from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
 from tierplan.runtime.measure.reference_work import ReferenceWork
-from tierplan.runtime.memory.arena import PAGE_BYTES
-from tierplan.runtime.memory.files import Folders, paths_of
-from tierplan.runtime.memory.store import Store, measure_weights
+from tierplan.runtime.memory.files import Folders
+from tierplan.runtime.memory.store import Store
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
@@ -97,7 +96,8 @@ class Trainer:
     seed: int | None = 0
     """Each micro-batch's random numbers (dropout) follow from it; None leaves PyTorch's generators alone."""
     device: str | Device = "cpu"
-    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`; or one that is open."""
+    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`; or one that is open: opened before
+    the model is made, a CPU's takes less memory (`tierplan.runtime.memory.freed_memory`)."""
     num_threads: int | None = None
     """Threads for kernels on the CPU; PyTorch's setting if not given."""
     reference_frac: float | None = None
@@ -134,10 +134,10 @@ class Trainer:
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self.schedule = rank_schedule(self.schedule, self._rank)
-        if self._num_ranks > 1 and self.device != "cpu":
+        if self._num_ranks > 1 and self._device_name != "cpu":
             raise TrainingError(
-                f"{self._num_ranks} ranks are to run on device {self.device!r}; several are executed on CPUs only yet: "
-                "choose device cpu"
+                f"{self._num_ranks} ranks are to run on device {self._device_name!r}; several are executed on CPUs "
+                "only yet: choose device cpu"
             )
         training = self._step.training
         self._num_micro_batches = training.gradient_accumulation_steps * self._num_ranks
@@ -296,10 +296,14 @@ class Trainer:
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
             "num_threads": self._threads,
-            "device": self.device if isinstance(self.device, str) else self.device.torch_device.type,
+            "device": self._device_name,
             **({"rank": [self._rank, self._num_ranks]} if self.ranks is not None else {}),
             **self.fixed,
         }
+
+    @property
+    def _device_name(self) -> str:
+        return self.device if isinstance(self.device, str) else self.device.torch_device.type
 
     @property
     def last_losses(self) -> Sequence[float]:
@@ -386,7 +390,14 @@ class Trainer:
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
         check_units(self.units, self._step, self._dtype)
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
-        self._open_store(capacity.get(NVME, 0))
+        self._store = open_store(
+            self.schedule,
+            self.nvme_dir,
+            self.nvme_weights,
+            durability=self._durability,
+            resumed=self._resumed,
+            commits_beside_steps=self.checkpoint_every is not None,
+        )
         self._hooks = ModelHooks(self.units)
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
@@ -436,28 +447,6 @@ class Trainer:
             self.placement.begin_again(self.weights)
             self._origin.check_frozen(self._bodies.frozen_sums)
         self._device.settle()
-
-    def _open_store(self, capacity_bytes: int) -> None:
-        stored = [b for b in self.schedule.buffers if b.tier == NVME and b.reuses is None]
-        if not stored:
-            return
-        if self.nvme_dir is None:
-            raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
-        folders = paths_of(self.nvme_dir)
-        durability = self._durability
-        pattern = self._resumed.stripes if self._resumed is not None else ()
-        weights = self.nvme_weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
-        run_id = durability.run_id if durability is not None else ""
-        self._store = Store(folders, weights=weights, pattern=pattern, run_id=run_id)
-        needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
-        if durability is not None:  # regions for what is committed, and for what is being committed
-            needed += (1 + (self.checkpoint_every is not None)) * sum(
-                b.size_bytes for b in stored if b.initial
-            ) + 2 * PAGE_BYTES
-            self._store.claim(durability.run_id, str(durability.folder.resolve()))
-        if self._resumed is not None:
-            self._store.expect(self._resumed.store_bytes)
-        self._store.reserve(needed)
 
     # ---- during the run ----
 

@@ -43,9 +43,9 @@ LEARNING_RATE = 1e-4
 MARGIN = 4096
 """Elements that DeepSpeed's swap buffers are larger than the largest parameter."""
 
-Step = Callable[[], float]
-"""Makes one optimizer step and returns its loss."""
-Worker = Callable[[argparse.Namespace, Mapping[str, Any], Path], tuple[Step, Callable[[], dict[str, Any]]]]
+Steps = Callable[[int], list[float]]
+"""Makes so many optimizer steps and returns their losses."""
+Worker = Callable[[argparse.Namespace, Mapping[str, Any], Path], tuple[Steps, Callable[[], dict[str, Any]]]]
 
 IN_MEMORY = {"params": "device", "grads": "device", "states": "device"}
 STATES_IN_HOST = {"params": "device", "grads": "host", "states": "host"}
@@ -128,17 +128,23 @@ def use_one_rank() -> None:
 # ---- workers ----
 
 
+def one_by_one(step: Callable[[], float]) -> Steps:
+    return lambda count: [step() for _ in range(count)]
+
+
 def with_tierplan(
     args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Step, Callable[[], dict[str, Any]]]:
+) -> tuple[Steps, Callable[[], dict[str, Any]]]:
     from benchmarks.runtime.speed import machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from tierplan.runtime.execution.device import open_device
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.workloads.workload import Training
 
+    device = open_device("cpu")
     training = Training(
         per_device_train_batch_size=args.batch, sequence_length=args.length, dtype=args.dtype, backend="cpu"
     )
@@ -149,12 +155,21 @@ def with_tierplan(
     plan = UnitwisePlan(policy="benchmark", units=units, prefetch_params_units=2, prefetch_states_units=3)
     place = machine(int(args.device_mib * MIB), int(args.host_mib * MIB))
     optimizer = OptimizerSettings(lr=LEARNING_RATE)
-    trainer = Trainer(lower(plan, workload, place), make_model(args, {}), nvme_dir=folder, optimizer=optimizer)
+    losses: list[float] = []
+    trainer = Trainer(
+        lower(plan, workload, place),
+        make_model(args, {}),
+        nvme_dir=folder,
+        optimizer=optimizer,
+        device=device,
+        on_step=lambda step, loss: losses.append(loss),
+    )
     batches = itertools.repeat({k: v for k, v in make_batch(args).items() if k != "use_cache"})
 
-    def step() -> float:
-        trainer.run(batches, 1)
-        return sum(trainer.last_losses)
+    def steps(count: int) -> list[float]:
+        losses.clear()
+        trainer.run(batches, count)
+        return list(losses)
 
     def finish() -> dict[str, Any]:
         result = trainer.result()
@@ -166,12 +181,12 @@ def with_tierplan(
             "peak_bytes": dict(result.peak_bytes),
         }
 
-    return step, finish
+    return steps, finish
 
 
 def plainly(
     args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Step, Callable[[], dict[str, Any]]]:
+) -> tuple[Steps, Callable[[], dict[str, Any]]]:
     """PyTorch's fused AdamW with an fp32 master copy, whose states are in memory or in files that are mapped."""
     import torch
 
@@ -211,12 +226,12 @@ def plainly(
                     p.copy_(m)
         return float(loss.item())
 
-    return step, dict
+    return one_by_one(step), dict
 
 
 def with_fsdp(
     args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Step, Callable[[], dict[str, Any]]]:
+) -> tuple[Steps, Callable[[], dict[str, Any]]]:
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -244,12 +259,12 @@ def with_fsdp(
         optimizer.zero_grad()
         return float(loss.item())
 
-    return step, dict
+    return one_by_one(step), dict
 
 
 def with_deepspeed(
     args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Step, Callable[[], dict[str, Any]]]:
+) -> tuple[Steps, Callable[[], dict[str, Any]]]:
     use_one_rank()
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # type: ignore[import-not-found]
@@ -295,7 +310,7 @@ def with_deepspeed(
         engine.step()
         return float(loss.item())
 
-    return step, lambda: {"deepspeed": deepspeed.__version__, "settings": given}
+    return one_by_one(step), lambda: {"deepspeed": deepspeed.__version__, "settings": given}
 
 
 WORKERS: Mapping[str, Worker] = {
@@ -317,12 +332,12 @@ def work(args: argparse.Namespace) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(args.cap_gib * GIB),) * 2)
     folder = args.nvme_dir / args.worker
     folder.mkdir(parents=True, exist_ok=True)
-    step, finish = WORKERS[args.worker](args, json.loads(args.settings), folder)
+    steps, finish = WORKERS[args.worker](args, json.loads(args.settings), folder)
     is_new = True
     for line in sys.stdin:
         if not (count := int(line)):
             break
-        began, losses = time.perf_counter(), [step() for _ in range(count)]
+        began, losses = time.perf_counter(), steps(count)
         answer = {"s": time.perf_counter() - began, "losses": losses, **memory_bytes()}
         if is_new:  # setting up is over
             Path("/proc/self/clear_refs").write_text("5")

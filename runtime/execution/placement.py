@@ -13,17 +13,22 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from tierplan.hwmodels.names import NVME
 from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.checkpoint.commits import Commit
+from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
-from tierplan.runtime.memory.arena import map_host
-from tierplan.runtime.memory.store import Extent
+from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
+from tierplan.runtime.memory.files import Folders, paths_of
+from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.optim.adam import update_states
 from tierplan.runtime.ranks.collectives import joined, own_part, shards_of
 from tierplan.sim.contents import Content, Frozen, Gradients, Params, States
+from tierplan.sim.schedule import Schedule
 
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
 """A unit's parameters, in the order of `ModelUnit.all_parameters`."""
@@ -37,6 +42,40 @@ def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tens
     """The unit's parameters: those that it trains, and the others."""
     both = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
     return [both[: len(unit.parameters)], both[len(unit.parameters) :]]
+
+
+def open_store(
+    schedule: Schedule,
+    nvme_dir: Folders | None,
+    weights: Sequence[float],
+    *,
+    durability: Durability | None,
+    resumed: Commit | None,
+    commits_beside_steps: bool,
+) -> Store | None:
+    """The files of the NVMe tier, with room for what the schedule and its commits need; None if it has no such tier."""
+    stored = [b for b in schedule.buffers if b.tier == NVME and b.reuses is None]
+    if not stored:
+        return None
+    if nvme_dir is None:
+        raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
+    folders = paths_of(nvme_dir)
+    pattern = resumed.stripes if resumed is not None else ()
+    weights = weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
+    store = Store(folders, weights=weights, pattern=pattern, run_id=durability.run_id if durability is not None else "")
+    capacity_bytes = next(t.capacity_bytes for t in schedule.tiers if t.name == NVME)
+    needed = min(capacity_bytes, sum(b.size_bytes for b in stored))
+    try:
+        if durability is not None:  # regions for what is committed, and for what is being committed
+            needed += (1 + commits_beside_steps) * sum(b.size_bytes for b in stored if b.initial) + 2 * PAGE_BYTES
+            store.claim(durability.run_id, str(durability.folder.resolve()))
+        if resumed is not None:
+            store.expect(resumed.store_bytes)
+        store.reserve(needed)
+    except BaseException:
+        store.close(remove=durability is None)
+        raise
+    return store
 
 
 @dataclass(eq=False)

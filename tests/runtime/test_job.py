@@ -198,7 +198,7 @@ def test_faster_drives_get_more(files: Path) -> None:
 
 def test_speeds_of_several_drives_are_measured(files: Path) -> None:
     options = ["--nvme", str(files / "a"), "--nvme", str(files / "b"), "--no-export"]
-    with mock.patch("tierplan.runtime.trainer.measure_weights", return_value=[1.0, 2.0]) as measure:
+    with mock.patch("tierplan.runtime.execution.placement.measure_weights", return_value=[1.0, 2.0]) as measure:
         assert main(arguments(files, 2, "measured", *options)) == 0
         assert main(arguments(files, 3, "measured", *options, "--resume")) == 0
     assert len(measure.mock_calls) == 1
