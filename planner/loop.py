@@ -140,42 +140,37 @@ class Search:
         self.has_all_orders = len(self.chains) == len(shapes)
         self.in_rounds = self._rounds()
 
-    def go_on(self, num_ops: float = inf, *, moves_seed: int | None = None) -> None:
-        """Until so much work is done, or the budget is spent; with a seed by local moves alone."""
-        left = self.budget.ops_left
-        going = self.in_rounds if moves_seed is None else self._moved(moves_seed)
+    def go_on(self) -> None:
+        """Until the budget is spent."""
         try:
-            if (
-                moves_seed is None
-                and self.num_devices > 1
-                and bound_of_packs(self.chains[0].problems[0], self.num_devices) < self.beat_s
-            ):
-                search_packs(self.seeds, self.simulate_plan, num_ops=min(num_ops, left), seed=self.seed)
+            if self.num_devices > 1 and bound_of_packs(self.chains[0].problems[0], self.num_devices) < self.beat_s:
+                search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 if self.seeds.packed is not None:
                     self.incumbents.consider(self.seeds.packed)
-            while left - self.budget.ops_left < num_ops and next(going, self) is not self:
-                if self.budget.is_out_of_time:
-                    break
+            while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
+                pass
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
-            if self.incumbents.best is None:
-                raise
-            self.is_interrupted = True
-            self.notes.append("the search was interrupted; this is the best plan found until then")
+            self.interrupt()
 
-    def _moved(self, seed: int) -> Iterator[None]:
-        """Local moves alone, from the best plan that they can start from."""
-        if (start := self.incumbents.plain) is None:
-            return
-        shape = self.incumbents.shape(start.plan)
+    def interrupt(self) -> None:
+        """Ctrl-C ends the search, where there is a plan already."""
+        if self.best_s == inf:
+            raise
+        self.is_interrupted = True
+        self.notes.append("the search was interrupted; this is the best plan found until then")
+
+    @property
+    def racers(self) -> list[Racer]:
+        """Of all shapes."""
+        return [racer for chain in self.chains for racer in chain.racers]
+
+    def collect(self) -> None:
+        """Takes what its racers have found."""
         for chain in self.chains:
-            for p, bound in zip(chain.problems, chain.bounds, strict=True):
-                for descent in _descents(p, bound, seed) if (p.order, p.sub_batches) == shape else ():
-                    for better in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
-                        chain.found.consider(better)
-                        self.incumbents.consider(better)
-                        yield
+            if chain.found.plain is not None:
+                self.incumbents.consider(chain.found.plain)
 
     def offer(self, plan: UnitwisePlan) -> None:
         """Tries a plan of another division as the start of this one's."""
@@ -183,8 +178,6 @@ class Search:
             for p in chain.problems:
                 for changed in (same := with_shape_of(plan, p), loosened(same)):
                     chain.found.consider(self.simulate_plan(changed))
-            if chain.found.plain is not None:
-                self.incumbents.consider(chain.found.plain)
 
     def hold(self) -> None:
         """Tries the answer of the lesser machine: where more of something only is in the way (a drive's copies slow
@@ -429,12 +422,18 @@ class Search:
         yield from self._descended(p, bound, found, self.seed)
 
     def _descended(self, p: Problem, bound: Bound, found: Incumbents, seed: int) -> Iterator[float]:
-        """Local moves from the best plan of one shape."""
+        """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
+        shape = p.order, p.sub_batches
         for descent in _descents(p, bound, seed):
-            start = found.by_shape[p.order, p.sub_batches]
-            for best in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
-                found.consider(best)
-                yield found.by_shape[p.order, p.sub_batches].step_s or inf
+            start = None
+            while start is not found.by_shape[shape]:
+                start = found.by_shape[shape]
+                for best in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+                    found.consider(best)
+                    start = found.by_shape[shape]
+                    yield start.step_s or inf
+                    if start is not found.by_shape[shape]:
+                        break
 
     def _to_beat_s(self) -> float:
         """What a bound has to be below, for its chain to be worth searching."""

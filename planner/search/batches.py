@@ -1,11 +1,9 @@
 """The outer search: micro-batch size and accumulation for a given number of sequences per step.
 
-On several devices, and where chains are short, each division gets the search that it gets when asked by itself, so none
-of them alone ends better than all. Long ones, whose searches take seconds, race for one budget: each division gets a
-first part of its search, then local moves from what it has found, in turns, the better ones more of them. What one has
-found is a start for the others. A micro-batch is not cut into smaller ones then, for these are a division of their own;
-and plans with one micro-batch after the other are searched only where they are not far behind. So a division alone,
-with all the budget, may end a few percent better.
+Divisions of long chains are racers for one budget, as shapes of plans are in the search of one division: those that
+find more get more of it, and what one has found is a start for the others. A micro-batch is not cut into smaller ones
+then, for these are a division of their own; and plans with one micro-batch after the other join where they are not far
+behind. So a division alone, with all the budget, may end a few percent better. Up to `SEARCHED_TO_THE_END` none races.
 
 None is searched any longer once all that is left of it has a bound above what is found.
 """
@@ -18,7 +16,7 @@ from math import inf, isqrt, log
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.loop import Search
+from tierplan.planner.loop import GOOD_FRAC, Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
@@ -28,22 +26,17 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.moves import with_shape_of
+from tierplan.planner.search.race import Racer, race
 from tierplan.sim.digest import digest
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import MAX_SEQUENCES, Workload
 
-SHORT_CHAIN = 20
-"""Units of a chain whose divisions are all searched to the end."""
-FIRST_FRAC = 0.25
-"""Of the budget, what all divisions begin with alike."""
-LEG_OPS = 90_000
-"""Of work that a division does by local moves before the next one has its turn."""
-KEPT_FRAC, LEAST_LEFT = 0.7, 2
-"""Of the divisions that have had their turn, how many get another one, and how many stay."""
-OFFERED_EACH = 2
-"""Turns after which the best plan is a start for all: more often, and all would look around the same one."""
-RACE = 1.5
-"""Times the budget of one division, for all of them."""
+SEARCHED_TO_THE_END = 20
+"""Units up to which each division gets the search that it gets when asked by itself, so none of them alone ends better
+than all: simulations take so little that the searches end by themselves. So do those of several devices, where most of
+the work is in packs of units, which are no racers."""
+RACE, KEPT_FRAC = 1.0, 1 / 3
+"""Times the budget of one division, for all of them; and of the divisions in one round, those that have another."""
 TOO_SLOW = 1.5
 """Plans with one micro-batch after the other that take so many times the best step are no start of a search."""
 
@@ -104,7 +97,7 @@ def plan_sequences(
 
     def searched(some: list[int]) -> list[Search]:
         """Searches for the divisions into these micro-batches, carried out."""
-        found, is_short = [], False
+        found, to_the_end = [], False
         for batch in some:
             accumulation = sequences // batch
             divided: list[tuple[int, Batches | None]] = [(accumulation, "shared" if num > 1 else None)]
@@ -112,17 +105,17 @@ def plan_sequences(
                 divided.insert(0, (accumulation // num, "each"))
             for own, kind in divided:
                 workload = make(batch, own)
-                is_short = num > 1 or len(workload.units) <= SHORT_CHAIN
+                to_the_end = num > 1 or len(workload.units) <= SEARCHED_TO_THE_END
                 own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-                own_budget = budget_of(time_limit_s) if is_short else budget
+                own_budget = budget_of(time_limit_s) if to_the_end else budget
                 search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
-                if is_short:
+                if to_the_end:
                     search.begin()
                 else:
                     search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
                 found.append(search)
         if known is None or not known.is_cut:
-            _one_by_one(found) if is_short else _raced(found, budget)
+            _one_by_one(found) if to_the_end else _raced(found, budget)
         return found
 
     ranked = sorted(divisors(sequences), reverse=True)
@@ -161,31 +154,37 @@ def _one_by_one(searches: list[Search]) -> None:
 
 
 def _raced(searches: list[Search], budget: Budget) -> None:
-    """The race for one budget; searches for another order of micro-batches join."""
+    """The race for one budget: in it, divisions are racers; searches for another order of micro-batches join."""
     budget.restart()
-    for search in searches:
-        search.beat_s = min(s.best_s for s in searches)
-        if search.least_s < search.beat_s:
-            search.go_on(FIRST_FRAC * budget.num_ops / len(searches))
-        if search.is_interrupted:
-            return
-    best = min(searches, key=lambda s: s.best_s)
-    if best.best_s == inf:
-        next((s for s in sorted(searches, key=lambda s: s.least_s) if s.found_any()), None)
-        return
-    searches += list(_one_after_the_other(searches, best))
-    num, left, leg = len(searches), inf, 0
-    while 0 < budget.ops_left < left and not budget.is_out_of_time:
-        left = budget.ops_left
-        able = sorted((s for s in searches if s.least_s < best.best_s), key=lambda s: s.best_s)
-        for search in able[:num]:
-            if leg % OFFERED_EACH == 0 and (found := best.incumbents.plain) is not None:
-                search.offer(found.plan)
-            search.go_on(min(LEG_OPS, budget.ops_left), moves_seed=search.seed + leg)
-            if search.is_interrupted:
-                return
+    beat_s, num = min(s.best_s for s in searches), len(searches)
+
+    def meet() -> list[Racer]:
+        for search in searches:
+            search.collect()
         best = min(searches, key=lambda s: s.best_s)
-        num, leg = max(LEAST_LEFT, int(KEPT_FRAC * num)), leg + 1
+        joining = list(_one_after_the_other(searches, best)) if len(searches) == num else []
+        searches.extend(joining)
+        if (found := best.incumbents.plain) is not None:
+            for search in searches:
+                if search.least_s < best.best_s:
+                    search.offer(found.plan)
+        return [racer for search in joining for racer in search.racers]
+
+    racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
+    try:
+        for _ in race(
+            sorted(racers, key=lambda r: r.bound_s), budget, good_frac=GOOD_FRAC, kept_frac=KEPT_FRAC, meet=meet
+        ):
+            if budget.ops_left <= 0 or budget.is_out_of_time:
+                break
+        for search in searches:
+            search.collect()
+        if all(s.best_s == inf for s in searches):
+            next((s for s in sorted(searches, key=lambda s: s.least_s) if s.found_any()), None)
+    except KeyboardInterrupt:
+        for search in searches:
+            search.collect()
+        min(searches, key=lambda s: s.best_s).interrupt()
 
 
 def _one_after_the_other(searches: list[Search], best: Search) -> Iterator[Search]:

@@ -6,9 +6,9 @@ is in all. So the same question has the same answer, and one with more work begi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound
@@ -19,7 +19,7 @@ from tierplan.planner.search.incumbents import Incumbents
 LEAST_OPS, GROWTH, MOST_OPS = 1_000, 1.5, 100_000
 """Of a round in which all orders of micro-batches have their turn: the first, how they grow, and the last."""
 FIRST_OPS = 90_000
-"""Of work that each search may do in the first round. In each later one the better half does twice as much."""
+"""Of work that each search may do in the first round."""
 
 
 @dataclass(eq=False)
@@ -44,20 +44,31 @@ class Racer:
             yield
 
 
-def race(racers: list[Racer], budget: Budget, *, good_frac: float) -> Iterator[None]:
-    """All searches to their ends, the most promising first: a step each time it may be interrupted."""
+def race(
+    racers: list[Racer],
+    budget: Budget,
+    *,
+    good_frac: float,
+    kept_frac: float = 0.5,
+    meet: Callable[[], list[Racer]] = list,
+) -> Iterator[None]:
+    """All searches to their ends, the most promising first: a step each time it may be interrupted.
+
+    In each round are `kept_frac` of those of the one before, and each does twice as much. They `meet` after it, to tell
+    each other what they have found; others may join then.
+    """
     ops = FIRST_OPS
     num = len(racers)
-    running = racers
-    while running:
-        for racer in running[:num]:
+    while racers:
+        for racer in racers[:num]:
             for _ in racer.run(ops, budget):
                 best_s = min(r.best_s for r in racers)
                 for other in racers:
                     other.is_over = other.is_over or other.bound_s >= best_s * (1 - good_frac)
                 yield
-        running = sorted((r for r in running if not r.is_over), key=lambda r: r.best_s)
-        num, ops = (num + 1) // 2, 2 * ops
+        joining = meet()
+        racers = sorted((r for r in [*racers, *joining] if not r.is_over), key=lambda r: r.best_s)
+        num, ops = ceil(kept_frac * num), 2 * ops
 
 
 def rounds(num_ops: float) -> Iterator[float]:

@@ -58,7 +58,7 @@ def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.Monk
 def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one budget; and no published policy is quicker in any division."""
     monkeypatch.setattr(budget, "DEFAULT_OPS", 100_000)
-    monkeypatch.setattr("tierplan.planner.search.batches.SHORT_CHAIN", 0)
+    monkeypatch.setattr("tierplan.planner.search.batches.SEARCHED_TO_THE_END", 0)
     make = question(rng := random.Random(seed))
     machine = random_machine(rng, make(4, 1))
     found = plan_sequences(make, machine, sequences=4)
