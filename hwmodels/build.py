@@ -187,14 +187,20 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
         names = [n for n in matters if n.partition(".")[2].startswith(starts) and not n.endswith(("_frac", "_traffic"))]
         if weakest := description.weakest(section, [n for n in names if not n.endswith("fp32")]):
             said.append(f"{section} {weakest}")
-    write, cached, cache = (description.quantity(f"nvme.{name}") for name in ("write", "cached_write", "cache"))
     text = f"{CATALOG.text} (weakest: {', '.join(said)})"
-    if not write or not cached or not description.number("nvme.drives"):
+    if not description.number("nvme.drives"):
+        return text
+    mixed, write, cached = (description.quantity(f"nvme.{name}") for name in ("mixed", "write", "cached_write"))
+    if mixed and mixed.basis == "assumed":
+        text += "; reads and writes of a drive are assumed to take turns (nvme.mixed)"
+    if not write or not cached:
         return text
     if write.value == cached.value:
         return f"{text}; drives write as within their cache: set nvme.write to what yours do beyond it"
-    size = f" of {float(cache.value) / 1e9:,.0f} GB each" if cache else ""  # type: ignore[arg-type]  # one number
-    return f"{text}; drives write as beyond their cache{size}"
+    cache, recovery = (description.number(f"nvme.{name}") for name in ("cache", "recovery"))
+    size = f" of {cache / 1e9:,.0f} GB each" if cache else ""
+    drains = f", which drains at {cache / recovery / 1e9:.1f} GB/s" if cache and recovery else ""
+    return f"{text}; drives write as beyond their cache{size}{drains}"
 
 
 FOR_THE_RECORD = (
