@@ -70,10 +70,9 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A row a pair: how often tierplan's steps are as fast, and how near they are to their own busiest stream."""
+    """A row a pair: how often tierplan's steps are as fast, and as what they would be were nothing waited for."""
     yield (
-        "| the other system | parameters | cap | its step over tierplan's | tierplan's step over its busiest stream "
-        "(warm-up too) | "
+        "| the other system | parameters | cap | its step over tierplan's | at most, by tierplan's busiest stream | "
         "peak memory, tierplan beside it |"
     )
     yield "|---|---|---|---|---|---|"
@@ -86,7 +85,7 @@ def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{ours['num_parameters'] / 1e6:.0f} M, {settings['dtype']}",
             f"{settings['cap_gib']:g} GiB" if settings["cap_gib"] else "none",
             f"{row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)",
-            f"{row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
+            f"{row['ratio'] * row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
             f"{peaks['tierplan'] / GIB:.2f} beside {peaks[row['worker']] / GIB:.2f} GiB",
         )
         yield f"| {' | '.join(cells)} |"

@@ -174,10 +174,13 @@ def with_tierplan(
     def finish() -> dict[str, Any]:
         result = trainer.result()
         trainer.close()
-        count = len(result.step_ends_s)
+        busy_s: dict[str, float] = {}
+        for span in result.trace.spans:
+            if int(span.key[1:].partition("/")[0]) >= args.warmup:
+                busy_s[span.stream] = busy_s.get(span.stream, 0.0) + span.duration_ns / 1e9
         return {
             "num_parameters": workload.num_parameters,
-            "busy_s": {stream: s / count for stream, s in result.trace.busy_s().items()},
+            "busy_s": {stream: s / (len(result.step_ends_s) - args.warmup) for stream, s in busy_s.items()},
             "peak_bytes": dict(result.peak_bytes),
         }
 
@@ -406,7 +409,7 @@ class Contender:
 
 SHARED = (
     "nvme_dir", "width", "blocks", "dtype", "batch", "length", "threads", "cap_gib", "device_mib", "host_mib",
-    "sub_group", "swap_buffers",
+    "sub_group", "swap_buffers", "warmup",
 )  # fmt: skip
 
 

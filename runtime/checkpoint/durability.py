@@ -29,7 +29,7 @@ from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
-from tierplan.runtime.memory.arena import PAGE_BYTES, Block, map_host
+from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, States
@@ -72,6 +72,8 @@ class Durability:
             raise
         self.run_id = os.urandom(8).hex() if self.last is None else self.last.run_id
         self._seal: Extent | None = None
+        self._copies = Pool(map_host, 0)
+        """Of what changed while a commit was made."""
         self._has_failed = False
 
     def begin_commit(
@@ -99,7 +101,8 @@ class Durability:
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
         places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
         contents, blocks = _in_memory(x for x in written if x.buffer.content not in places)
-        snapshot = Snapshot(blocks, spare_bytes)
+        self._copies.capacity_bytes = spare_bytes
+        snapshot = Snapshot(blocks, spare_bytes, self._copies)
         bodies.keep(set(places.values()), snapshot)
 
         def finish() -> None:
@@ -250,7 +253,7 @@ def save_copy(
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
         contents, blocks = _in_memory(x for x in written if not isinstance(value_of(x).place, Extent))
         stored = (
-            (x.buffer.content, bodies.read(x))
+            (x.buffer.content, Block(read := bodies.read(x), read))
             for x in written
             if x.buffer.content not in contents.keys() | blocks.keys()
         )

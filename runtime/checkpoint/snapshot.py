@@ -9,58 +9,62 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 
-import torch
-
-from tierplan.runtime.memory.arena import Block
+from tierplan.runtime.memory.arena import Block, Pool, map_host
 
 
 class Snapshot:
     """Blocks by name, as they are now.
 
     `read` takes them, in a thread of its own; until then `before_change` guards them. `spare_bytes` is the room that
-    host memory has for copies.
+    host memory has for copies, which `pool` keeps for the next commit.
     """
 
-    def __init__(self, blocks: Mapping[str, Block], spare_bytes: int = 0) -> None:
+    def __init__(self, blocks: Mapping[str, Block], spare_bytes: int = 0, pool: Pool | None = None) -> None:
         self._left, self._spare_bytes = dict(blocks), spare_bytes
+        self._pool = Pool(map_host, spare_bytes) if pool is None else pool
         self._names = {id(block): name for name, block in blocks.items()}
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, Block] = {}
         self._wanted: list[str] = []
         self._news = threading.Condition()
         """A block may change now."""
         self._reading: str | None = None
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self) -> Iterator[tuple[str, Block]]:
         """Names and bytes, in host memory: first what somebody waits for, then copies, then the others in order.
 
-        What has been read may change.
+        What has been read may change. Its bytes are there until the next is asked for.
         """
         while (item := self._next()) is not None:
-            yield item
+            name, copied, is_spare = item
+            yield name, copied
+            self._pool.give(copied)
+            with self._news:
+                self._spare_bytes += is_spare * copied.data.numel()
 
     def end(self) -> None:
         """All may change: nobody reads any more."""
         with self._news:
             self._left.clear()
+            for copied in self._copies.values():
+                self._pool.give(copied)
             self._copies.clear()
             self._news.notify_all()
 
-    def _next(self) -> tuple[str, torch.Tensor] | None:
+    def _next(self) -> tuple[str, Block, bool] | None:
+        """A name, its bytes, and whether these take of the room for copies."""
         with self._news:
             name = next(iter((*self._wanted, *self._copies, *self._left)), None)
             if name is None:
                 return None
             if name in self._copies:
-                copied = self._copies.pop(name)
-                self._spare_bytes += copied.numel()
-                return name, copied
+                return name, self._copies.pop(name), True
             block, self._reading = self._left.pop(name), name
-        memory = _bytes_of(block)
+        copied = self._copy_of(block)
         with self._news:
             self._reading = None
             self._wanted = [other for other in self._wanted if other != name]
             self._news.notify_all()
-        return name, memory
+        return name, copied, False
 
     def before_change(self, block: Block) -> None:
         """Returns when the block may change."""
@@ -70,12 +74,13 @@ class Snapshot:
         with self._news:
             if name in self._left and block.data.numel() <= self._spare_bytes:
                 self._spare_bytes -= block.data.numel()
-                self._copies[name] = _bytes_of(self._left.pop(name))
+                self._copies[name] = self._copy_of(self._left.pop(name))
             elif name in self._left:
                 self._wanted.append(name)
             while name in self._left or name == self._reading:
                 self._news.wait()
 
-
-def _bytes_of(block: Block) -> torch.Tensor:
-    return block.data.cpu().clone()
+    def _copy_of(self, block: Block) -> Block:
+        copied = self._pool.take(block.data.numel())
+        copied.data.copy_(block.data)
+        return copied

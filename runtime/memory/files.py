@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tierplan.runtime.memory.arena import PAGE_BYTES
+from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 
 PRIVATE = 0o600
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
@@ -87,6 +87,24 @@ def open_file(path: Path, flags: int) -> int:
     if status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # file systems without permissions
             os.fchmod(fd, PRIVATE)
+    return fd
+
+
+def open_direct(path: Path) -> int | None:
+    """A descriptor of a file that has a page, for direct access; None where the file system does not take that. Some
+    accept the flag and refuse the first transfer."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    fd = -1
+    try:
+        fd = open_file(path, os.O_RDWR | os.O_DIRECT)
+        read_at(fd, path, [map_host(PAGE_BYTES).numpy().data], 0, direct=True)
+    except StoreError as error:
+        if fd >= 0:
+            os.close(fd)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return None
     return fd
 
 

@@ -43,16 +43,16 @@ class TierFile:
         self._lock_fd = files.lock_file(
             self.path, f"{self.path} is in use by another run; wait for it, or give another folder"
         )
-        self.fd = -1  # a second descriptor, opened for direct access, does the I/O
         self.note = ""
         try:
             if name == FILE_NAME:
                 self._check_owner(run_id)
             self._check_header()
             files.grow_file(self._lock_fd, self.path, HEADER_BYTES)
-            self.direct = self._open_direct()
+            fd = files.open_direct(self.path)  # a second descriptor does the I/O
+            self.direct = fd is not None
+            self.fd = fd if fd is not None else files.open_file(self.path, os.O_RDWR)
             if not self.direct:
-                self.fd = files.open_file(self.path, os.O_RDWR)
                 self.note = (
                     f"{folder} does not take O_DIRECT: its file goes through the page cache, at the cost of memory; "
                     "speeds measured there are those of the cache"
@@ -135,21 +135,6 @@ class TierFile:
             )
 
     # ---- bytes ----
-
-    def _open_direct(self) -> bool:
-        """Whether the file takes direct access. Some file systems accept the flag and refuse the first transfer."""
-        if not hasattr(os, "O_DIRECT"):
-            return False
-        try:
-            self.fd = files.open_file(self.path, os.O_RDWR | os.O_DIRECT)
-            files.read_at(self.fd, self.path, [map_host(PAGE_BYTES).numpy().data], 0, direct=True)
-        except StoreError as error:
-            if self.fd >= 0:
-                os.close(self.fd)
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            return False
-        return True
 
     def grow(self, size_bytes: int) -> None:
         """Preallocates the file for so many bytes of data, after checking that the drive has the room."""

@@ -37,7 +37,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(spare_byte
 
     changes = threading.Thread(target=change)
     changes.start()
-    found = {name: memory.clone() for name, memory in snapshot.read()}
+    found = {name: block.data.clone() for name, block in snapshot.read()}
     changes.join(LONG_S)
     assert not changes.is_alive()
     assert found.keys() == blocks.keys()
