@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierplan.hwmodels.description import Description, Limit, Quantity
+from tierplan.hwmodels.description import Description, Limit, Quantity, Switch
 from tierplan.hwmodels.keys import KEYS
 from tierplan.hwmodels.machine import (
     CATALOG,
@@ -192,7 +192,7 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
         return text
     mixed, write, cached = (description.quantity(f"nvme.{name}") for name in ("mixed", "write", "cached_write"))
     if mixed and mixed.basis == "assumed":
-        text += "; reads and writes of a drive are assumed to take turns (nvme.mixed)"
+        text += "; reads and writes of a drive assumed to take turns"
     if not write or not cached:
         return text
     if write.value == cached.value:
@@ -357,41 +357,48 @@ def _dram(draft: _Draft) -> None:
 
 def _switches(draft: _Draft, num_gpus: int) -> None:
     """Each switch's link to the host, by direction. Copies between GPUs use it only when they leave the switch."""
-    switches = draft.description.switches
+    switches = {switch.name: switch for switch in draft.description.switches}
+    if len(switches) < len(draft.description.switches):
+        raise MachineError(f"two [[switch]] of machine {draft.description.name!r} have one name; give each its own")
     home: dict[str, str] = {}
-    for switch in switches:
+    for switch in switches.values():
         for member in switch.members:
             if member in home:
                 raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
-            if member != NVME and device_index(member) is None:
-                raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme")
+            if member not in (NVME, *switches) and device_index(member) is None:
+                raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme, a switch")
             home[member] = switch.name
+    inside = {name: _devices_behind(name, switches) for name in switches}
     peers = range(num_gpus if _uses_pcie(draft) else 0)
-    across = [
-        (i, j) for i in peers for j in peers if p2p(i, j) in draft.rates and home.get(device(i)) != home.get(device(j))
-    ]
-    for switch in switches:
+    pairs = [(i, j) for i in peers for j in peers if p2p(i, j) in draft.rates]
+    for name, members in inside.items():
         down, up = [], []  # from the host, to the host
-        for member in switch.members:
+        for member in members:
             index = device_index(member)
             to, back = (NVME_WRITE, NVME_READ) if index is None else (h2d(index), d2h(index))
             if to in draft.rates:
                 down.append(to)
                 up.append(back)
-        up += [p2p(i, j) for i, j in across if home.get(device(i)) == switch.name]
-        down += [p2p(i, j) for i, j in across if home.get(device(j)) == switch.name]
+        up += [p2p(i, j) for i, j in pairs if device(i) in members and device(j) not in members]
+        down += [p2p(i, j) for i, j in pairs if device(j) in members and device(i) not in members]
         if down:
-            draft.share_bytes(f"switch.{switch.name}.down", switch.limit, *down)
-            draft.share_bytes(f"switch.{switch.name}.up", switch.limit, *up)
-        rings = [
-            c for m in switch.members if (g := device_index(m)) is not None and (c := collective(g)) in draft.rates
-        ]
+            draft.share_bytes(f"switch.{name}.down", switches[name].limit, *down)
+            draft.share_bytes(f"switch.{name}.up", switches[name].limit, *up)
+        rings = [c for m in members if (g := device_index(m)) is not None and (c := collective(g)) in draft.rates]
         once = draft.has("link.p2p")  # a ring leaves the switch once; through the host every GPU does
         for stream in rings if _uses_pcie(draft) and down else ():
             weights = {kind: 1 / len(rings) if once else 1.0 for kind in draft.rates[stream] if kind != HOPS}
-            draft.takes.setdefault(stream, {}).update(
-                {f"switch.{switch.name}.{way}": weights for way in ("down", "up")}
-            )
+            draft.takes.setdefault(stream, {}).update({f"switch.{name}.{way}": weights for way in ("down", "up")})
+
+
+def _devices_behind(name: str, switches: Mapping[str, Switch], above: tuple[str, ...] = ()) -> list[str]:
+    """Of a switch, and of those behind it."""
+    if name in above:
+        raise MachineError(f"switch {name!r} is behind itself: {' behind '.join((*above, name))}; take one out")
+    behind = [
+        [m] if m not in switches else _devices_behind(m, switches, (*above, name)) for m in switches[name].members
+    ]
+    return [device for group in behind for device in group]
 
 
 def _listed_limits(draft: _Draft) -> None:

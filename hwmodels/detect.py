@@ -138,7 +138,8 @@ def _links(devices: list[dict[str, Any]], values: dict[str, Quantity], unknown: 
     """The drives' slots, where these are less than the drives, and the links above that several devices share."""
     shared: dict[str, tuple[str, list[str]]] = {}
     counts = Counter(device["kind"] for device in devices)
-    for index, device in enumerate(sorted(devices, key=lambda device: device["kind"])):  # GPUs first
+    devices = sorted(devices, key=lambda device: device["kind"])  # GPUs first
+    for index, device in enumerate(devices):
         links, is_drive = device["links"], device["kind"] == "nvme"
         if is_drive and len(links) > 1 and (slot := _pcie(links[:2])) != _pcie(links[:1]):
             rate = parse_amount(slot, "bytes/s", what="a slot")
@@ -157,7 +158,10 @@ def _links(devices: list[dict[str, Any]], values: dict[str, Quantity], unknown: 
             rate = parse_amount(link, "bytes/s", what="a link")
             switches.append(Switch(f"pci-{above}", rate, of, f"the kernel: 80 % of {link}", "nameplate"))
     if len(nodes := sorted({device["node"] for device in devices} - {"-1"})) > 1:
-        unknown.append(f"which NUMA node buffers lie on: GPUs and drives are on {', '.join(nodes)}; a [[switch]] says")
+        named = [f"gpu{i}" if d["kind"] == "gpu" else "nvme" for i, d in enumerate(devices)]
+        on = {node: sorted({m for m, d in zip(named, devices, strict=True) if d["node"] == node}) for node in nodes}
+        where = "; ".join(f"{', '.join(members)} on {node}" for node, members in on.items())
+        unknown.append(f"limit of a [[switch]] for devices that use another socket's memory: NUMA nodes have {where}")
     return tuple(switches)
 
 

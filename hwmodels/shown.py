@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import islice
@@ -10,14 +11,14 @@ from typing import Any
 SHOWN_ROWS = 12
 
 
-class Shown:
+class Shown(ABC):
     """A thing whose insides are a table. Its `__repr__` is one line."""
 
     __slots__ = ()
 
+    @abstractmethod
     def rows(self) -> Iterable[Mapping[str, object]]:
         """The rows of the table, all with the same columns."""
-        raise NotImplementedError
 
     def table(self) -> Any:
         """The whole table as a pandas DataFrame."""

@@ -151,6 +151,38 @@ members = ["gpu2", "gpu3"]
 """
 
 
+SOCKETS = """
+[[switch]]
+name = "socket1"
+limit = "40 GB/s"
+members = ["b", "nvme"]
+"""
+"""A switch and drives on a second socket, whose buffers lie on the first."""
+
+
+def test_devices_of_a_second_socket_share_the_link_between_sockets() -> None:
+    four = PLAIN.replace("[gpu]", "[gpu]\ncount = 4").replace("[link]", '[link]\np2p = "15 GB/s"')
+    machine = machine_of(four + SWITCHES.replace(', "nvme"', "") + SOCKETS)
+    loads = lambda limit: {s.name for s in machine.streams if limit in s.takes}  # noqa: E731
+    across = {f"gpu{i}.p2p.gpu{j}" for i in (2, 3) for j in (0, 1)}
+    assert loads("switch.socket1.up") - across == {
+        "gpu2.d2h",
+        "gpu3.d2h",
+        "nvme.read",
+        "gpu2.collective",
+        "gpu3.collective",
+    }
+    assert loads("switch.socket1.up") & across == loads("switch.b.up") & across == across
+    assert machine.limits["switch.socket1.down"] == 40e9
+    wrong = SWITCHES.replace('members = ["gpu2", "gpu3"]', 'members = ["gpu2", "c"]')
+    for more, says in (
+        ('[[switch]]\nname = "c"\nlimit = "9 GB/s"\nmembers = ["b"]\n', "is behind itself: b behind c behind b"),
+        ('[[switch]]\nname = "a"\nlimit = "9 GB/s"\nmembers = ["gpu3"]\n', "have one name"),
+    ):
+        with pytest.raises(MachineError, match=says):
+            machine_of(four + wrong + more)
+
+
 def test_a_switch_is_shared_by_direction() -> None:
     four = PLAIN.replace("[gpu]", "[gpu]\ncount = 4").replace("[link]", '[link]\np2p = "15 GB/s"')
     machine = machine_of(four + SWITCHES)

@@ -83,7 +83,7 @@ def interval_rows(prediction: Prediction) -> list[tuple[str, str]]:
     if prediction.interval_s is None:
         return []
     low_s, high_s = prediction.interval_s
-    basis = wrapped(f"rates: {prediction.basis}", 66)
+    basis = wrapped(f"rates: {prediction.basis}", 58)
     return [("", f"in 9 of 10 cases between {format_s(low_s)} and {format_s(high_s)}"), *(("", line) for line in basis)]
 
 
