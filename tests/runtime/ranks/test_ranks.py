@@ -216,11 +216,13 @@ def train_and_fail(ranks: Ranks) -> None:
 
 
 def resume_and_train_all(ranks: Ranks, folder: Path) -> list[str]:
-    return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder)]
+    from tests.runtime.ranks.torch_witness import unlike_torch  # which is of these cases
+
+    return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder), *unlike_torch(ranks)]
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(tmp_path: Path) -> None:
-    """And ranks train the numbers of one process, move the schedule's bytes, and leave in order."""
+    """And ranks train the numbers of one process and of PyTorch's own data parallelism, move the schedule's bytes, and leave in order."""
     for rank, step in [(1, 1), (0, 3)]:
         found = run_ranks(train_and_resume, 2, tmp_path, (rank, step))
         assert found[rank] == -signal.SIGKILL
