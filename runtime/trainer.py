@@ -288,8 +288,9 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
+        whole = {**asdict(self._step.training), "gradient_accumulation_steps": self._num_micro_batches}
         return {
-            "training": {k: v for k, v in asdict(self._step.training).items() if k != "backend"},
+            "training": {k: v for k, v in whole.items() if k != "backend"},
             "semantics": self._step.semantics,
             "units": [[unit.name, unit.num_parameters] for unit in self._step.units],
             "late_updates": sorted(self._step.late_updates),
@@ -297,7 +298,6 @@ class Trainer:
             "seed": self.seed,
             "num_threads": self._threads,
             "device": self._device_name,
-            **({"rank": [self._rank, self._num_ranks]} if self.ranks is not None else {}),
             **self.fixed,
         }
 

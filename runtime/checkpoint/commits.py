@@ -23,12 +23,13 @@ import errno
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace as with_changes
 from xxhash import xxh3_64_hexdigest
 
 from tierplan.runtime.memory import files
@@ -89,7 +90,9 @@ class CommitLog:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         files.make_folder(self.folder)
-        self._record = self.folder / RECORD
+        self._record, self._next = self.folder / RECORD, self.folder / "next.json"
+        self.parts: Sequence[tuple[CommitLog, Commit]] = ()
+        """By rank, where the last commit is, if another number of ranks has made it."""
 
     def lock(self) -> int:
         """A descriptor; until it is closed, no other process trains here. Raises `StoreError` when one does."""
@@ -110,10 +113,7 @@ class CommitLog:
         except (ValueError, RecursionError) as error:
             raise self._broken(f"it is not JSON ({error})") from error
         if isinstance(record, list):
-            raise CommitError(
-                f"{self.folder} holds a run of several ranks; resume it with as many (--devices): its commit.json has "
-                "a record of each"
-            )
+            return self._of_others(self.folder, *self._decision(self._record, content))
         if not isinstance(record, dict):
             raise self._broken(f"it holds {type(record).__name__}, not an object")
         if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
@@ -128,6 +128,36 @@ class CommitLog:
             return msgspec.convert(record, Commit)
         except msgspec.ValidationError as error:
             raise self._broken(str(error)) from error
+
+    def _after(self, num_steps: int) -> Commit:
+        """A rank's commit after so many steps, which all have made and it may not have taken for its last one yet."""
+        own = CommitLog.last(self)
+        if (own is None or own.num_steps != num_steps) and self._next.exists():
+            files.rename_file(self._next, self._record)
+            files.sync_folder(self.folder)
+            own = CommitLog.last(self)
+        if own is None or own.num_steps != num_steps:
+            raise self._broken(f"all ranks were committed after {num_steps} steps, and this one was not")
+        return own
+
+    def _of_others(self, folder: Path, num_steps: int, num_ranks: int) -> Commit:
+        """The last commit of all, by another number of ranks; what each had is in `parts`."""
+        logs = [CommitLog(folder / f"rank-{k}") for k in range(num_ranks)] if num_ranks > 1 else [CommitLog(folder)]
+        self.parts = [(log, log._after(num_steps)) for log in logs]
+        first = self.parts[0][1]
+        if first.rng or any(where.in_store for _, own in self.parts for where in own.contents.values()):
+            what = "random numbers of its own" if first.rng else "contents on the NVMe tier"
+            raise CommitError(f"{folder} holds a run of {num_ranks} ranks with {what}; resume it with as many")
+        return with_changes(first, seal=None, folders=(), stripes=(), store_bytes=0)
+
+    def _decision(self, path: Path, content: bytes) -> tuple[int, int]:
+        """After how many steps how many ranks were committed together."""
+        try:
+            return msgspec.json.decode(content, type=tuple[Count, Count])
+        except msgspec.MsgspecError as error:
+            raise CommitError(
+                f"{path} does not say after how many steps how many ranks were committed: {error}"
+            ) from error
 
     def _broken(self, why: str) -> CommitError:
         return CommitError(
@@ -204,7 +234,7 @@ class CommitLog:
         files.replace_content(path, text.encode())
 
     def _forget_others(self, commit: Commit) -> None:
-        for old in self.folder.glob("resident-*.bin"):
+        for old in (*self.folder.glob("resident-*.bin"), *self.folder.glob("rank-*/resident-*.bin")):
             if old != self.resident_path(commit.num_steps):
                 files.remove_file(old)
 
@@ -218,33 +248,24 @@ class CommitLogOfRank(CommitLog):
 
     def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
         super().__init__(Path(folder) / f"rank-{ranks.rank}")
-        self._ranks, self._decided, self._next = ranks, Path(folder) / RECORD, self.folder / "next.json"
+        self._ranks, self._decided = ranks, Path(folder) / RECORD
 
     def last(self) -> Commit | None:
-        decided = files.read_content(self._decided)
-        if decided is None:
+        content = files.read_content(self._decided)
+        if content is None:
             return None
-        try:
-            num_steps, num_ranks = msgspec.json.decode(decided, type=tuple[Count, Count])
-        except msgspec.MsgspecError as error:
-            raise CommitError(
-                f"{self._decided} does not say after how many steps {self._ranks.size} ranks were committed ({error}); "
-                "a run is resumed with as many ranks as it was begun with"
-            ) from error
-        if num_ranks != self._ranks.size:
-            raise CommitError(
-                f"{self._decided.parent} holds a run of {num_ranks} ranks, and {self._ranks.size} were started; start "
-                f"{num_ranks}"
-            )
-        own = super().last()
-        if own is None or own.num_steps != num_steps:
-            if self._next.exists():
-                files.rename_file(self._next, self._record)
-                files.sync_folder(self.folder)
-                own = super().last()
-            if own is None or own.num_steps != num_steps:
-                raise self._broken(f"all ranks were committed after {num_steps} steps, and this one was not")
-        return own
+        if content.startswith(b"{") and (alone := CommitLog(self._decided.parent).last()) is not None:
+            num_steps, num_ranks = alone.num_steps, 1
+        else:
+            num_steps, num_ranks = self._decision(self._decided, content)
+        if num_ranks == self._ranks.size:
+            return self._after(num_steps)
+        if self._ranks.rank > 0:  # behind the first, which makes good what a crash has left
+            self._ranks.barrier("commits")
+        found = self._of_others(self._decided.parent, num_steps, num_ranks)
+        if self._ranks.rank == 0:
+            self._ranks.barrier("commits")
+        return found
 
     def write(self, commit: Commit) -> None:
         self._put(self._next, commit)
@@ -255,6 +276,11 @@ class CommitLogOfRank(CommitLog):
         files.rename_file(self._next, self._record)
         files.sync_folder(self.folder)
         self._forget_others(commit)
+        going_on = [self._decided.parent / f"rank-{k}" for k in range(self._ranks.size)]
+        for log, old in self.parts if self._ranks.rank == 0 else ():
+            if log.folder not in going_on:
+                files.remove_file(log.resident_path(old.num_steps))
+        self.parts = ()
 
 
 def stamp(what: str, run_id: str, num_steps: int) -> bytes:

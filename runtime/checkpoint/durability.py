@@ -31,8 +31,9 @@ from tierplan.runtime.execution.state_parts import states_of
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
+from tierplan.runtime.ranks.collectives import own_part, shards_of
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import Frozen, States
+from tierplan.sim.contents import Frozen, Gradients, Params, States
 
 Fill = Callable[[Instance, torch.Tensor], None]
 """Gives an instance these bytes, in its tier."""
@@ -172,10 +173,12 @@ class Durability:
             states = content_of(instance)
             if isinstance(states, Frozen):  # what was not trained: the model has it
                 continue
-            if committed is None and isinstance(states, States):
-                fill(instance, self._cut_otherwise(states, bodies))
-                continue
-            if committed is None or committed.size_bytes != size_bytes:
+            is_cut_otherwise = bool(self._log.parts) and isinstance(states, Params | States | Gradients)
+            if is_cut_otherwise or (committed is None and isinstance(states, States)):
+                if committed is None or not committed.is_absent:
+                    fill(instance, self._cut_otherwise(instance, bodies))
+                    continue
+            elif committed is None or committed.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
             if committed.is_absent:
                 instance.value = BufferValue(bodies.allocate(instance), is_absent=True)
@@ -197,12 +200,13 @@ class Durability:
                 "not trained are no part of a commit; load those that the run began with"
             )
 
-    def _committed(self, content: str, bodies: Bodies) -> torch.Tensor:
-        """The bytes of one content of the last commit, in host memory."""
+    def _committed(self, content: str, bodies: Bodies, log: CommitLog | None = None) -> torch.Tensor:
+        """The bytes of one content of the last commit, or of another rank's, in host memory."""
         assert self.last is not None
-        where = self.last.contents[content]
+        commit = next((commit for of_rank, commit in self._log.parts if of_rank is log), self.last)
+        where = commit.contents[content]
         if not where.in_store:
-            return self._log.read_resident(self.last, content)
+            return (log or self._log).read_resident(commit, content)
         memory = map_host(where.size_bytes)[: where.size_bytes]
         extent = Extent(where.offset_bytes, where.size_bytes)
         with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
@@ -217,15 +221,30 @@ class Durability:
         except DamageError as error:
             raise CommitError(f"{otherwise}; {remedy}: {error}") from error
 
-    def _cut_otherwise(self, content: States, bodies: Bodies) -> torch.Tensor:
-        """Optimizer states, or a part of them, from a commit in which the unit's states were cut otherwise."""
+    def _cut_otherwise(self, instance: Instance, bodies: Bodies) -> torch.Tensor:
+        """What one rank has of a unit, from a commit in which states travelled in other parts, or that was made by
+        another number of ranks."""
         assert self.last is not None
-        committed = states_of(content.unit, self.last.contents)
-        if not committed:
-            raise CommitError(f"the last commit has no states of unit {content.unit!r}; plan again")
-        layout = bodies.layouts[content.unit]
-        whole = layout.join([self._committed(str(part), bodies) for part in committed])
-        return layout.cut(whole, layout.part(content))
+        content = content_of(instance)
+        assert isinstance(content, Params | States | Gradients)
+        unit, layout = bodies.unit_of(content), bodies.layouts[content.unit]
+        shares: list[torch.Tensor] = []
+        for log, commit in self._log.parts or [(self._log, self.last)]:
+            names = states_of(unit.name, commit.contents) if isinstance(content, States) else [content]
+            if missing := [name for name in names or [content] if str(name) not in commit.contents]:
+                raise CommitError(f"the last commit has no {str(missing[0])!r}; plan again")
+            parts = [self._committed(str(name), bodies, log) for name in names]
+            shares.append(parts[0] if len(parts) == 1 else layout.join(parts))
+        if not isinstance(content, States):
+            own, each = own_part(instance, unit, bodies.ranks), unit.dtype.itemsize
+            flat = shares[0] if len(shares[0]) == unit.num_trained * each else torch.cat(shares)
+            return flat[own.start * each : own.stop * each]
+        is_whole = len(shares[0]) == layout.size_bytes(layout.whole)
+        whole = shares[0] if is_whole else layout.join(shares, shards_of(unit, len(shares)))
+        own = layout.part(content)
+        if (ranks := bodies.ranks) and instance.buffer.size_bytes < layout.size_bytes(own):
+            own = shards_of(unit, ranks.size)[ranks.rank]
+        return layout.cut(whole, own)
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.store

@@ -247,7 +247,7 @@ class Bodies:
         if old.gradients is not None:
             content = content_of(source)
             assert isinstance(content, Gradients | TiedGradients)
-            gather(old, self._unit(content), new)
+            gather(old, self.unit_of(content), new)
         elif isinstance(new.place, Extent):
             is_left = target.buffer.becomes is not None and call.step + 1 == self.commits_after
             self.drives.write(new.place, self._memory(source), will_be_committed=is_left)
@@ -383,7 +383,7 @@ class Bodies:
             content, over = content_of(instance), instance.over
             if not isinstance(content, Gradients | TiedGradients):
                 continue
-            unit = self._unit(content)
+            unit = self.unit_of(content)
             instance.value = value = (
                 BufferValue(gradients=[None] * len(unit.parameters)) if over is None else value_of(over)
             )
@@ -392,7 +392,7 @@ class Bodies:
             if tied is not None and isinstance(content, Gradients) and tied is not value:
                 self._aim(unit, tied, given(tied, unit))
 
-    def _unit(self, content: Gradients | TiedGradients) -> ModelUnit:
+    def unit_of(self, content: Params | States | Gradients | TiedGradients) -> ModelUnit:
         return self.units[self._index[content.unit]]
 
     def _tied(self, call: Call, unit: ModelUnit) -> BufferValue | None:
@@ -416,7 +416,7 @@ class Bodies:
         for instance in call.writes:
             content = content_of(instance)
             if isinstance(content, Gradients):
-                unit, value = self._unit(content), value_of(instance)
+                unit, value = self.unit_of(content), value_of(instance)
                 tied = self._tied(call, unit)
                 if tied is not None and tied is not value:
                     take_over(value, unit, tied)

@@ -109,7 +109,7 @@ class Placement:
                 layout = self.bodies.layouts[unit.name]
                 part = layout.part(content)
                 if (ranks := self.bodies.ranks) and by_content[content].buffer.size_bytes < layout.size_bytes(part):
-                    part = shards_of(unit, ranks)[ranks.rank]
+                    part = shards_of(unit, ranks.size)[ranks.rank]
                 start = map_host(size_bytes := layout.size_bytes(part))[:size_bytes]
                 for view in layout.views(start, part) if layout.has_master else ():
                     view.tensors["master"].copy_(flat_n[view.begin :][: view.length])

@@ -144,10 +144,11 @@ class StateLayout:
             of_part.copy_(of_whole)
         return states
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A unit's states, from all of its parts; uint8."""
+    def join(self, parts: Sequence[torch.Tensor], ranges: Sequence[range] = ()) -> torch.Tensor:
+        """A unit's states, from all of its parts: those of a schedule, if not said otherwise; uint8."""
         whole = torch.empty(self.size_bytes(self.whole), dtype=torch.uint8)
-        for states, part in zip(parts, state_parts(self.optimizer, self.owned, len(parts)), strict=True):
+        ranges = ranges or state_parts(self.optimizer, self.owned, len(parts))
+        for states, part in zip(parts, ranges, strict=True):
             for of_whole, of_part in self._pairs(whole, states, part):
                 of_whole.copy_(of_part)
         return whole

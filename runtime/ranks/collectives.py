@@ -23,9 +23,9 @@ CHUNK_BYTES = 1 << 22
 """What goes from one rank to another at once."""
 
 
-def shards_of(unit: ModelUnit, ranks: Ranks) -> list[range]:
+def shards_of(unit: ModelUnit, num_ranks: int) -> list[range]:
     """By rank, the parameters of the unit whose updates are its own."""
-    return [shard(range(unit.num_trained), k, ranks.size) for k in range(ranks.size)]
+    return [shard(range(unit.num_trained), k, num_ranks) for k in range(num_ranks)]
 
 
 def own_part(instance: Instance, unit: ModelUnit, ranks: Ranks | None) -> range:
@@ -34,7 +34,7 @@ def own_part(instance: Instance, unit: ModelUnit, ranks: Ranks | None) -> range:
     each = torch.float32.itemsize if isinstance(content_of(instance), CastGradients) else unit.dtype.itemsize
     if ranks is None or instance.buffer.size_bytes >= len(whole) * each:
         return whole
-    return shards_of(unit, ranks)[ranks.rank]
+    return shards_of(unit, ranks.size)[ranks.rank]
 
 
 def copy_bytes(
@@ -44,7 +44,7 @@ def copy_bytes(
     if len(new) != len(old):
         assert ranks is not None
         unit = next(unit for unit in units if unit.name == name)
-        own = shards_of(unit, ranks)[ranks.rank]
+        own = shards_of(unit, ranks.size)[ranks.rank]
         here = slice(own.start * unit.dtype.itemsize, own.stop * unit.dtype.itemsize)
         new, old = (new[here], old) if len(new) > len(old) else (new, old[here])
     new.copy_(old, non_blocking=True)
@@ -58,14 +58,14 @@ def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
 
 def shard_gradients(value: BufferValue, unit: ModelUnit, ranks: Ranks) -> list[torch.Tensor | None]:
     """By parameter of the unit, what this rank's shard has of its gradient."""
-    flat_n, part = value.block.data.view(unit.dtype), shards_of(unit, ranks)[ranks.rank]
+    flat_n, part = value.block.data.view(unit.dtype), shards_of(unit, ranks.size)[ranks.rank]
     parts = parameter_parts(unit, part)
     return [flat_n[own.start - part.start : own.stop - part.start] if own else None for own in parts]
 
 
 def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks) -> int:
     """Fills `target`, the value of what the op writes. Returns the bytes that this rank has sent."""
-    over, shards, each = call.writes[0].over, shards_of(unit, ranks), CHUNK_BYTES // unit.dtype.itemsize
+    over, shards, each = call.writes[0].over, shards_of(unit, ranks.size), CHUNK_BYTES // unit.dtype.itemsize
     out_n, mine = target.block.data.view(unit.dtype), shards[ranks.rank]
     is_whole = own_part(call.writes[0], unit, ranks) == range(unit.num_trained)
     mine_n = out_n[mine.start : mine.stop] if is_whole else out_n
@@ -102,7 +102,7 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
 
 def joined(own_n: torch.Tensor, unit: ModelUnit, ranks: Ranks) -> torch.Tensor:
     """The parameters of a unit from the shards of all ranks, which ask for them together."""
-    shards = shards_of(unit, ranks)
+    shards = shards_of(unit, ranks.size)
     sent_n = torch.zeros(len(shards[0]), dtype=unit.dtype)
     sent_n[: len(own_n)].copy_(own_n)
     received_rn = torch.empty(ranks.size, len(sent_n), dtype=unit.dtype)

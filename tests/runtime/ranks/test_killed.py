@@ -68,6 +68,8 @@ def run_and_kill(files: Path, rng: random.Random, log: Path) -> str:
     if not is_early:
         wait_until(lambda: path.exists() and path.stat().st_mtime_ns > before and path.stat().st_size > 0, process)
     time.sleep(rng.uniform(0, 6 if is_early else 1))
+    if process.poll() is not None:
+        return f"it has ended before it was killed, and said:\n{log.read_text()}"
     os.kill(pids[victim], signal.SIGKILL)
     begun_s = time.monotonic()
     try:

@@ -37,6 +37,7 @@ from tierplan.sim.ranks import rank_schedule
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 ADAM = OptimizerSettings(lr=1e-2)
 
@@ -110,11 +111,10 @@ def order_of_sums(model: nn.Module, schedule: Schedule, num: int) -> Callable[[n
 def cut_of(model: nn.Module, num: int) -> Callable[[nn.Parameter, torch.Tensor], Sequence[torch.Tensor]]:
     """What each rank has of a parameter."""
     parts: dict[int, list[int]] = {}
-    ranks: Any = type("R", (), {"size": num})
     for unit in split_model(model, make_batches(1)[0]):
         begin = 0
         for k, (_, p) in enumerate(unit.parameters):
-            parts[id(p)] = [len(parameter_parts(unit, own)[k]) for own in shards_of(unit, ranks)]
+            parts[id(p)] = [len(parameter_parts(unit, own)[k]) for own in shards_of(unit, num)]
             begin += p.numel()
     return lambda p, gradient: [t for t in gradient.reshape(-1).split(parts[id(p)]) if t.numel()]
 
@@ -208,6 +208,36 @@ def train_and_resume(
     return wrong + ([] if list(losses) == wanted and same_weights(model, plain) else ["losses or weights differ"])
 
 
+def train_on(ranks: Ranks | None, folder: Path, case: Case, wanted: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Goes on from the last commit, whoever made it, until so many steps are done: the losses and the weights."""
+    num = ranks.size if ranks is not None else 1
+    policy = case.policy if num > 1 else "in-memory"
+    model, schedule = prepared(replace(case, policy=policy, accumulation=case.accumulation // num), num)
+    settings: dict[str, Any] = {"out_dir": folder / str(case), "resume": True, "ranks": ranks, "num_threads": 1}
+    with Trainer(schedule, model, optimizer=ADAM, **settings) as trainer:
+        trainer.run(make_batches(wanted * case.accumulation), wanted - trainer.num_steps_done)
+        trainer.restore_model()
+        return list(trainer.result().losses), [p.detach() for p in model.parameters()]
+
+
+def train_every(ranks: Ranks, folder: Path, cases: Sequence[Case], wanted: int) -> None:
+    for case in cases:
+        train_on(ranks, folder, case, wanted)
+
+
+MOVED = [Case("zero-3", family="llama", dtype="bf16", accumulation=4), Case("zero-2", accumulation=4)]
+"""Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, which is plain training on all of them."""
+
+
+def train_plainly_on_all(case: Case, steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    model, _ = prepared(case, 1)
+    losses = train_plainly(
+        model, make_batches(steps * case.accumulation), steps=steps, optimizer=ADAM,
+        gradient_accumulation_steps=case.accumulation,
+    )  # fmt: skip
+    return losses, [p.detach() for p in model.parameters()]
+
+
 def train_and_fail(ranks: Ranks) -> None:
     """The batches of rank 1 end too early."""
     model, schedule = prepared(Case("ddp"), ranks.size)
@@ -218,11 +248,15 @@ def train_and_fail(ranks: Ranks) -> None:
 def resume_and_train_all(ranks: Ranks, folder: Path) -> list[str]:
     from tests.runtime.ranks.torch_witness import unlike_torch  # which is of these cases
 
+    train_every(ranks, folder, MOVED, 4)
     return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder), *unlike_torch(ranks)]
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(tmp_path: Path) -> None:
-    """And ranks train the numbers of one process and of PyTorch's own data parallelism, move the schedule's bytes, and leave in order."""
+    """And ranks train the numbers of one process and of PyTorch's data parallelism, move the schedule's bytes, go on
+    where another number has stopped, and leave in order."""
+    for case in MOVED:
+        train_on(None, tmp_path, case, 2)
     for rank, step in [(1, 1), (0, 3)]:
         found = run_ranks(train_and_resume, 2, tmp_path, (rank, step))
         assert found[rank] == -signal.SIGKILL
@@ -230,6 +264,24 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
         assert re.match(rf"rank {rank} of 2 \(process \d+\) has died", str(found[1 - rank]))
     for wrong in run_ranks(resume_and_train_all, 2, tmp_path):
         assert wrong == []
+    check_moved(tmp_path, 6)
+    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1]
+
+
+def check_moved(folder: Path, steps: int) -> None:
+    """One rank goes on with what others have trained, and has plain training in the end."""
+    for case in MOVED:
+        losses, weights = train_on(None, folder, case, steps)
+        wanted, plain = train_plainly_on_all(case, steps)
+        assert losses == wanted
+        assert all(map(torch.equal, weights, plain))
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    for num, steps in [(4, 1), (2, 2), (4, 3)]:
+        assert run_ranks(train_every, num, tmp_path, MOVED, steps) == [None] * num
+    check_moved(tmp_path, 4)
 
 
 @pytest.mark.nightly
