@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from tierplan.hwmodels.machine import Machine, Stream
-from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.names import COMPUTE, parse_stream
 from tierplan.hwmodels.scaling import with_demand, with_rate_factors
 from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
@@ -25,6 +25,8 @@ NUM_ROUNDS = 6
 RATE_FACTOR_LIMIT = 10.0
 LEAST_WORK_FRAC = 0.05
 """Of the mean work of a stream's ops: shorter ops weigh no more than one of this length."""
+NUM_FITS, LEAST_OUTLIER = 20, 0.1
+"""Times that a stream is fitted again without its outliers: ops that are off by more than this part."""
 CONTENTION_FACTOR_LIMIT = 3.0
 LEAST_CONTENTION_FRAC = 0.002
 """Contention is fitted where it is predicted to be at least this part of computation."""
@@ -66,14 +68,18 @@ def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, 
         samples: dict[str, list[_Sample]] = {}
         predicted_contention_s = -alone_s
         for (schedule, op_s), steps in zip(measured, unrolled, strict=True):
-            predicted_ns = cut_predicted(simulate_on(steps, machine)).ns_by_key()
+            cut = cut_predicted(simulate_on(steps, machine))
+            predicted_ns, alone_ns = cut.ns_by_key(), cut.ns_by_key("alone_ns")
             for op in schedule.ops:
                 if op.kind in COMPUTATIONS and len(schedule.streams) > 1:
                     predicted_contention_s += predicted_ns[op.key] / 1e9
                 kinds = [kind for kind, amount in op.work.items() if amount and kind != "s"]
                 if len(kinds) == 1:
                     work_s = predicted_ns[op.key] / 1e9 - machine.stream(op.stream).latency_s
-                    samples.setdefault(op.stream, []).append(_Sample(kinds[0], max(0.0, work_s), op_s[op.key]))
+                    is_drive = parse_stream(op.stream).is_drive
+                    alone = alone_ns[op.key] / max(1.0, predicted_ns[op.key]) if is_drive else 1.0
+                    sample = _Sample(kinds[0], max(0.0, work_s), op_s[op.key], alone)
+                    samples.setdefault(op.stream, []).append(sample)
         machine = replace(machine, streams=tuple(_fit_stream(s, samples.get(s.name, ())) for s in machine.streams))
         if predicted_contention_s > LEAST_CONTENTION_FRAC * alone_s:
             wanted = contention * (max(measured_contention_s, 0.0) / predicted_contention_s) ** 0.5
@@ -93,23 +99,33 @@ class _Sample(NamedTuple):
     predicted_s: float
     """Without latency."""
     measured_s: float
+    alone: float
+    """Part of its time that it would take alone. Where a drive reads and writes at the same time, a short op queues
+    behind a long one, which no rate says."""
 
 
 def _fit_stream(stream: Stream, samples: Sequence[_Sample]) -> Stream:
     """The stream with the latency, and the factors on its rates, under which its ops take as long as measured.
 
     Weighted least squares of `latency + sum over kinds of slower[kind] * predicted`, nothing negative. Weights are one
-    over the predicted seconds, so that totals per stream are reproduced and short ops determine the latency.
+    over the predicted seconds, so that totals per stream are reproduced and short ops determine the latency; ops that
+    met others, and outliers (a drive's ops that took ten times as long once), weigh less.
     """
     kinds = sorted({op.kind for op in samples if op.predicted_s > 0})
     if not kinds:
         return stream
     mean_s = fmean(op.predicted_s for op in samples)
-    weights = np.array([(op.predicted_s + LEAST_WORK_FRAC * mean_s) ** -0.5 for op in samples])
+    weights = np.array([op.alone * (op.predicted_s + LEAST_WORK_FRAC * mean_s) ** -0.5 for op in samples])
     by_kind = np.array([[op.predicted_s if op.kind == kind else 0.0 for kind in kinds] for op in samples])
-    latency = np.full((len(samples), 1), 0.0 if stream.name == COMPUTE else 1.0)
-    measured_s = np.array([op.measured_s for op in samples])
-    (latency_s, *slower), _ = nnls(np.hstack([latency, by_kind]) * weights[:, None], measured_s * weights)
+    columns = np.hstack([np.full((len(samples), 1), 0.0 if stream.name == COMPUTE else 1.0), by_kind])
+    measured_s, trust = np.array([op.measured_s for op in samples]), np.ones(len(samples))
+    for _ in range(NUM_FITS):
+        weighed = weights * trust**0.5
+        found, _ = nnls(columns * weighed[:, None], measured_s * weighed)
+        fitted_s = np.maximum(columns @ found, 1e-9)
+        off = np.abs(measured_s / fitted_s - 1.0) + 1e-9
+        trust = np.minimum(1.0, max(LEAST_OUTLIER, 1.5 * float(np.median(off))) / off)
+    latency_s, *slower = found
     factors = {
         kind: min(RATE_FACTOR_LIMIT, max(1 / RATE_FACTOR_LIMIT, 1 / factor))
         for kind, factor in zip(kinds, slower, strict=True)
