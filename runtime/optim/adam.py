@@ -175,6 +175,8 @@ def update_flat(
     grads = [grads] if isinstance(grads, torch.Tensor) else grads
     if params.is_cuda:  # chunks are for caches of the host
         chunk_elements = max(1, params.numel())
+    elif len(grads) > 1 and params.numel() <= chunk_elements:
+        grads = [torch.cat(list(grads))]  # one call of the kernel is worth more than this copy
     _check_finite(grads, label, chunk_elements)
     master = regions.get("master")
     target = params if master is None else master
