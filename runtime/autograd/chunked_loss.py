@@ -53,12 +53,10 @@ class _Sum(torch.autograd.Function):
             grad_cv.mul_(counts_c1 * grads[0])
             grad_cv = grad_cv.to(x_nd.dtype)
             torch.mm(grad_cv, weight_vd, out=x_grad_cd)
-            if not ctx.needs_input_grad[1]:
-                continue
-            if weight_grad_vd is None:
-                weight_grad_vd = torch.mm(grad_cv.t(), x_cd)
-            else:
+            if weight_grad_vd is not None:
                 torch.addmm(weight_grad_vd, grad_cv.t(), x_cd, out=weight_grad_vd)
+            elif ctx.needs_input_grad[1]:
+                weight_grad_vd = torch.mm(grad_cv.t(), x_cd)
             del grad_cv
         return x_grad_nd, weight_grad_vd, None, None
 

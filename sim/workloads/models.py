@@ -20,6 +20,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+from tierplan.sim.workloads.adapters import Adapters, read_adapters
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
@@ -35,6 +36,9 @@ SUPPORTED: Mapping[str, str] = {
     "qwen3": "llama",
 }
 """Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
+ADAPTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Those that have them with adapters too."""
+ALL_LINEAR = Adapters(targets=("all-linear",))
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -141,8 +145,12 @@ def load_workload(model: str | Path, training: Training) -> Workload:
 def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     """The same for a config that is at hand."""
     family, config = family_of(raw), Config(raw)
-    if training.lora or training.freeze:
-        raise NotCovered("adapters and frozen parameters are not covered by the closed forms; use tracing (--exact)")
+    is_plain = not training.lora or replace(read_adapters(training.lora), r=8, alpha=8.0, dropout=0.0) == ALL_LINEAR
+    if not is_plain or training.freeze or training.base or (training.lora and raw["model_type"] not in ADAPTED):
+        raise NotCovered(
+            "of adapters and frozen parameters, the closed forms cover LoRA on all linear layers of a base in dtype, "
+            f"for {', '.join(ADAPTED)}; use tracing (--exact)"
+        )
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)
@@ -155,13 +163,18 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     batch, length = training.per_device_train_batch_size, training.sequence_length
     hidden = (batch, length, config.hidden)
     embed = measure_unit("embed", "embed", training, lambda t, ids: family.embed(t, config, ids), (batch, length))
-    block = measure_unit("L0", "block", training, lambda t, x: family.block(t, config, x), hidden)
+
+    def run_block(tape: Tape, x: Value) -> Value:
+        return family.block(tape, config, x)
 
     def run_head(tape: Tape, x: Value) -> Value:
         return family.head(tape, config, x, tape.outside(batch, length, dtype="int64"))
 
     head = measure_unit("head", "head", training, run_head, hidden)
+    block = measure_unit("L0", "block", training, run_block, hidden)
     blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
+    if training.lora:  # nobody wants the gradient of what a frozen embedding makes
+        blocks[0] = measure_unit("L0", "block", training, run_block, hidden, passes_back=False)
     workload = Workload(
         name=name,
         model_type=str(raw["model_type"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear
+from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear, product
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, check_attention, cross_entropy, embedding
 from tierplan.sim.workloads.workload import Training
@@ -50,7 +50,7 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
     hidden = linear(tape, x, config.hidden)
     hidden = activation(tape, hidden, config.text("hidden_act", "gelu"))
     hidden = layer_norm(tape, hidden)
-    return cross_entropy(tape, linear(tape, hidden, config.vocabulary, shared=config.tied), labels)
+    return cross_entropy(tape, product(tape, hidden, config.vocabulary, shared=config.tied), labels)
 
 
 def check(config: Config, training: Training) -> None:

@@ -21,14 +21,14 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     drops = config.fraction("attn_pdrop", DROPOUT) > 0
     q, k, v = split(tape, qkv, [width] * 3)
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=width // heads, drops=drops)
-    del hidden, qkv, q, k, v
+    del qkv, q, k, v
     attended = linear(tape, attended, width)
     attended = dropout(tape, attended, config.fraction("resid_pdrop", DROPOUT))
     hidden = add(tape, attended, residual)
     residual = hidden
     tape.scope = "mlp"
-    hidden = layer_norm(tape, hidden)
-    hidden = linear(tape, hidden, inner)
+    normed = layer_norm(tape, hidden)  # lives as long as the MLP
+    hidden = linear(tape, normed, inner)
     hidden = activation(tape, hidden, config.text("activation_function", "gelu_new"))
     hidden = linear(tape, hidden, width)
     hidden = dropout(tape, hidden, config.fraction("resid_pdrop", DROPOUT))

@@ -9,12 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
 
-def linear(tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool = False) -> Value:
+def linear(tape: Tape, x: Value, width: int, *, bias: bool = True) -> Value:
+    """A linear layer of a block, with adapters where there are any."""
+    out = product(tape, x, width, bias=bias)
+    if not tape.training.lora:
+        return out
+    adapters, dtype = read_adapters(tape.training.lora), out.dtype
+    x = to_dtype(tape, x, tape.training.dtype_of_trained)
+    low = product(tape, dropout(tape, x, adapters.dropout), adapters.r, bias=False, adapts=True)
+    return to_dtype(tape, add(tape, out, scale(tape, product(tape, low, width, bias=False, adapts=True))), dtype)
+
+
+def product(
+    tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool = False, adapts: bool = False
+) -> Value:
     """x (.., D) times a weight (O, D), its own or (`shared`) another unit's, with a bias of its own."""
-    weight = tape.parameter(width, x.shape[-1], shared=shared)
+    weight = tape.parameter(width, x.shape[-1], shared=shared, adapts=adapts)
     added = tape.parameter(width) if bias else None
     rows = x.numel // x.shape[-1]
     flops = 2 * rows * weight.numel
@@ -22,17 +36,16 @@ def linear(tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool 
     out = tape.empty((*x.shape[:-1], width), x.dtype)
     tape.record("addmm" if added else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
     inputs = [x, weight, *([added] if added else [])]
-    num_x, num_weight, dtype, wants_x = x.numel, weight.numel, x.dtype, x.needs_grad
+    num_x, num_weight, dtype, wants_x, wants_weight = x.numel, weight.numel, x.dtype, x.needs_grad, weight.needs_grad
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved is not None
-        tape.backward_work.append({f"matmul_{dtype}_flops": flops * (2 if wants_x else 1)})
-        grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype)]
-        if bias:
-            grad_bias = tape.grad(width, dtype)
-            tape.backward_work.append(tape.moved(grad, grad_bias))
-            grads.append(grad_bias)
-        return grads
+        tape.backward_work.append({f"matmul_{dtype}_flops": flops * (wants_x + wants_weight)})
+        grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype) if wants_weight else None]
+        if bias and wants_weight:
+            grads.append(tape.grad(width, dtype))
+            tape.backward_work.append(tape.moved(grad, grads[-1] or 0))
+        return [*grads, None]
 
     return tape.connect(out, inputs, backward)
 
@@ -41,24 +54,36 @@ def layer_norm(tape: Tape, x: Value, *, rank: int | None = None) -> Value:
     """With parameters of its own. Statistics are in their dtype on a CPU, in fp32 on a GPU."""
     dtype, num_x, width = x.dtype, x.numel, x.shape[-1]
     weight, bias = (tape.parameter(width, rank=rank) for _ in range(2))
-    saved = list(tape.save(bias, x, weight))
+    wanted = [value.needs_grad for value in (x, weight, bias)]
+    saved = list(tape.save(bias, x, weight)) if any(wanted) else []
     out = tape.empty(x.shape, dtype)
     statistics = dtype if tape.training.backend == "cpu" else "fp32"
     mean, rstd = (tape.empty((*x.shape[:-1], 1), statistics) for _ in range(2))
     tape.record("native_layer_norm", [x, weight, bias], [out, mean, rstd], tape.moved(x, weight, bias, out, mean, rstd))
-    saved += tape.save(mean, rstd)
+    saved += tape.save(mean, rstd) if any(wanted) else []
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        grads = [tape.grad(num_x, dtype), tape.grad(width, dtype), tape.grad(width, dtype)]
-        tape.backward_work.append(tape.moved(grad, *saved, *grads))
+        grads = [tape.grad(n, dtype) if wants else None for n, wants in zip((num_x, width, width), wanted, strict=True)]
+        tape.backward_work.append(tape.moved(grad, *saved, *filter(None, grads)))
         return grads
 
     return tape.connect(out, [x, weight, bias], backward)
 
 
 def add(tape: Tape, a: Value, b: Value) -> Value:
-    """Equal shapes, or b is broadcast over the batch."""
-    return tape.connect(tape.made("add", [a, b], a.shape, a.dtype), [a, b], lambda grad: [grad, grad])
+    """Equal shapes, or b is broadcast over the batch; of two dtypes becomes fp32."""
+    dtype = a.dtype if a.dtype == b.dtype else "fp32"
+    narrow = [(v.numel, v.dtype) if v.dtype != dtype and v.needs_grad else None for v in (a, b)]
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        grads: list[Storage | None] = []
+        for cast in narrow:
+            grads.append(tape.grad(*cast) if cast else grad)
+            if cast:
+                tape.backward_work.append(tape.moved(grad, grads[-1] or 0))
+        return grads
+
+    return tape.connect(tape.made("add", [a, b], a.shape, dtype), [a, b], backward)
 
 
 def kernel(
@@ -72,9 +97,9 @@ def kernel(
     num_backward: int = 1,
 ) -> Value:
     """A memory-bound kernel on x, whose derivative is `num_backward` such kernels. The result is like x unless said."""
-    saved = tape.save(x) if saves == "input" else ()
+    saved = tape.save(x) if saves == "input" and x.needs_grad else ()
     out = tape.made(name, [x], x.shape if shape is None else shape, dtype or x.dtype)
-    if saves == "output":
+    if saves == "output" and x.needs_grad:
         saved = tape.save(out)
     return derived(tape, out, x, saved, num_backward)
 
@@ -172,7 +197,7 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
         return mul(tape, x, mask)
     out, mask = tape.empty(x.shape, x.dtype), tape.empty(x.shape, "bool")
     tape.record("native_dropout", [x], [out, mask], tape.moved(x, out, mask), random=True)
-    return derived(tape, out, x, tape.save(mask))
+    return derived(tape, out, x, tape.save(mask) if x.needs_grad else ())
 
 
 def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:

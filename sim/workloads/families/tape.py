@@ -114,6 +114,7 @@ class Tape:
     saves: dict[int, Save] = field(default_factory=dict)
     held: list[Storage] = field(default_factory=list)
     num_parameters: int = 0
+    num_frozen: int = 0
     rank: int = 0
     """Of the parameters that are made now: modules list those of lower rank first."""
     ranked: list[tuple[int, Shape]] = field(default_factory=list)
@@ -131,16 +132,18 @@ class Tape:
         self._numbers += 1
         return Storage(size_bytes, dtype, owner, None if owner else self.meter, self._numbers)
 
-    def parameter(self, *shape: int, shared: bool = False, rank: int | None = None) -> Value:
-        """A parameter of this unit, or (`shared`) one that another unit owns."""
-        dtype = self.training.dtype
+    def parameter(self, *shape: int, shared: bool = False, rank: int | None = None, adapts: bool = False) -> Value:
+        """A parameter of this unit, or (`shared`) one that another unit owns; beside adapters all others are frozen."""
+        is_frozen = bool(self.training.lora) and not adapts
+        dtype = self.training.dtype_of_trained if adapts else self.training.dtype
         size = prod(shape)
         if shared:
             self.shared_parameters += size
         else:
             self.num_parameters += size
-            self.ranked.append((self.rank if rank is None else rank, shape))
-        leaf = Node((), None, size, dtype, is_own=not shared)
+            self.num_frozen += size if is_frozen else 0
+            self.ranked += [] if is_frozen else [(self.rank if rank is None else rank, shape)]
+        leaf = None if is_frozen else Node((), None, size, dtype, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
 
     def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:

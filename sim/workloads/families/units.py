@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierplan.sim.workloads.families.ops import derived, kernel, linear, to_dtype
+from tierplan.sim.workloads.families.ops import derived, kernel, product, to_dtype
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, Unit, WorkloadError, total_work
 
@@ -86,7 +86,7 @@ def position_ids(tape: Tape, length: int) -> Value:
 def embedding(tape: Tape, ids: Value, rows: int, width: int, *, rank: int | None = None) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
     table = tape.parameter(rows, width, rank=rank)
-    saved = tape.save(ids)
+    saved = tape.save(ids) if table.needs_grad else ()
     out = tape.empty((*ids.shape, width), table.dtype)
     tape.record("embedding", [ids, table], [out], tape.moved(ids, out, out))
     size, dtype, id_bytes = table.numel, table.dtype, ids.size_bytes
@@ -149,7 +149,7 @@ def chunked_loss(tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, s
         del log_probabilities, of_all
         tape.record("add_", [total, loss], [total], tape.moved(total, loss, total))
         del wide, loss
-    held = tape.save(hidden, weight, shifted)
+    held, wants_weight = tape.save(hidden, weight, shifted), weight.needs_grad
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert held
@@ -170,12 +170,12 @@ def chunked_loss(tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, s
             del factors
             narrow = tape.grad(numel, dtype) if dtype != "fp32" else probabilities
             del probabilities
-            if weight_grad is None:
+            if wants_weight and weight_grad is None:
                 weight_grad = tape.grad(width * vocabulary, dtype)
             del narrow
             casts = 2 * (4 + item_bytes) if dtype != "fp32" else 0
             moved = numel * (8 + 8 + 8 + casts) + part * (9 + 16 + 4 + 12 + 5 + 4) + grad.size_bytes
-            tape.backward_work += [{product: 3 * 2 * numel * width}, {"elementwise_bytes": moved}]
+            tape.backward_work += [{product: (2 + wants_weight) * 2 * numel * width}, {"elementwise_bytes": moved}]
         del counts, minus  # they live until they are made anew
         return [hidden_grad, weight_grad]
 
@@ -211,7 +211,7 @@ def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tie
     shared = config.flag("tie_word_embeddings", default=tied)
     if tape.training.loss_chunks > 1:
         return chunked_loss(tape, hidden, config.vocabulary, labels, shared=shared)
-    return causal_loss(tape, linear(tape, hidden, config.vocabulary, bias=False, shared=shared), labels)
+    return causal_loss(tape, product(tape, hidden, config.vocabulary, bias=False, shared=shared), labels)
 
 
 def check_attention(config: Config, training: Training, dropout: str, default: float, *unusual: str) -> None:
@@ -227,15 +227,20 @@ def check_attention(config: Config, training: Training, dropout: str, default: f
 
 
 def measure_unit(
-    name: str, kind: str, training: Training, run: Callable[[Tape, Value], Value], shape: tuple[int, ...]
+    name: str,
+    kind: str,
+    training: Training,
+    run: Callable[[Tape, Value], Value],
+    shape: tuple[int, ...],
+    *,
+    passes_back: bool = True,
 ) -> Unit:
-    """Runs one part on a fresh tape, forward and backward."""
+    """Runs one part on a fresh tape, forward and backward; below all that is trained, nothing is passed back."""
     tape = Tape(training)
     is_embed = kind == "embed"
-    given = tape.input(*shape, dtype="int64" if is_embed else None, needs_grad=not is_embed)
+    given = tape.input(*shape, dtype="int64" if is_embed else None, needs_grad=passes_back and not is_embed)
     out = run(tape, given)
     node, out_bytes = out.node, out.size_bytes
-    assert node is not None
     loss_bytes = out_bytes if kind == "head" else 0
     input_bytes = 0 if is_embed else given.size_bytes
     forward_peak = tape.meter.peak_bytes
@@ -245,15 +250,21 @@ def measure_unit(
     del out, given
     tape.meter.restart()
     before = tape.meter.live_bytes
-    tape.run_backward(node)
-    gradients = tape.num_parameters + tape.shared_parameters
-    granted = before + gradients * training.grad_bytes + input_bytes + (0 if loss_bytes else out_bytes)
+    gradients = tape.num_parameters - tape.num_frozen
+    if node is not None:
+        tape.run_backward(node)
+        gradients += 0 if training.lora else tape.shared_parameters
+    granted = before + gradients * training.grad_bytes + (0 if loss_bytes or node is None else out_bytes)
+    granted += input_bytes if passes_back else 0
     return Unit(
         name=name,
         kind=kind,  # type: ignore[arg-type]
         num_parameters=tape.num_parameters,
+        num_frozen=tape.num_frozen,
+        frozen_bytes=tape.num_frozen * DTYPE_BYTES[training.dtype],
         shapes=tape.shapes(),
         shares="embed" if tape.shared_parameters else None,
+        adds_to_shared=not (training.lora and tape.shared_parameters),
         forward=tape.forward_work(),
         backward=total_work(tape.backward_work),
         saved=saved,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.configs import config_of
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.sim.workloads.models import SUPPORTED, workload_of
-from tierplan.sim.workloads.workload import Training, Unit, Workload
+from tierplan.sim.workloads.models import ADAPTED, SUPPORTED, load_workload, workload_of
+from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload
 
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
 
@@ -57,6 +58,37 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
         per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
     )
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@pytest.mark.parametrize("lora", ["r=4", "r=3,alpha=5,dropout=0.1"])
+@pytest.mark.parametrize("more", [{}, {"trained_dtype": "bf16", "loss_chunks": 2}, {"loss_chunks": 5}], ids=str)
+def test_closed_forms_are_exact_with_adapters(
+    family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
+) -> None:
+    raw = {**config_of(family), "num_key_value_heads": 4}
+    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
+    training = Training(per_device_train_batch_size=batch, **settings)
+    closed = workload_of("x", raw, training)
+    assert_equal(closed, trace_config("x", raw, training))
+    assert closed.units[0].is_frozen
+    assert closed.first_trained == 1
+
+
+@pytest.mark.parametrize(("model", "num_trained"), [("llama-3.1-8b", 41_943_040), ("llama-3.3-70b", 207_093_760)])
+def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_trained: int) -> None:
+    workload = load_workload(model, Training(lora="r=16,targets=all-linear"))
+    assert workload.num_trained == num_trained
+    assert all(unit.num_frozen == unit.num_parameters for unit in (workload.units[0], workload.units[-1]))
+
+
+@pytest.mark.parametrize("tuning", [{"lora": "r=4,targets=q_proj"}, {"lora": "method=dora"}, {"freeze": "*.wte.*"},
+                                    {"lora": "r=4", "base": "nf4"}])  # fmt: skip
+def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
+    with pytest.raises(NotCovered, match="LoRA on all linear layers"):
+        workload_of("x", config_of("llama"), Training(**tuning))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
