@@ -14,8 +14,8 @@ from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import LARGEST, Advice, advise, answer_point, worthwhile
 from tierplan.studies.costs import TrainingJob, costs_of
-from tierplan.studies.evaluate import machine_of
-from tierplan.studies.purchases import PriceList, Purchase, purchases
+from tierplan.studies.evaluate import machine_of, most_tokens_per_s
+from tierplan.studies.purchases import PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
@@ -86,6 +86,30 @@ def test_what_shops_sell() -> None:
     assert [p.machine for p in laptop if p.machine] == ["desktop-4090"]
     drive_usd = load_description("desktop-4090").number("nvme.price") or PriceList().drive_usd
     assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + drive_usd
+
+
+def test_few_of_a_kind_are_planned_and_the_others_named(advice: Advice) -> None:
+    def card(name: str, usd: float) -> Purchase:
+        return Purchase(what=name, overrides={"gpu.part": name}, price_usd=usd)
+
+    cards = [
+        card("slow and dear", 500),
+        card("cheap", 100),
+        card("middle", 400),
+        card("quickest", 900),
+        card("none", 1),
+    ]
+    memory = Purchase(what="memory", overrides={"host.capacity": "1 GiB"}, price_usd=1)
+    assert worth_planning([*cards, memory], [10, 10, 15, 30, 0, 5]) == [False, True, False, True, False, True]
+    text = " ".join(" ".join(advice_lines(replace(advice, left_out={"a card": 0.0, "memory": 1.0}))).split())
+    assert "as much for less, or more: a card (does not fit), memory (-" in text
+    planned = {change.bought.what for change in advice.changes}
+    assert not planned & advice.left_out.keys()
+
+
+def test_the_bound_of_a_purchase_is_not_below_its_plan(advice: Advice, point: Point) -> None:
+    most = most_tokens_per_s(point)
+    assert advice.answer["tokens_per_s"] <= most_tokens_per_s(point, by_program=True) <= most * (1 + 1e-9)
 
 
 def test_what_is_bought_changes_the_question() -> None:

@@ -34,9 +34,26 @@ def advice_lines(advice: Advice) -> list[str]:
 
 def change_lines(advice: Advice) -> list[str]:
     """What could be bought, as a table."""
+    left_out = [line for text in _left_out(advice) for line in wrapped(text)]
     if not advice.changes:
-        return wrapped(_nothing_helps(advice))
-    return columns([CHANGE_COLUMNS, *map(_cells, advice.changes)])
+        return [*wrapped(_nothing_helps(advice)), *left_out]
+    return [*columns([CHANGE_COLUMNS, *map(_cells, advice.changes)]), *left_out]
+
+
+def _left_out(advice: Advice) -> list[str]:
+    """Purchases that were not planned, and why."""
+    if not advice.left_out:
+        return []
+    now = float(advice.answer.get("tokens_per_s") or 0.0)
+    gains = {
+        what: f"{most / now * 100 - 100:+.0f} %" if now else f"{most:,.0f} tokens/s"
+        for what, most in advice.left_out.items()
+    }
+    named = (
+        f"{what} ({gains[what]} at most)" if most else f"{what} (does not fit)"
+        for what, most in advice.left_out.items()
+    )
+    return [f"Not planned, since by bounds what is listed gives as much for less, or more: {', '.join(named)}."]
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
@@ -68,6 +85,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         parts.append(section("What would help, most per price first", table((*CHANGE_COLUMNS, ""), rows)))
     else:
         parts.append(section("What would help", paragraph(_nothing_helps(advice))))
+    parts += [paragraph(text) for text in _left_out(advice)]
     parts.append(section("Assumed", facts((str(i), text) for i, text in enumerate(advice.assumptions, 1))))
     write_page(path, _title(advice), parts)
 

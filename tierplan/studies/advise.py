@@ -21,7 +21,7 @@ from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
 from tierplan.studies.costs import Costs, TrainingJob, costs_of
 from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
-from tierplan.studies.purchases import PriceList, Purchase, purchases
+from tierplan.studies.purchases import PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, processes, sweep
 
@@ -35,8 +35,9 @@ RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
 LARGEST = "largest-model"
 """In place of a policy: what is asked for is the largest model."""
-QUICK, BOUGHT = "planner, for a moment", "planner, figures"
-"""In place of a policy: a quick answer, and what is kept of the answer for a machine with something bought."""
+QUICK, BOUGHT, BOUND = "planner, for a moment", "planner, figures", "bound"
+"""In place of a policy: a quick answer; what is kept of the answer for a machine with something bought; what the bound
+for that machine promises."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
@@ -96,6 +97,8 @@ class Advice:
     """Those that make training quicker, or possible; most gain per price first."""
     num_tried: int = 0
     """Purchases that were planned."""
+    left_out: Mapping[str, float] = field(default_factory=dict)
+    """Others, by what they are: tokens per second that their bounds promise, of which plans reach a part."""
     largest_model: str = ""
     """The largest named configuration that fits with one sequence, under any policy."""
     costs: Costs | None = None
@@ -119,6 +122,7 @@ class Advice:
             "largest_model": self.largest_model or None,
             "changes": [change.record() for change in self.changes],
             "purchases_tried": self.num_tried,
+            "purchases_left_out": dict(self.left_out),
             "assumptions": list(self.assumptions),
         }
 
@@ -152,19 +156,29 @@ def advise(
         num = num_workers or len(os.sched_getaffinity(0))
         run = partial(sweep, executor=processes(num, stack) if num > 1 else None, num_workers=1, progress=progress)
         rented = replace(point, policy=BOUGHT, machine=RENTED, overrides={})
+        today = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK) if quick else point
+        num_first = sum(b.machine != "" for b in bought)
+        # other machines meanwhile: what is bought for this one has its answer for a start
+        first = [] if quick else [replace(b.applied(point), policy=BOUGHT) for b in bought[:num_first]]
+        others = [] if quick else [rented, replace(point, policy=LARGEST)]
+        bounds = [replace(b.applied(point), policy=BOUND) for b in bought]
+        answer, *rows = run([today, *first, *others, *bounds], answer_point)
+        promised = [float(row.get("promised") or 0.0) for row in rows[len(first) + len(others) :]]
+        left_out = {
+            b.what: most
+            for b, most, is_worth in zip(bought, promised, worth_planning(bought, promised), strict=True)
+            if not (is_worth or b.machine)
+        }
+        bought = [b for b in bought if b.what not in left_out]
         if quick:
-            point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
-            (answer,) = run([point], answer_point)
+            point = today
             like, ask = _like(point, answer)
             rented = replace(like, policy=BOUGHT, machine=RENTED, overrides={})
             answers = run([*(replace(b.applied(like), policy=BOUGHT) for b in bought), rented], ask)
         else:
-            # other machines meanwhile: what is bought for this one has its answer for a start
-            num_first = sum(b.machine != "" for b in bought)
-            points = [replace(b.applied(point), policy=BOUGHT) for b in bought]
-            answer, *first = run([point, *points[:num_first], rented, replace(point, policy=LARGEST)], answer_point)
+            points = [replace(b.applied(point), policy=BOUGHT) for b in bought[num_first:]]
             ask = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
-            answers = [*first[:num_first], *run(points[num_first:], ask), *first[-2:]]
+            answers = [*rows[:num_first], *run(points, ask), *rows[num_first : num_first + 2]]
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -174,6 +188,7 @@ def advise(
         answer=answer,
         changes=worthwhile(answer, bought, answers[: len(bought)]),
         num_tried=len(bought),
+        left_out=left_out,
         rented=rental_of(answers[len(bought)], job),
         largest_model="" if quick else str(answers[-1].get("largest_model", "")),
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
@@ -199,12 +214,15 @@ def _like(point: Point, answer: Row) -> tuple[Point, Callable[[Point], dict[str,
 
 
 def answer_point(point: Point, **only: Any) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `QUICK` and `LARGEST` stand for.
+    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `BOUND`, `QUICK` and `LARGEST` stand
+    for.
 
     `only` is as for `best_plan`.
     """
     if point.policy == LARGEST:
         return {"largest_model": _largest_model(point)}
+    if point.policy == BOUND:
+        return {"promised": most_tokens_per_s(point, by_program=True)}
     try:
         best = best_plan(point, **only)
     except InfeasiblePlan as error:

@@ -17,9 +17,10 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.milp.bounds import compute_s, lower_bound
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import plain_semantics
-from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors
@@ -157,15 +158,28 @@ def _or_on_one(
     return BestPlan(workload=workload, machine=best.machine, result=result)
 
 
-def most_tokens_per_s(point: Point) -> float:
-    """What no plan exceeds: the least compute of all divisions of a step, on all devices."""
+def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
+    """What no plan exceeds: the least compute of all divisions of a step, on all devices.
+
+    `by_program`, on one device: what the planning program says that no plan with its updates at home exceeds, which is
+    0 where it has none.
+    """
     place, training = place_of(point), training_of(point, None)
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
     workloads = [place.timed(workload_at(point, place.described, batch=b, accumulation=a)) for b, a in divisions]
-    least_s = min(compute_s(problem(w, place.machine, semantics=plain_semantics(w.training))) for w in workloads)
-    num = place.machine.num_devices
-    return (point.sequences or each) * point.seq * num / least_s
+    num, solver = place.machine.num_devices, Solver(seed=point.seed)
+
+    def least_s(workload: Workload) -> float:
+        semantics = point.semantics or plain_semantics(workload.training)
+        posed = partial(problem, workload, place.machine, semantics=semantics)  # type: ignore[arg-type]
+        if not by_program or num > 1:
+            return compute_s(posed())
+        orders: list[Order] = ["vertical", "horizontal"]
+        asked = orders if workload.training.gradient_accumulation_steps > 1 else orders[1:]
+        return min(lower_bound(posed(order=order), solver=solver).step_s for order in asked)
+
+    return (point.sequences or each) * point.seq * num / min(map(least_s, workloads))
 
 
 def predict_point(point: Point) -> Prediction:

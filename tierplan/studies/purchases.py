@@ -5,7 +5,7 @@ Sizes are those that shops sell. Prices that no description gives are in `PriceL
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierplan.hwmodels import Description
@@ -13,6 +13,10 @@ from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
 from tierplan.studies.study import Point
 
 GIB = 2**30
+MOST_OF_A_KIND = 2
+"""Purchases of one kind that are planned."""
+NO_MORE_FRAC = 0.02
+"""A purchase promises more than a cheaper one by more than this."""
 GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
 
 
@@ -63,6 +67,11 @@ class Purchase:
     machine: str = ""
     """In place of all of the machine, which has none of its changes then."""
 
+    @property
+    def kind(self) -> str:
+        """Purchases of one kind take each other's place."""
+        return "machine" if self.machine else next(iter(self.overrides))
+
     def applied(self, point: Point) -> Point:
         """The same question for what was bought."""
         if self.machine:
@@ -106,6 +115,23 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
     found += _second_card(description) if form is FORMS["desktop"] else []
     whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
     return found + [machine for machine in whole if machine]
+
+
+def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float]) -> list[bool]:
+    """Whether each is one of the few of its kind that matter, by what its bound promises (in any unit).
+
+    These are the one with most for its price and the one with most of all; none that promises no more than a cheaper.
+    """
+    chosen: list[str] = []
+    for kind in {b.kind for b in bought}:
+        able: list[tuple[float, Purchase]] = []
+        pairs = [(most, b) for most, b in zip(bounds, bought, strict=True) if b.kind == kind and most]
+        for most, b in sorted(pairs, key=lambda pair: pair[1].price_usd):
+            if not able or most > able[-1][0] * (1 + NO_MORE_FRAC):
+                able.append((most, b))
+        by_price = sorted(able, key=lambda pair: -pair[0] / pair[1].price_usd)
+        chosen += list(dict.fromkeys(b.what for _, b in (*by_price[:1], *able[-1:], *by_price)))[:MOST_OF_A_KIND]
+    return [b.what in chosen for b in bought]
 
 
 def _second_card(description: Description) -> list[Purchase]:
