@@ -40,8 +40,6 @@ from tierplan.hwmodels.names import (
 )
 
 DTYPES = ("fp32", "bf16", "fp16")
-
-
 Taker = tuple[str, str, float]
 """A stream, a kind of its work, and how much of a limit one unit of that work takes."""
 
@@ -69,13 +67,9 @@ class _Draft:
     def share(self, limit: str, per_s: float, *takers: Taker) -> None:
         """Adds a limit that these load."""
         if limit in self.limits:
-            raise MachineError(
-                f"machine {self.description.name!r} has two shared limits {limit!r}; give one another name"
-            )
+            raise MachineError(f"machine {self.name!r} has two shared limits {limit!r}; give one another name")
         if per_s <= 0:
-            raise MachineError(
-                f"shared limit {limit!r} of machine {self.description.name!r} is {per_s:g}; it must be above 0"
-            )
+            raise MachineError(f"shared limit {limit!r} of machine {self.name!r} is {per_s:g}; it must be above 0")
         self.limits[limit] = per_s
         for stream, kind, weight in takers:
             self.takes.setdefault(stream, {}).setdefault(limit, {})[kind] = weight
@@ -83,6 +77,10 @@ class _Draft:
     def share_bytes(self, limit: str, per_s: float, *streams: str) -> None:
         """Adds a limit in bytes per second on all that these streams move."""
         self.share(limit, per_s, *((stream, "bytes", 1.0) for stream in streams))
+
+    @property
+    def name(self) -> str:
+        return self.description.name
 
     def has(self, name: str) -> bool:
         return self.description.quantity(name) is not None
@@ -99,14 +97,14 @@ class _Draft:
         if quantity is None:
             raise self.lacks(name)
         if any(rate <= 0 for _, rate in quantity.points):
-            raise MachineError(f"{name} of machine {self.description.name!r} is 0; a rate must be above 0")
+            raise MachineError(f"{name} of machine {self.name!r} is 0; a rate must be above 0")
         return Rate(tuple((amount * scale, rate * scale) for amount, rate in quantity.points))
 
     def fastest(self, stream: str, kind: str = "bytes") -> float:
         return max(rate for _, rate in self.rates[stream][kind].points)
 
     def lacks(self, name: str) -> MachineError:
-        return MachineError(f"machine {self.description.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+        return MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it")
 
 
 def build_machine(description: Description) -> Machine:
@@ -226,7 +224,7 @@ def _tiers(draft: _Draft, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...
         total, reserve = draft.number(f"{section}.capacity"), draft.description.number(f"{section}.reserve") or 0.0
         if reserve >= total:
             raise MachineError(
-                f"{section}.reserve of machine {draft.description.name!r} is {reserve:.0f} bytes, not less than "
+                f"{section}.reserve of machine {draft.name!r} is {reserve:.0f} bytes, not less than "
                 f"{section}.capacity, {total:.0f}; nothing would be left for a plan"
             )
         return int(total - reserve)
@@ -263,9 +261,7 @@ def _gpu(draft: _Draft, index: int) -> None:
         elif bandwidth:
             rates[kind] = Rate.constant(bandwidth * draft.number("gpu.memory_frac") / traffic)
         else:
-            raise MachineError(
-                f"machine {draft.description.name!r} says neither {name} nor gpu.memory_bandwidth; give one"
-            )
+            raise MachineError(f"machine {draft.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
     draft.stream(compute(index), "gpu.latency", rates)
     for stream, key in ((h2d(index), "link.h2d"), (d2h(index), "link.d2h")):
         draft.stream(stream, "link.latency", {"bytes": draft.rate(key)})
@@ -339,7 +335,7 @@ def _drives(draft: _Draft, num_drives: int) -> None:
         draft.stream(stream, "nvme.latency", {"bytes": rate})
     mixed = draft.number("nvme.mixed")
     if mixed <= 0:
-        raise MachineError(f"nvme.mixed of machine {draft.description.name!r} is {mixed}; it must be above 0")
+        raise MachineError(f"nvme.mixed of machine {draft.name!r} is {mixed}; it must be above 0")
     if mixed < 2:
         draft.share(NVME_LIMIT, mixed, *((s, "bytes", 1 / draft.fastest(s)) for s in (NVME_READ, NVME_WRITE)))
 
@@ -358,33 +354,27 @@ def _dram(draft: _Draft) -> None:
 def _switches(draft: _Draft, num_gpus: int) -> None:
     """Each switch's link to the host, by direction. Copies between GPUs use it only when they leave the switch."""
     switches = {switch.name: switch for switch in draft.description.switches}
-    if len(switches) < len(draft.description.switches):
-        raise MachineError(f"two [[switch]] of machine {draft.description.name!r} have one name; give each its own")
     home: dict[str, str] = {}
-    for switch in switches.values():
+    for switch in draft.description.switches:
         for member in switch.members:
             if member in home:
                 raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
             if member not in (NVME, *switches) and device_index(member) is None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme, a switch")
             home[member] = switch.name
-    inside = {name: _devices_behind(name, switches) for name in switches}
     peers = range(num_gpus if _uses_pcie(draft) else 0)
     pairs = [(i, j) for i in peers for j in peers if p2p(i, j) in draft.rates]
-    for name, members in inside.items():
-        down, up = [], []  # from the host, to the host
-        for member in members:
-            index = device_index(member)
-            to, back = (NVME_WRITE, NVME_READ) if index is None else (h2d(index), d2h(index))
-            if to in draft.rates:
-                down.append(to)
-                up.append(back)
+    for switch in draft.description.switches:
+        name, members = switch.name, _devices_behind(switch.name, switches)
+        gpus = [g for m in members if (g := device_index(m)) is not None]
+        ways = [(h2d(g), d2h(g)) for g in gpus] + [(NVME_WRITE, NVME_READ)] * (NVME in members)
+        down, up = ([way[end] for way in ways if way[end] in draft.rates] for end in (0, 1))  # from, to the host
         up += [p2p(i, j) for i, j in pairs if device(i) in members and device(j) not in members]
         down += [p2p(i, j) for i, j in pairs if device(j) in members and device(i) not in members]
         if down:
-            draft.share_bytes(f"switch.{name}.down", switches[name].limit, *down)
-            draft.share_bytes(f"switch.{name}.up", switches[name].limit, *up)
-        rings = [c for m in members if (g := device_index(m)) is not None and (c := collective(g)) in draft.rates]
+            draft.share_bytes(f"switch.{name}.down", switch.limit, *down)
+            draft.share_bytes(f"switch.{name}.up", switch.limit, *up)
+        rings = [c for g in gpus if (c := collective(g)) in draft.rates]
         once = draft.has("link.p2p")  # a ring leaves the switch once; through the host every GPU does
         for stream in rings if _uses_pcie(draft) and down else ():
             weights = {kind: 1 / len(rings) if once else 1.0 for kind in draft.rates[stream] if kind != HOPS}
@@ -412,7 +402,7 @@ def _share_speed(draft: _Draft, limit: Limit) -> None:
     for stream, weight in limit.takes.items():
         if stream not in draft.rates:
             raise MachineError(
-                f"limit {limit.name!r} of machine {draft.description.name!r} names stream {stream!r}; "
+                f"limit {limit.name!r} of machine {draft.name!r} names stream {stream!r}; "
                 f"it has {', '.join(draft.rates)}"
             )
         takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.rates[stream]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine, Rate, Stream
@@ -37,20 +37,18 @@ def with_faster(machine: Machine, names: Collection[str], factor: float) -> Mach
 def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:
     """The stream with its rates multiplied, by kind of work; at full speed it takes as much of limits as before."""
     rates = {kind: _times(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}
-    takes = {
-        limit: {kind: weight / factors.get(kind, 1.0) for kind, weight in weights.items()}
-        for limit, weights in stream.takes.items()
-    }
-    return replace(stream, rates=rates, takes=takes)
+    return replace(stream, rates=rates, takes=_takes(stream, lambda _, kind, weight: weight / factors.get(kind, 1.0)))
 
 
 def with_demand(stream: Stream, limits: Collection[str], factor: float) -> Stream:
     """The stream taking `factor` times as much of these shared limits."""
-    takes = {
-        limit: {kind: weight * factor for kind, weight in weights.items()} if limit in limits else weights
-        for limit, weights in stream.takes.items()
-    }
+    takes = _takes(stream, lambda limit, _, weight: weight * factor if limit in limits else weight)
     return replace(stream, takes=takes)
+
+
+def _takes(stream: Stream, weight_of: Callable[[str, str, float], float]) -> dict[str, dict[str, float]]:
+    """What it takes of each limit, by kind of work, with other weights."""
+    return {limit: {k: weight_of(limit, k, w) for k, w in weights.items()} for limit, weights in stream.takes.items()}
 
 
 def lesser(machine: Machine, other: Machine) -> Machine:
@@ -65,14 +63,10 @@ def lesser(machine: Machine, other: Machine) -> Machine:
 
 
 def _slower(stream: Stream, other: Stream) -> Stream:
-    takes = {
-        limit: {kind: max(weight, other.takes.get(limit, {}).get(kind, weight)) for kind, weight in weights.items()}
-        for limit, weights in stream.takes.items()
-    }
     return replace(
         stream,
         rates={kind: _least(rate, other.rates.get(kind, rate)) for kind, rate in stream.rates.items()},
-        takes=takes,
+        takes=_takes(stream, lambda limit, kind, weight: max(weight, other.takes.get(limit, {}).get(kind, weight))),
         **{name: max(getattr(stream, name), getattr(other, name)) for name in ("latency_s", "beside_s", "wake_s")},
     )
 

@@ -174,13 +174,14 @@ def test_devices_of_a_second_socket_share_the_link_between_sockets() -> None:
     }
     assert loads("switch.socket1.up") & across == loads("switch.b.up") & across == across
     assert machine.limits["switch.socket1.down"] == 40e9
-    wrong = SWITCHES.replace('members = ["gpu2", "gpu3"]', 'members = ["gpu2", "c"]')
-    for more, says in (
-        ('[[switch]]\nname = "c"\nlimit = "9 GB/s"\nmembers = ["b"]\n', "is behind itself: b behind c behind b"),
-        ('[[switch]]\nname = "a"\nlimit = "9 GB/s"\nmembers = ["gpu3"]\n', "have one name"),
+    circle = SWITCHES.replace('"gpu3"]', '"c"]') + '[[switch]]\nname = "c"\nlimit = "9 GB/s"\nmembers = ["b"]\n'
+    twice = SWITCHES.replace('name = "b"', 'name = "a"')
+    for wrong, says in (
+        (circle, "is behind itself: b behind c behind b"),
+        (twice, "two shared limits 'switch.a.down'"),
     ):
         with pytest.raises(MachineError, match=says):
-            machine_of(four + wrong + more)
+            machine_of(four + wrong)
 
 
 def test_a_switch_is_shared_by_direction() -> None:

@@ -125,8 +125,7 @@ def _list(args: argparse.Namespace) -> int:
             sources.update(q.source for q in part.values.values() if q.basis != "assumed")
             entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in values.items()}
             rate = next(key for name in DECIDING[section] if (key := f"{section}.{name}") in values)
-            heading = {"name": part.name, "basis": values[rate].basis, "date": part.date}
-            parts[folder][name] = {**heading, **entry}
+            parts[folder][name] = {"name": part.name, "basis": values[rate].basis, "date": part.date, **entry}
             cells = [_cell(values.get(f"{section}.{key}"), unit) for _, key, unit in keys]
             lists[folder].append((name, *cells, values[rate].basis, part.date))
     if args.json:
@@ -175,15 +174,14 @@ def _curves(args: argparse.Namespace) -> int:
         rows = [asdict(e) for e in errors]
         print(json.dumps({"median_own": own, "median_by_relative": by_relative, "gpus": rows}, indent=1))
         return 0
-    cells = [(e.gpu, str(e.steps), f"{e.own:.1%}", _percent(e.by_relative), e.relative or "-") for e in errors]
+    far = ["-" if e.by_relative is None else f"{e.by_relative:.1%}" for e in errors]
+    cells = [
+        (e.gpu, str(e.steps), f"{e.own:.1%}", other, e.relative or "-") for e, other in zip(errors, far, strict=True)
+    ]
     say("Steps of GPT and Llama, 1 to 70B, matmuls and attention, against each GPU's table: median error", "")
     say(*columns([("GPU", "steps", "own", "by relative", "relative"), *cells]), "")
     say(f"median over GPUs: {own:.1%} with the own table, {by_relative:.1%} from a relative's")
     return 0
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _show(args: argparse.Namespace) -> int:
