@@ -23,7 +23,7 @@ Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 
 INF = float("inf")
 SETTINGS: Mapping[str, Sequence[Any]] = {
-    "stretch": (INF, 4.0, 3.2, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7),
+    "stretch": (INF, 4.0, 3.2, 2.5, 2.0, 1.7, 1.5, 1.3, 1.15, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3),
     "windows": ((0, 0, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "rate_frac": (1.0, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.05, 0.01),
     "host": (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
@@ -142,16 +142,18 @@ def _first_that_fits(trial: Trial, first_stretch: float) -> Iterator[tuple[Knobs
 
 
 def _along(name: str, knobs: Knobs, step_s: float, trial: Trial) -> Iterator[tuple[Knobs, float]]:
-    """Walks along one knob's settings from where it stands, both ways, as long as that helps."""
+    """Walks along one knob's settings from where it stands, both ways, as long as that helps, or makes no update more
+    or fewer late."""
     settings = list(SETTINGS[name])
     at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
     best = knobs, step_s
     for ahead in (settings[at + 1 :], settings[:at][::-1]):
         for setting in ahead:
             changed, before = replace(knobs, **{name: setting}), best
-            best = _shorter(changed, trial(changed), best)
+            best = _shorter(changed, tried := trial(changed), best)
             yield best
-            if best is before:
+            is_same = name == "stretch" and tried is not None and tried.step_s == before[1]
+            if best is before and not is_same:
                 break
         if best[0] is not knobs:
             break
