@@ -34,6 +34,7 @@ from tierplan.runtime.execution.executable import check_units, executable_step
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
+from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
 from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.files import Folders
@@ -360,7 +361,7 @@ class Trainer:
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """A copy of an initial buffer's bytes as they stand, in host memory."""
-        return self._bodies.read(self._executor.carried[name])
+        return self._bodies.places.read(self._executor.carried[name])
 
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters
@@ -403,12 +404,16 @@ class Trainer:
         self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
         lr = self.optimizer.lr
-        self._bodies = Bodies(
+        places = Places(
             units=self.units,
-            device=self._device,
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
             store=self._store,
+        )
+        self._bodies = Bodies(
+            units=self.units,
+            device=self._device,
+            places=places,
             optimizer=self.optimizer,
             has_master=self._step.training.has_master,
             dtype=self._dtype,
@@ -427,9 +432,9 @@ class Trainer:
         self._executor = Executor(
             self.schedule,
             self._bodies,
-            on_grant=self._bodies.on_grant,
-            release=self._bodies.release,
-            on_free=self._bodies.on_free,
+            on_grant=places.on_grant,
+            release=places.release,
+            on_free=places.on_free,
             device=self._device,
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from tierplan.runtime.checkpoint.commits import CommitLog
-from tierplan.runtime.execution.ops import Bodies
+from tierplan.runtime.execution.places import Places
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.store import Store
 
@@ -66,7 +66,7 @@ def written_in_place() -> Iterator[None]:
 
 @contextmanager
 def committed_extents_written_over() -> Iterator[None]:
-    with mock.patch.object(Bodies, "keep", return_value=None), mock.patch.object(Bodies, "commit", return_value=None):
+    with mock.patch.object(Places, "keep", return_value=None), mock.patch.object(Places, "commit", return_value=None):
         yield
 
 

@@ -104,7 +104,8 @@ class Durability:
         contents, blocks = _in_memory(x for x in written if x.buffer.content not in places)
         self._copies.capacity_bytes = spare_bytes
         snapshot = Snapshot(blocks, spare_bytes, self._copies)
-        bodies.keep(set(places.values()), snapshot)
+        store = bodies.places.store
+        bodies.places.keep(set(places.values()), snapshot)
 
         def finish() -> None:
             try:
@@ -112,9 +113,9 @@ class Durability:
             finally:
                 snapshot.end()
             seal = None
-            if bodies.store is not None:
-                seal = self._seal_store(num_steps, bodies.store, places.values(), read_back=read_back)
-                contents.update({content: _stored(place, bodies.store) for content, place in places.items()})
+            if store is not None:
+                seal = self._seal_store(num_steps, store, places.values(), read_back=read_back)
+                contents.update({content: _stored(place, store) for content, place in places.items()})
             self._log.check(self._lock)
             self.last = Commit(
                 num_steps=num_steps,
@@ -124,14 +125,14 @@ class Durability:
                 losses=losses,
                 seal=seal,
                 frozen=dict(bodies.frozen_sums),
-                folders=tuple(str(path.parent.resolve()) for path in bodies.store.paths) if bodies.store else (),
-                stripes=bodies.store.pattern if bodies.store else (),
-                store_bytes=bodies.store.size_bytes if bodies.store else 0,
+                folders=tuple(str(path.parent.resolve()) for path in store.paths) if store else (),
+                stripes=store.pattern if store else (),
+                store_bytes=store.size_bytes if store else 0,
                 rng=tuple(s.numpy().tobytes().hex() for s in rng),
             )
             self._log.write(self.last)
             if self._seal is not None:
-                bodies.commit({*places.values(), self._seal})
+                bodies.places.commit({*places.values(), self._seal})
             self._has_failed = False
 
         return finish
@@ -157,7 +158,7 @@ class Durability:
 
         What was and is to be on the NVMe tier stays where it lies.
         """
-        commit, store = self.last, bodies.store
+        commit, store = self.last, bodies.places.store
         assert commit is not None
         self._check_seal(commit, bodies)
         taken: dict[str, Extent] = {}
@@ -181,14 +182,14 @@ class Durability:
             elif committed is None or committed.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
             if committed.is_absent:
-                instance.value = BufferValue(bodies.allocate(instance), is_absent=True)
+                instance.value = BufferValue(bodies.places.allocate(instance), is_absent=True)
             elif committed.in_store and instance.buffer.tier == NVME:
                 with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
-                    bodies.drives.verify(taken[content])
+                    bodies.places.drives.verify(taken[content])
                 instance.value = BufferValue(taken[content])
             else:
                 fill(instance, self._committed(content, bodies))
-        bodies.committed = {*taken.values(), *([self._seal] if self._seal else [])}
+        bodies.places.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
 
     def check_frozen(self, sums: Mapping[str, str]) -> None:
@@ -210,8 +211,8 @@ class Durability:
         memory = map_host(where.size_bytes)[: where.size_bytes]
         extent = Extent(where.offset_bytes, where.size_bytes)
         with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
-            bodies.drives.verify(extent)
-            bodies.drives.read(extent, memory)
+            bodies.places.drives.verify(extent)
+            bodies.places.drives.read(extent, memory)
         return memory
 
     @contextmanager
@@ -247,7 +248,7 @@ class Durability:
         return layout.cut(whole, own)
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
-        store = bodies.store
+        store = bodies.places.store
         if commit.seal is None or store is None:
             return
         self._seal = Extent(commit.seal.offset_bytes, commit.seal.size_bytes)
@@ -272,7 +273,7 @@ def save_copy(
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
         contents, blocks = _in_memory(x for x in written if not isinstance(value_of(x).place, Extent))
         stored = (
-            (x.buffer.content, Block(read := bodies.read(x), read))
+            (x.buffer.content, Block(read := bodies.places.read(x), read))
             for x in written
             if x.buffer.content not in contents.keys() | blocks.keys()
         )

@@ -3,6 +3,7 @@
 instances    buffers and ops in one step
 executor     streams as threads, grants in list order, ends
 ops          what the ops do, by kind
+places       where the bytes of buffers are: pools and drives, and what a commit keeps there
 values       what a buffer holds: flat memory, an extent of a drive, autograd's tensors
 gradients    a unit's gradients, on the device and away from it
 unrolling    steps, each joined to the one before

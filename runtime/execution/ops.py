@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
-from tierplan.hwmodels.names import COMPUTE, DEVICE, NVME
+from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
-from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
+from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     REMEDY,
@@ -26,8 +26,8 @@ from tierplan.runtime.execution.values import (
     expect,
     value_of,
 )
-from tierplan.runtime.memory.arena import Block, Pool, map_host
-from tierplan.runtime.memory.store import Extent, Store
+from tierplan.runtime.memory.arena import Block
+from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
 from tierplan.runtime.optim.norms import global_norm
@@ -49,10 +49,6 @@ from tierplan.sim.contents import (
     TiedGradients,
 )
 from tierplan.sim.ranks import COLLECTIVES
-from tierplan.sim.schedule import Op
-
-IN_BLOCKS = ("copy", "accumulate", "cast", "update", *COLLECTIVES)
-"""Kinds of op that write flat memory, which is a block of a pool."""
 
 
 @dataclass(eq=False)
@@ -61,9 +57,7 @@ class Bodies:
 
     units: Sequence[ModelUnit]
     device: Device
-    device_pool: Pool
-    host_pool: Pool
-    store: Store | None
+    places: Places
     optimizer: OptimizerSettings
     has_master: bool
     dtype: torch.dtype
@@ -87,10 +81,6 @@ class Bodies:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
 
-    committed: Set[Extent] = frozenset()
-    """Extents that the last commit needs, and one that is being made: neither written nor freed."""
-    snapshot: Snapshot = field(default_factory=lambda: Snapshot({}))
-    """What the last commit has taken from memory, or is to take."""
     frozen_sums: dict[str, str] = field(default_factory=dict)
     """By content, checksums of what is not trained: it is no part of commits, which name them alone."""
     commits_after: int | None = None
@@ -148,89 +138,7 @@ class Bodies:
         self.device.settle()
         for hook in self._hooks:
             hook.remove()
-        self.device_pool.close()
-        self.host_pool.close()
-
-    # ---- memory ----
-
-    @property
-    def drives(self) -> Store:
-        """The store, where the schedule uses the NVMe tier."""
-        assert self.store is not None
-        return self.store
-
-    def allocate(self, instance: Instance) -> Block | Extent:
-        """A place for a buffer in its tier."""
-        b = instance.buffer
-        if b.tier == NVME:
-            return self.drives.allocate(b.size_bytes)
-        return (self.device_pool if b.tier == DEVICE else self.host_pool).take(b.size_bytes)
-
-    def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
-        """Bytes on the device that autograd will hold, and no block of the pool, count against what the pool keeps."""
-        is_autograd_s = op.kind not in IN_BLOCKS or (op.kind == "copy" and isinstance(content_of(instance), SavedActs))
-        if instance.buffer.tier == DEVICE and is_autograd_s:
-            instance.outside_bytes = size_bytes
-            self.device_pool.make_room(size_bytes)
-
-    def place(self, instance: Instance) -> BufferValue:
-        """The value of a buffer that is about to be written: new memory, or that of the buffer it writes over."""
-        over = instance.over
-        if over is not None and (old := value_of(over).place) not in self.committed:
-            if isinstance(old, Block):
-                self.snapshot.before_change(old)
-            instance.value = value = value_of(over)
-        else:
-            instance.value = value = BufferValue(self.allocate(instance))
-        return value
-
-    def release(self, instance: Instance) -> None:
-        """Gives a freed buffer's memory back."""
-        value = instance.value
-        if not isinstance(value, BufferValue):
-            return
-        if value.handle is not None and instance.buffer.tier == DEVICE:
-            value.handle.leave(value)
-        value.gradients = None
-        if isinstance(value.place, Extent):
-            if value.place not in self.committed:
-                self.drives.free(value.place)
-        elif value.place is not None:
-            self._unbind(value.place)
-            self.snapshot.before_change(value.place)
-            (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
-
-    def on_free(self, instance: Instance) -> None:
-        """Nobody may use the memory of a freed buffer any more."""
-        if instance.outside_bytes:
-            self.device_pool.make_room(-instance.outside_bytes)
-            instance.outside_bytes = 0
-
-    def read(self, instance: Instance) -> torch.Tensor:
-        """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
-        place, size_bytes = value_of(instance).place, instance.buffer.size_bytes
-        if isinstance(place, Extent):
-            out = map_host(size_bytes)[:size_bytes]
-            self.drives.read(place, out)
-            return out
-        assert isinstance(place, Block)
-        return place.data.cpu().clone()
-
-    def keep(self, extents: Set[Extent], snapshot: Snapshot) -> None:
-        """From now on these extents, and what the snapshot has yet to read, are as they are for a commit."""
-        self.committed, self.snapshot = self.committed | extents, snapshot
-
-    def commit(self, extents: Set[Extent]) -> None:
-        """From now on these are the extents of the last commit."""
-        before, self.committed = self.committed, extents
-        for extent in before - extents:
-            self.drives.free(extent)
-
-    def _unbind(self, block: Block) -> None:
-        address = block.pages.data_ptr()
-        for part in (part for unit in self.units for part in unit.parts):
-            if part.bound is not None and part.bound.data_ptr() == address:
-                part.unbind()
+        self.places.close()
 
     # ---- copies ----
 
@@ -242,7 +150,7 @@ class Bodies:
         if isinstance(old.handle, SavedTensorHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
             return
-        new = self.place(target)
+        new = self.places.place(target)
         new.handle, new.filled, new.is_absent = old.handle, old.filled, old.is_absent
         if old.gradients is not None:
             content = content_of(source)
@@ -250,9 +158,9 @@ class Bodies:
             gather(old, self.unit_of(content), new)
         elif isinstance(new.place, Extent):
             is_left = target.buffer.becomes is not None and call.step + 1 == self.commits_after
-            self.drives.write(new.place, self._memory(source), will_be_committed=is_left)
+            self.places.drives.write(new.place, self._memory(source), will_be_committed=is_left)
         elif isinstance(old.place, Extent):
-            self.drives.read(old.place, new.block.pages)
+            self.places.drives.read(old.place, new.block.pages)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
@@ -282,7 +190,7 @@ class Bodies:
 
     def _collective(self, call: Call) -> None:
         assert self.ranks is not None
-        target = self.place(call.writes[0])
+        target = self.places.place(call.writes[0])
         num_bytes = do_collective(call, self.units[self._index[call.op.unit]], target, self.ranks)
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
 
@@ -424,12 +332,12 @@ class Bodies:
         self._sinks.clear()
 
     def _accumulate(self, call: Call) -> None:
-        total = self.place(call.writes[0])
+        total = self.places.place(call.writes[0])
         total.block.data.view(self.dtype).add_(value_of(call.reads[1]).block.data.view(self.dtype))
 
     def _cast(self, call: Call) -> None:
         """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
-        old, cast = value_of(call.reads[0]), self.place(call.writes[0])
+        old, cast = value_of(call.reads[0]), self.places.place(call.writes[0])
         cast.filled, cast.is_absent = old.filled, old.is_absent
         if not old.is_absent:
             cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
@@ -464,7 +372,7 @@ class Bodies:
         grads, params, states, part = value_of(call.reads[0]), None, None, layout.whole
         clip = next((value_of(x).clip for x in call.reads[1:] if content_of(x) == Clip()), None)
         for instance in call.writes:
-            value = self.place(instance)
+            value = self.places.place(instance)
             content = content_of(instance)
             if isinstance(content, States):
                 states, part = value, layout.part(content)

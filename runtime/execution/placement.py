@@ -116,7 +116,7 @@ class Placement:
                 self.fill(by_content[content], start)
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
-                grads.value = BufferValue(self.bodies.allocate(grads), is_absent=True)
+                grads.value = BufferValue(self.bodies.places.allocate(grads), is_absent=True)
 
     def begin_again(self, weights: Weights | None) -> None:
         """Moves what is not trained into its tiers, which no commit holds; the rest is to come from one."""
@@ -142,10 +142,10 @@ class Placement:
                 f"buffer {instance.buffer.name!r} is declared with {instance.buffer.size_bytes:,} bytes, but the model "
                 f"needs {memory.numel():,} there; make the schedule from this model"
             )
-        place = self.bodies.allocate(instance)
+        place = self.bodies.places.allocate(instance)
         instance.value = BufferValue(place)
         if isinstance(place, Extent):
-            self.bodies.drives.write(place, memory, will_be_committed=True)
+            self.bodies.places.drives.write(place, memory, will_be_committed=True)
         else:
             place.data.copy_(memory)
 
@@ -187,7 +187,7 @@ class Placement:
 
     def _as_it_is(self, content: Content) -> torch.Tensor:
         instance = self._by_content()[content]
-        memory, ranks = self.bodies.read(instance), self.bodies.ranks
+        memory, ranks = self.bodies.places.read(instance), self.bodies.ranks
         if not isinstance(content, Params) or ranks is None:
             return memory
         unit = self._unit(content.unit)
@@ -202,7 +202,7 @@ class Placement:
     def _after_late_update(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
         bodies, by_content, unit = self.bodies, self._by_content(), self._unit(name)
-        grads, params = by_content[Gradients(name, 0)], bodies.read(by_content[Params(name)]).view(bodies.dtype)
+        grads, params = by_content[Gradients(name, 0)], bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
         states = self._states(name) if states_of(name, by_content) else None
         part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
@@ -210,7 +210,7 @@ class Placement:
             done = self.executor.num_steps_done
             update_states(
                 own,
-                bodies.read(grads).view(bodies.dtype),
+                bodies.places.read(grads).view(bodies.dtype),
                 states,
                 bodies.layouts[name],
                 bodies.optimizer,

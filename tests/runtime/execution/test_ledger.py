@@ -217,8 +217,8 @@ def compared(
     with mock.patch.object(Device, "on", counting(device)), Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
         trainer.run(batches, 0)
         assert trainer._bodies is not None
-        watch(trainer._bodies.device_pool, device)
-        watch(trainer._bodies.host_pool, host)
+        watch(trainer._bodies.places.device_pool, device)
+        watch(trainer._bodies.places.host_pool, host)
         for t in (*batches[0].values(), *model.buffers()):
             device.adopt(t.untyped_storage())
         trainer.run(batches, 2)

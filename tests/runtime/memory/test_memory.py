@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def tensor_bytes(trainer: Trainer) -> int:
     """Bytes of all tensors that Python knows, each storage once, without memory that pools keep for later."""
     assert trainer._bodies is not None
-    trainer._bodies.host_pool.trim()
-    trainer._bodies.device_pool.trim()
+    trainer._bodies.places.host_pool.trim()
+    trainer._bodies.places.device_pool.trim()
     gc.collect()
     found = {}
     for x in gc.get_objects():
@@ -70,7 +70,7 @@ def test_with_page_rounding_the_ledger_is_what_the_pool_has_lent(tmp_path: Path)
         bodies = trainer._bodies
         assert bodies is not None
         assert (
-            bodies.host_pool.lent_bytes
+            bodies.places.host_pool.lent_bytes
             == trainer._executor.ledger.used_bytes["host"]
             == schedule.initial_bytes()["host"]
         )
@@ -91,6 +91,6 @@ def test_pools_hold_what_the_ledger_says(tmp_path: Path) -> None:
         assert bodies is not None
         initial = schedule.initial_bytes()
         num_buffers = len(schedule.buffers)
-        assert initial["host"] <= bodies.host_pool.lent_bytes <= initial["host"] + num_buffers * 4096
-        assert bodies.device_pool.lent_bytes == initial["gpu0"] == 0
-        assert bodies.host_pool.mapped_bytes <= trainer.result().peak_bytes["host"] + num_buffers * 4096
+        assert initial["host"] <= bodies.places.host_pool.lent_bytes <= initial["host"] + num_buffers * 4096
+        assert bodies.places.device_pool.lent_bytes == initial["gpu0"] == 0
+        assert bodies.places.host_pool.mapped_bytes <= trainer.result().peak_bytes["host"] + num_buffers * 4096
