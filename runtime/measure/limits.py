@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -72,17 +73,21 @@ class Fit:
 
 
 SHARE_SIGMA = 0.7
+LEAST_RESAMPLES = 4
 SPEED_SIGMA = 0.05
 
 
-def fit_limits(mixes: Sequence[Mix], priors: Sequence[LimitPrior], *, resamples: int = 12, seed: int = 0) -> Fit:
-    """The limits that explain the speeds of these mixes best."""
+def fit_limits(mixes: Sequence[Mix], priors: Sequence[LimitPrior], *, resamples: int = 12, until_s: float = inf) -> Fit:
+    """The limits that explain the speeds of these mixes best. How sure they are is found from `resamples`, or from
+    `LEAST_RESAMPLES` and what fits in until the clock (`time.monotonic`) shows `until_s`."""
     streams = sorted({s for c in mixes for s in c.streams})
     medians = [c.medians() for c in mixes]
     fit = _fit(mixes, medians, priors, streams)
     tries: dict[str, list[float]] = {name: [] for name in fit.limits}
-    rng = random.Random(seed)
-    for _ in range(resamples):
+    rng = random.Random(0)
+    for k in range(resamples):
+        if k >= LEAST_RESAMPLES and time.monotonic() > until_s:
+            break
         drawn = [
             tuple(statistics.median(rng.choices(col, k=len(col))) for col in zip(*c.rounds, strict=True)) for c in mixes
         ]

@@ -104,7 +104,9 @@ def measure_description(
     report("fitting shared limits", 0.97)
     streams = tuple(dict.fromkeys(load.stream for load in all_loads))
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
-    fit = fit_limits(pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20)
+    fit = fit_limits(
+        pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20, until_s=began + budget_s
+    )
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     taken = len(next(iter(alone.values())))
     source = f"tierplan machine measure, {date}, {taken} rounds, torch {torch.__version__}"

@@ -249,7 +249,7 @@ def test_intervals_are_as_wide_as_checks_were_off() -> None:
         "what is shown counts"
     )
     same = interval_half_width([1.1, 0.9, 1.1, 0.9, 1.1])
-    assert interval_half_width([1.1, 0.9, 1.1, 0.9, 1.8]) == pytest.approx(same, rel=0.05), "it counts as any other"
+    assert interval_half_width([1.1, 0.9, 1.1, 0.9, 1.8]) == pytest.approx(same, rel=0.1), "it counts as any other"
     assert interval_half_width([1.0] * 40) > 0.04, "no handful of checks shows that nothing varies"
     low, high = PredictionBasis("", 0.1).interval_s(2.0)
     assert (low, high) == pytest.approx((2.0 * exp(-0.1), 2.0 * exp(0.1)))

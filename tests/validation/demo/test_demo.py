@@ -91,6 +91,8 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = demo_summary(result, tmp_path)
     assert "equal bit for bit" in summary
     low_s, high_s = record["interval_s"]
+    paces_s = (record["predicted_step_s"], record["step_s_at_slowdown"])
+    assert low_s < min(paces_s) <= max(paces_s) < high_s, "of the calibration, and of the run"
     assert low_s < record["predicted_step_s"] < high_s
     assert record["in_interval"] == (low_s <= record["measured_step_s"] <= high_s)
     assert f"it lies {'within' if record['in_interval'] else 'OUTSIDE'}" in summary
