@@ -2,9 +2,10 @@
 
 Each unit's gradients are consumed as they arrive in host memory: its states are read, updated and written back while
 backward goes on; the next forward waits for all of it (synchronous, the numbers of plain training). Gradients are never
-on NVMe. The drive's queue is waited for as a whole: the read of one unit's states and the write-back of the one before
-are in it together, and Adam starts when both are done (`write_back=awaited`). With `write_back=delayed` the
-write-back runs beside Adam instead. Parameters come through a window of one block ahead.
+on NVMe. As in the authors' code (Crispig/Ratel, `single_step`), one thread reads one unit's states, hands it to the
+process of Adam, and writes the unit before back, waiting for each with Python's lock held: what it handed over arrives
+when the write-back has ended, and Adam runs beside the next read (`write_back=awaited`). With `delayed`, as the paper
+draws it, Adam runs beside the write-back. Parameters come through a window of one block ahead.
 
 Which activations are swapped to host memory and which are made again follows Fuyou's rule: saved tensors are ranked by
 the compute that swapping saves per byte, and more are swapped as long as the modelled iteration time, convex in the
@@ -77,7 +78,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         sub_batches=sub_batches,
         prefetch_params_units=window,
         prefetch_acts_units=1,
-        prefetch_states_units=0,
+        prefetch_states_units=int(write_back == "awaited"),
         strict_windows=True,
         updates_in_flight=2,
         write_back="delayed" if write_back == "delayed" else "awaited",
