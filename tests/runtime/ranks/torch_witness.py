@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.runtime.models import make_batches
 from tests.runtime.ranks.test_ranks import ADAM, STEPS, Case, prepared
+from tierplan.runtime.checkpoint.weights import export
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.trainer import Trainer
@@ -66,14 +68,16 @@ def losses_of(case: Case, wrap: Any, model: nn.Module, ranks: Ranks) -> list[flo
     return found
 
 
-def unlike_torch(ranks: Ranks) -> list[str]:
-    """What is wrong, by case: losses and weights are PyTorch's, bit for bit (the sum of two ranks has one order)."""
+def unlike_torch(ranks: Ranks, folder: Path) -> list[str]:
+    """What is wrong, by case: losses and weights are PyTorch's, bit for bit (the sum of two ranks has one order), and
+    its distributed checkpoints read what was exported."""
     wrong = []
     for case, wrap in [*((case, with_ddp) for case in DDP), *((case, with_fsdp) for case in FSDP)]:
         model, schedule = prepared(case, ranks.size)
         other = copy.deepcopy(model)
         with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
             trainer.run(make_batches(STEPS * ranks.size * case.accumulation), STEPS)
+            export(trainer, folder / str(case))
             trainer.restore_model()
             losses = list(trainer.result().losses)
         wanted = losses_of(case, wrap, other, ranks)
@@ -81,7 +85,20 @@ def unlike_torch(ranks: Ranks) -> list[str]:
             wrong.append(f"{case}: losses {losses} are {wanted} with {wrap.__name__}")
         if not all(torch.equal(p, whole(q)) for p, q in zip(model.parameters(), other.parameters(), strict=True)):
             wrong.append(f"{case}: weights differ from those {wrap.__name__}")
+        if wrap is with_fsdp and not all(map(torch.equal, model.parameters(), loaded_anew(other, folder / str(case)))):
+            wrong.append(f"{case}: the exported weights are others")
     return wrong
+
+
+def loaded_anew(model: nn.Module, folder: Path) -> list[torch.Tensor]:
+    """The weights of a model that FSDP2 divides, read by each rank from an exported one."""
+    from torch.distributed import checkpoint
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoint.load(dict(model.named_parameters()), storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)))
+    return [whole(p) for p in model.parameters()]
 
 
 def whole(p: Any) -> torch.Tensor:
