@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
@@ -21,10 +22,11 @@ from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
 from tierplan.studies.costs import Costs, TrainingJob, costs_of
 from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
-from tierplan.studies.purchases import PriceList, Purchase, purchases, worth_planning
+from tierplan.studies.purchases import MOST_OF_A_KIND, PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, processes, sweep
 
+Ask = Callable[[Point], dict[str, object]]
 MODELS = (
     "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
 )  # fmt: skip
@@ -156,29 +158,33 @@ def advise(
         num = num_workers or len(os.sched_getaffinity(0))
         run = partial(sweep, executor=processes(num, stack) if num > 1 else None, num_workers=1, progress=progress)
         rented = replace(point, policy=BOUGHT, machine=RENTED, overrides={})
-        today = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK) if quick else point
-        num_first = sum(b.machine != "" for b in bought)
-        # other machines meanwhile: what is bought for this one has its answer for a start
-        first = [] if quick else [replace(b.applied(point), policy=BOUGHT) for b in bought[:num_first]]
-        others = [] if quick else [rented, replace(point, policy=LARGEST)]
-        bounds = [replace(b.applied(point), policy=BOUND) for b in bought]
-        answer, *rows = run([today, *first, *others, *bounds], answer_point)
-        promised = [float(row.get("promised") or 0.0) for row in rows[len(first) + len(others) :]]
-        left_out = {
-            b.what: most
-            for b, most, is_worth in zip(bought, promised, worth_planning(bought, promised), strict=True)
-            if not (is_worth or b.machine)
-        }
-        bought = [b for b in bought if b.what not in left_out]
+        like, ask = point, cast(Ask, answer_point)
         if quick:
-            point = today
+            point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
+            (answer,) = run([point], answer_point)
             like, ask = _like(point, answer)
             rented = replace(like, policy=BOUGHT, machine=RENTED, overrides={})
-            answers = run([*(replace(b.applied(like), policy=BOUGHT) for b in bought), rented], ask)
+        num_first = sum(b.machine != "" for b in bought)
+        # other machines meanwhile: what is bought for this one has its answer for a start
+        others = [*(replace(b.applied(like), policy=BOUGHT) for b in bought[:num_first]), rented]
+        kinds = Counter(b.kind for b in bought)
+        many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
+        bounds = [replace(b.applied(like), policy=BOUND) for b in many]
+        if quick:
+            rows, promises = run(others, ask), run(bounds, answer_point)
         else:
-            points = [replace(b.applied(point), policy=BOUGHT) for b in bought[num_first:]]
+            answer, *rows = run([point, *others, replace(point, policy=LARGEST), *bounds], answer_point)
+            rows, promises = rows[: len(others) + 1], rows[len(others) + 1 :]
             ask = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
-            answers = [*rows[:num_first], *run(points, ask), *rows[num_first : num_first + 2]]
+        promised = [float(row.get("promised") or 0.0) for row in promises]
+        left_out = {
+            b.what: most
+            for b, most, is_worth in zip(many, promised, worth_planning(many, promised), strict=True)
+            if not is_worth
+        }
+        bought = [b for b in bought if b.what not in left_out]
+        planned = run([replace(b.applied(like), policy=BOUGHT) for b in bought[num_first:]], ask)
+        answers = [*rows[:num_first], *planned, *rows[num_first:]]
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -199,7 +205,7 @@ def advise(
     )
 
 
-def _like(point: Point, answer: Row) -> tuple[Point, Callable[[Point], dict[str, object]]]:
+def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
     """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
     worth a look: its order, its micro-batches and those of twice the size."""
     point = replace(point, planner_s=min(point.planner_s or QUICK_S, QUICK_S))

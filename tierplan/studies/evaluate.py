@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from tierplan.hwmodels import load_machine
@@ -168,18 +169,20 @@ def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
     workloads = [place.timed(workload_at(point, place.described, batch=b, accumulation=a)) for b, a in divisions]
-    num, solver = place.machine.num_devices, Solver(seed=point.seed)
-
-    def least_s(workload: Workload) -> float:
-        semantics = point.semantics or plain_semantics(workload.training)
-        posed = partial(problem, workload, place.machine, semantics=semantics)  # type: ignore[arg-type]
-        if not by_program or num > 1:
-            return compute_s(posed())
-        orders: list[Order] = ["vertical", "horizontal"]
-        asked = orders if workload.training.gradient_accumulation_steps > 1 else orders[1:]
-        return min(lower_bound(posed(order=order), solver=solver).step_s for order in asked)
-
-    return (point.sequences or each) * point.seq * num / min(map(least_s, workloads))
+    num = place.machine.num_devices
+    semantics: Any = point.semantics or plain_semantics(training)
+    if by_program and num == 1:
+        least_s = inf
+        orders: tuple[Order, ...] = ("vertical", "horizontal")
+        for order in orders:
+            solver = Solver(seed=point.seed)  # which begins where the one before of this order has ended
+            for w in workloads:
+                if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
+                    posed = problem(w, place.machine, semantics=semantics, order=order)
+                    least_s = min(least_s, lower_bound(posed, solver=solver).step_s)
+    else:
+        least_s = min(compute_s(problem(w, place.machine, semantics=semantics)) for w in workloads)
+    return (point.sequences or each) * point.seq * num / least_s
 
 
 def predict_point(point: Point) -> Prediction:
