@@ -29,7 +29,7 @@ from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
-from tierplan.planner.search.moves import loosened, with_shape_of
+from tierplan.planner.search.moves import loosened, with_brought_states, with_shape_of
 from tierplan.planner.search.race import OrderSearch, Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
@@ -48,6 +48,8 @@ GOOD_FRAC = 0.003
 """The search stops when the step is this close to the bound."""
 FAR = 1.1
 """A search goes on beyond its default budget while the step is more than this times the bound."""
+CLEARLY_QUICKER = 0.8
+"""Of the first plan's step without states that come to the device, what one with them has to be below."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -250,7 +252,9 @@ class Search:
         incumbents = self._no_incumbents()
         problems = [self.posed(order, num) for num in nums]
         left = self.budget.ops_left
-        bounds = [self._bound(p, solver) for p in problems]
+        wider = Solver(seed=self.seed)
+        bounds = [self._bound(p, solver, wider) for p in problems]
+        problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
@@ -258,9 +262,9 @@ class Search:
         going = race(racers, self.budget, good_frac=GOOD_FRAC)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
-    def _bound(self, p: Problem, solver: Solver) -> Bound:
+    def _bound(self, p: Problem, solver: Solver, wider: Solver | None = None) -> Bound:
         started = time.perf_counter()
-        bound = lower_bound(p, solver=solver)
+        bound = lower_bound(p, solver=solver, wider=wider)
         self.bound_s += time.perf_counter() - started
         if bound.solution is not None:
             self.budget.ops_left -= bound.solution.work_ops
@@ -409,12 +413,26 @@ class Search:
         def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
             for other in others:
                 same = with_shape_of(other.plan, p)
-                for changed in (same, loosened(same)):
+                brought = [with_brought_states(loosened(same))] if p.brings_states else []
+                for changed in (same, loosened(same), *brought):
                     found.consider(self.simulate_plan(changed))
                     yield best_s()
 
         yield from reshaped(seeds.values())
-        for _ in from_program.tried(p, bound, goal_s=goal_s):
+        trials = from_program.tried(p, bound, goal_s=goal_s)
+        if bound.plain is not None and bound.plain.feasible and bound.plain.model is not None:
+            # whichever gets a quicker plan that fits: in memory that is short, bringing states may only be in the way
+            firsts, posed = [], (bound.plain.model.problem, bound.plain)
+            both = (from_program.tried(*posed, goal_s=goal_s), trials)
+            for each in both:
+                firsts.append(inf)
+                for firsts[-1] in each:
+                    yield best_s()
+                    if firsts[-1] < inf:
+                        break
+            if CLEARLY_QUICKER * firsts[0] <= firsts[1]:
+                trials, (p, bound) = both[0], posed
+        for _ in trials:
             yield best_s()
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if shape not in found.by_shape:

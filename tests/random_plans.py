@@ -25,7 +25,7 @@ def with_some_in_host(plan: UnitwisePlan, rng: random.Random, *, most_shards: in
     """The plan with states on NVMe in shards, some of which stay in host memory."""
     units = list(plan.units)
     for u, choice in enumerate(units):
-        if choice.states == "nvme" != choice.grads:
+        if choice.states == "nvme" != choice.grads and not choice.updates_here:
             num = rng.randint(1, most_shards)
             units[u] = replace(choice, state_shards=num, host_shards=rng.randrange(num))
     return replace(plan, units=tuple(units))

@@ -13,7 +13,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan_rules import PLACES, Order, Place
+from tierplan.planner.plan_rules import PLACES, Order, Place, UpdatePlace
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
 
@@ -40,6 +40,13 @@ class Mode:
     grads: Place
     frozen: Place | None = None
     """Where frozen parameters live, of a unit that has any."""
+    update: UpdatePlace = "home"
+    """`device`: states that live elsewhere come there for the update, and go back."""
+
+    @property
+    def updated(self) -> Literal["device", "host", "brought"]:
+        """Where the update is made: on the device with states that are there, or brought there; or by the host."""
+        return "device" if self.states == "device" else "brought" if self.update == "device" else "host"
 
 
 _MODES: tuple[Mode, ...] = (
@@ -47,6 +54,7 @@ _MODES: tuple[Mode, ...] = (
     *(Mode(p, s, "host") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
     *(Mode(p, s, "device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
     *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
+    *(Mode(p, s, "device", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
 )
 MODES = (*_MODES, *(replace(mode, frozen=frozen) for frozen in PLACES for mode in _MODES))
 
@@ -143,6 +151,8 @@ class Amounts:
     write: Mapping[str, float]
     adam: float
     """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
+    update: float
+    """The same on the device."""
     chain_s: Mapping[str, tuple[float, ...]]
     """By home of the parameters (`nvme`, else `host`), per unit: least seconds from gradients on the device, through
     an update on the host, to parameters that compute can use."""
@@ -176,6 +186,8 @@ class Problem:
     clips: bool
     write_limit_gb_per_s: float = float("inf")
     """What may be written to NVMe on average over the step, for the drives to last."""
+    brings_states: bool
+    """Whether states may come to the device for their update and go back."""
 
     @property
     def windows(self) -> list[Window]:
@@ -209,6 +221,9 @@ class Problem:
                 continue
             if mode.states != "device":
                 if self.rates.adam == 0.0 or self.host_gb == 0.0:
+                    continue
+                if mode.updated == "brought":
+                    chosen += [k] if self.brings_states else []
                     continue
                 waits_on_device = mode.grads == "device"
                 if waits_on_device != (self.turn > 1) and not several:
@@ -247,6 +262,7 @@ def problem(
     streams = {s.name for s in machine.streams}
     names = {u.name: i for i, u in enumerate(workload.units)}
     has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
+    rates = _rates(workload, machine, has_nvme)
     return Problem(
         workload=workload,
         machine=machine,
@@ -261,12 +277,13 @@ def problem(
         host_gb=tiers.get("host", 0.0),
         nvme_gb=tiers.get("nvme", 0.0),
         has_nvme=has_nvme,
-        rates=_rates(workload, machine, has_nvme),
+        rates=rates,
         loads=_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
         has_master=workload.training.has_master,
         clips=workload.training.max_grad_norm is not None,
         write_limit_gb_per_s=write_limit_bytes_per_s / GB,
+        brings_states=bool("host" in tiers and rates.adam and semantics != "delayed-1"),
     )
 
 
@@ -403,6 +420,8 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         for u in workload.units
     ]
     adam = max((u.num_trained / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
+    update_s = [_seconds(machine, COMPUTE, t.update_work(u)) for u in workload.units]
+    update = max((u.num_trained / s / 1e9 for u, s in zip(workload.units, update_s, strict=True) if s > 0), default=1e6)
     chain: dict[str, list[float]] = {"host": [], "nvme": []}
     for u, seconds in zip(workload.units, adam_s, strict=True):
         n = u.num_trained
@@ -412,7 +431,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
         through = _seconds(machine, NVME_WRITE, moved) + _seconds(machine, NVME_READ, moved) if has_nvme else 0.0
         chain["host"].append(arrive + seconds + home)
         chain["nvme"].append(arrive + seconds + through + home)
-    return Amounts(up, down, read, write, adam, {k: tuple(v) for k, v in chain.items()})
+    return Amounts(up, down, read, write, adam, update, {k: tuple(v) for k, v in chain.items()})
 
 
 def _loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:

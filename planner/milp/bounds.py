@@ -3,14 +3,12 @@
 The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move and
 inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops
 gives a point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this
-machine's limits, and the micro-batches in one of the two orders. Updates are where states live: on the cores, or on the
-device with states that stay there. States that come to the device and go back (`UnitPlan.update`) are not in the
-program, and plans with them may be below the bound; no search makes such plans."""
+machine's limits, and the micro-batches in one of the two orders."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +18,9 @@ from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Solution, Solver
 
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
+
+WORTH_BRINGING = 1.01
+"""How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Bound:
     solution: Solution | None = field(default=None, repr=False, compare=False)
     model: Model | None = field(default=None, repr=False, compare=False)
     """Of which this is the optimum: with margins, the one that plans are made from."""
+    plain: Bound | None = field(default=None, repr=False, compare=False)
+    """Without states that come to the device for their updates, where that is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,24 @@ class Shortage:
         return self.needed_bytes - self.capacity_bytes
 
 
-def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
+def lower_bound(problem: Problem, *, solver: Solver | None = None, wider: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
-    `solver` starts from where it ended before.
+    Solvers start from where they ended before: `solver` of programs without states that come to the device for their
+    updates, and `wider` of those with them.
     """
+    plain = _optimum(replace(problem, brings_states=False), solver or Solver())
+    if not problem.brings_states:
+        return plain
+    wide = _optimum(problem, wider or Solver())
+    if wide.feasible and wide.proven and not WORTH_BRINGING * wide.step_s >= plain.step_s:
+        return replace(wide, plain=plain)
+    return replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
+
+
+def _optimum(problem: Problem, solver: Solver) -> Bound:
     model = build(problem, margins=Margins(relaxed=True))
-    solution = (solver or Solver()).solve(model.program)
+    solution = solver.solve(model.program)
     if solution.status == "infeasible":
         return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution, model=model)
     if solution.status != "optimal":

@@ -30,14 +30,15 @@ def deadline_rows(cols: Columns) -> None:
     passed: Terms = []  # seconds between the same two moments
     demand: Terms = []
     upload: Terms = []
+    on_device: Terms = []  # updates there with states that come, in the same time
+    demand_there: Terms = []
     has_updates = bool(p.host_gb and p.rates.adam)
     for s, then in zip(forward, reversed(backward), strict=True):
         for u in cols.windows[s].units:
             unit, is_first = cols.units[u], u == cols.windows[s].first
-            demand += cols.away(u, "states", unit.gparams)
-            for k, c in cols.choices[u].place.items():
-                if MODES[k].states != "device" and MODES[k].params == "device":
-                    upload.append((unit.params_gb, c))
+            demand += cols.placed(u, "updated", "host", unit.gparams)
+            demand_there += cols.placed(u, "updated", "brought", unit.gparams)
+            upload += cols.params_of(u, "host", "device")
             if not (unit.gparams and has_updates) or not (is_first or u == cols.windows[s].last):
                 continue
             # the window's first forward comes after its last backward; its other units also have the backward window
@@ -46,12 +47,16 @@ def deadline_rows(cols: Columns) -> None:
             gone = [*sent, *(t for w in (s, *also) for t in cols.flow(w, "uP"))]
             lp.row([*done, *minus(demand)], low=0.0, family="updates before the next forward")
             lp.row([*gone, *minus(upload)], low=0.0, family="uploads before the next forward")
+            if demand_there:
+                here = [*on_device, *(t for w in (s, *also) for t in cols.flow(w, "aD"))]
+                lp.row([*here, *minus(demand_there)], low=0.0, family="updates before the next forward")
             if is_first:
                 lag: Terms = [(_chain_s(p, u, k), c) for k, c in cols.choices[u].place.items()]
                 fixed, extra = cols.compute(s)
                 idle: Terms = [(1.0, cols.tau[s][0]), *minus(extra)]
                 lp.row([*passed, *idle, *minus(lag)], low=fixed, family="from gradient to next forward")
         spent = cols.carry(spent, [*cols.updates(s), *cols.updates(then)])
+        on_device = cols.carry(on_device, [*cols.flow(s, "aD"), *cols.flow(then, "aD")])
         sent = cols.carry(sent, [*cols.flow(s, "uP"), *cols.flow(then, "uP")])
         passed = cols.carry(passed, [(1.0, cols.tau[s][0]), (1.0, cols.tau[then][0])])
 
@@ -59,13 +64,14 @@ def deadline_rows(cols: Columns) -> None:
 def _chain_s(problem: Problem, u: int, mode: int) -> float:
     """Least seconds from the end of a unit's last backward to the start of its next forward, in this placement."""
     m, chain = MODES[mode], problem.rates.chain_s
-    if m.states == "device":
-        return 0.0  # the update is part of the backward window
+    if m.updated != "host":
+        return 0.0  # the update is part of the backward window, or a flow of its own
     return chain["nvme" if m.params == "nvme" else "host"][u]
 
 
-def _update_rows(cols: Columns, on_host: Terms, over: Terms) -> None:
-    """While a unit is updated, host memory holds its gradients, a shard of its states, and parameters that will leave.
+def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, over_device: Terms) -> None:
+    """While a unit is updated, host memory holds its gradients, a shard of its states, and parameters that will leave;
+    or the device its gradients, and its states that have come.
 
     All of them whole, beside what is at home there: however smoothly everything else flows.
     """
@@ -73,13 +79,12 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms) -> None:
     num_shards = max(STATE_SHARDS)
     for u in {id(choice): u for u, choice in enumerate(cols.choices)}.values():  # alike units: on average
         unit = cols.units[u]
-        held = cols.away(u, "states", 0.0 if p.semantics == "delayed-1" else unit.grads_gb)
+        held = cols.placed(u, "updated", "host", 0.0 if p.semantics == "delayed-1" else unit.grads_gb)
         held += cols.placed(u, "states", "nvme", unit.states_gb / num_shards)
-        held += [
-            (unit.params_gb, c)
-            for k, c in cols.choices[u].place.items()
-            if MODES[k].states != "device" and MODES[k].params != "host"
-        ]
+        held += cols.params_of(u, "host", "device", "nvme")
+        here = cols.placed(u, "updated", "brought", unit.states_gb + unit.grads_gb)
+        if here:
+            cols.lp.row([*on_device, *here, *over_device], high=p.device_gb, family="device memory")
         if unit.gparams and p.host_gb and p.rates.adam:
             cols.lp.row([*on_host, *held, *over], high=p.host_gb, family="host memory")
 
@@ -107,19 +112,19 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
         host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
         accumulated = cols.over_units(lambda u: cols.placed(u, "grads", "device", units[u].grads_gb))
     over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in PLACES)
-    _update_rows(cols, on_host, over_host)
+    _update_rows(cols, on_host, over_host, resident, over_device)
     needed = _DeviceNeeds(cols)
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
         drained: Terms = [(-1.0, c) for k, c in cols.early[s].items() if k == "d"]
         held = [*resident, *acts.kept[s], *acts.leaving[s], *updates.leaving[s], *drained]
-        held += [*acts.back[s], *params.fetched[s], *([] if block.first else accumulated)]
+        held += [*acts.back[s], *params.fetched[s], *updates.brought[s], *([] if block.first else accumulated)]
         fixed, more = needed.of_first(s)
         lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if window.phase == "bwd" or window.last != len(units) - 1 or p.turn == 1:
             fixed, more = needed.of_last(s)
             end = [*resident, *acts.kept_after[s], *acts.leaving_after[s], *minus(acts.by_last[s]), *acts.back_after[s]]
-            end += [*params.fetched_after[s], *updates.others_leaving[s]]
+            end += [*params.fetched_after[s], *updates.others_leaving[s], *updates.brought_after[s]]
             if several and block.last and window.phase == "bwd":
                 end += _completed(cols, window.last)
                 accumulated = cols.carry(accumulated, minus([t for u in window.units for t in _completed(cols, u)]))
@@ -226,7 +231,7 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
     for s in range(len(cols.windows)):
         fixed, extra = cols.compute(s)
         tau = cols.tau[s][0]
-        lp.row([(1.0, tau), *minus(extra)], low=fixed, family=COMPUTE)
+        lp.row([(1.0, tau), *minus(extra), *cols.flow(s, "aD", -1.0 / rates.update)], low=fixed, family=COMPUTE)
         by_stream: dict[str, Terms] = {}
         for name, column in cols.flows[s].items():
             if name not in streams:
@@ -251,7 +256,7 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
     if p.host_gb and rates.adam and p.clips:
         # norms are taken on the cores that update: over the step, there is time for both
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
-        norms = [t for u, unit in enumerate(cols.units) for t in cols.away(u, "states", unit.norm_s)]
+        norms = [t for u, unit in enumerate(cols.units) for t in cols.placed(u, "updated", "host", unit.norm_s)]
         lp.row([*busy, *norms, *minus(cols.step())], high=0.0, family=HOST_ADAM)
 
 
@@ -259,7 +264,7 @@ def endurance_row(cols: Columns) -> None:
     """What a step writes to NVMe, at most what the drives may take on average over its time."""
     limit = cols.p.write_limit_gb_per_s
     if isfinite(limit) and cols.p.has_nvme:
-        written = [t for name in ("wA", "wP", "wO", "gW") for t in cols.over_step(name)]
+        written = [t for name in ("wA", "wP", "wO", "wS", "gW") for t in cols.over_step(name)]
         per_second = [(-limit * a, c) for a, c in cols.step()]
         cols.lp.row([*written, *per_second], high=0.0, family=ENDURANCE)
 
@@ -271,17 +276,23 @@ def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
         "uA": (H2D, up["acts"]),
         "uW": (H2D, up["params"]),
         "uP": (H2D, up["params"]),
+        "uQ": (H2D, up["params"]),
+        "uS": (H2D, up["states"]),
         "dA": (D2H, down["acts"]),
         "dG": (D2H, down["grads"]),
         "dP": (D2H, down["params"]),
+        "dQ": (D2H, down["params"]),
+        "dS": (D2H, down["states"]),
         "rA": (NVME_READ, read["acts"]),
         "rW": (NVME_READ, read["params"]),
         "rP": (NVME_READ, read["params"]),
         "rO": (NVME_READ, read["states"]),
+        "rS": (NVME_READ, read["states"]),
         "gR": (NVME_READ, read["grads"]),
         "wA": (NVME_WRITE, write["acts"]),
         "wP": (NVME_WRITE, write["params"]),
         "wO": (NVME_WRITE, write["states"]),
+        "wS": (NVME_WRITE, write["states"]),
         "gW": (NVME_WRITE, write["grads"]),
         "aH": (HOST_ADAM, p.rates.adam),
         "aN": (HOST_ADAM, p.rates.adam),

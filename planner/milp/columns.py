@@ -153,12 +153,15 @@ class Columns:
         names = ["uA", "uW", "dA"] if p.host_gb else []
         if p.host_gb and p.rates.adam:
             names.append("dG")
+        names += ["uS", "dS", "uQ", "dQ"] if p.brings_states else []
         if p.has_nvme and p.host_gb:
+            names += ["rS", "wS"] if p.brings_states else []
             names += ["rA", "wA", "rW", "rO", "wO", "wP"]
         may_update = p.semantics == "delayed-1" or (block.first and window.phase == "fwd")
         may_update = may_update or (p.semantics == "in-backward" and block.last and window.phase == "bwd")
         if p.rates.adam and may_update:
             names += ["aH", "aN", "aL", "uP", "dP", "rP", "acc"]
+            names += ["aD"] if p.brings_states else []
         elif p.rates.adam and block.last:
             names += ["dP", "rP", "acc"]
         elif p.rates.adam:
@@ -166,8 +169,9 @@ class Columns:
         if not p.has_nvme:
             names = [n for n in names if n not in ("aN", "rP")]
         if p.has_master:
-            names = [n for n in names if n not in ("dP", "rP")]
-        self.flows.append({n: lp.column(cost=charged * TRANSFER_COST * block.copies) for n in names})
+            names = [n for n in names if n not in ("dP", "rP", "uQ")]
+        cost = charged * TRANSFER_COST * block.copies
+        self.flows.append({n: lp.column(cost=cost if n != "aD" else 0.0) for n in names})
         self.early.append({n: lp.column() for n in ("uA", "uW", "d") if p.host_gb})
 
     def block_windows(self, b: int) -> list[int]:
@@ -176,12 +180,17 @@ class Columns:
     # ---- expressions ----
 
     def placed(self, u: int, part: str, where: str, scale: float = 1.0) -> Terms:
-        """scale x the share of unit u whose `params`, `states` or `grads` are `where`."""
+        """scale x the share of unit u whose `params`, `states` or `grads` are `where`, or that is `updated` so."""
         return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) == where]
 
     def away(self, u: int, part: str, scale: float = 1.0) -> Terms:
         """scale x the share that is not on the device."""
         return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) != "device"]
+
+    def params_of(self, u: int, updated: str, *wheres: str) -> Terms:
+        """GB of unit u's trained parameters that are there and are `updated` so."""
+        modes = ((MODES[k], c) for k, c in self.choices[u].place.items())
+        return [(self.units[u].params_gb, c) for mode, c in modes if mode.updated == updated and mode.params in wheres]
 
     def params_on(self, u: int, where: str) -> Terms:
         """GB of unit u's parameters, trained and frozen, that are `where`."""
@@ -265,8 +274,12 @@ class Columns:
         return self.carry([], terms) if len(terms) > 1 else terms
 
 
+def times(scale: float, terms: Terms) -> Terms:
+    return [(scale * a, c) for a, c in terms]
+
+
 def minus(terms: Terms) -> Terms:
-    return [(-a, c) for a, c in terms]
+    return times(-1.0, terms)
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:

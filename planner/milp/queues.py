@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tierplan.planner.milp.amounts import MODES, Window
-from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus
+from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus, times
 from tierplan.planner.milp.program import Terms
 
 
@@ -55,6 +55,11 @@ class Updates:
     """Gradients on the host that wait for their update."""
     staged: list[Terms]
     """States on the host, between NVMe and their return to it; new parameters that have a home elsewhere."""
+    brought: list[Terms]
+    """On the device for updates there when the window's op starts, or less: gradients that wait, states that have come
+    or that leave."""
+    brought_after: list[Terms]
+    """The same when its last op ends, less the gradients which that makes."""
 
 
 def activation_queues(cols: Columns) -> Activations:
@@ -192,7 +197,7 @@ def update_queues(cols: Columns) -> Updates:
     """Gradients down, states in and out, and updates, which run on into the next step."""
     p, lp = cols.p, cols.lp
     nothing: list[Terms] = [[] for _ in cols.windows]
-    found = Updates(list(nothing), list(nothing), list(nothing), list(nothing))
+    found = Updates(*(list(nothing) for _ in range(6)))
     if not p.host_gb or not p.rates.adam:
         return found
     single = len(p.blocks) == 1
@@ -204,14 +209,16 @@ def update_queues(cols: Columns) -> Updates:
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
-    link = _BlockLink(cols, 6)
+    link = _BlockLink(cols, 9 if p.brings_states else 6)
     for b in range(len(p.blocks)):
-        leaving, due, waiting, read, written, new = link.start(b)
+        leaving, due, waiting, read, written, new, *brought = link.start(b)
         for s in cols.block_windows(b):
             window = cols.windows[s]
             each = [_gradients_made(cols, window, u) for u in window.units]
-            made, released = ([t for unit in each for t in unit[k]] for k in range(2))
+            made, released, due_here = ([t for unit in each for t in unit[k]] for k in range(3))
             made_last = each[-1][0]
+            if brought:
+                brought = _brought(cols, s, found, brought, due_here, each[-1][2])
             updated = cols.updates(s)
             found.leaving[s] = leaving
             leaving = [(1.0, cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving"))]
@@ -235,7 +242,7 @@ def update_queues(cols: Columns) -> Updates:
             going = [*cols.flow(s, "uP"), *cols.flow(s, "wP")]
             new = [(1.0, cols.queue(new, homeless, going, "new parameters"))]
             found.staged[s] = [*found.staged[s], *new]
-        link.end(b, [leaving, due, waiting, read, written, new])
+        link.end(b, [leaving, due, waiting, read, written, new, *brought])
     link.close()
     _once_per_step(cols, parked)
     return found
@@ -248,15 +255,39 @@ def _parked(cols: Columns) -> Terms:
     return cols.over_units(lambda u: cols.placed(u, "grads", "nvme", cols.units[u].grads_gb))
 
 
-def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms]:
-    """GB of gradients that a unit's turn makes and that leave, and 1e9 parameters whose update becomes due then."""
+def _brought(
+    cols: Columns, s: int, found: Updates, queues: list[Terms], due_here: Terms, due_last: Terms
+) -> list[Terms]:
+    """Updates on the device of states that come and go: what is due, what has come, what leaves, after window s."""
+    owners = [u for u in cols.units if u.gparams]
+    state_gb = min((u.states_gb / u.gparams for u in owners), default=0.0)
+    grad_gb = float(cols.p.workload.training.grad_bytes)
+    updated = cols.flow(s, "aD")
+    uses = [(state_gb * a, c) for a, c in updated]
+    due, come, left = queues
+    # updates of the window run before its op, but for those of units that share it
+    found.brought[s] = [(grad_gb * a, c) for a, c in (*due, *minus(updated))]
+    found.brought[s] += [*come, *minus(uses), *left, *minus(cols.flow(s, "dS"))]
+    due = [(1.0, cols.queue(due, due_here, updated, "updates due"))]
+    if due_last:
+        cols.lp.row([*due, *minus(due_last)], low=0.0, family="updates due")
+    come = [(1.0, cols.queue(come, cols.flow(s, "uS"), uses, "states brought"))]
+    left = [(1.0, cols.queue(left, uses, cols.flow(s, "dS"), "states leaving"))]
+    found.brought_after[s] = [*[(grad_gb * a, c) for a, c in (*due, *minus(due_last))], *come, *left]
+    return [due, come, left]
+
+
+def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms, Terms]:
+    """GB of gradients that a unit's turn makes and that leave, and 1e9 parameters whose update becomes due then: on the
+    host, and on the device with states that come there."""
     unit, block = cols.units[u], cols.p.blocks[window.block]
     if window.phase != "bwd" or not unit.gparams:
-        return [], []
-    made = cols.away(u, "states" if block.last else "grads", unit.grads_gb)
+        return [], [], []
+    if not block.last:
+        return cols.away(u, "grads", unit.grads_gb), [], []
     # with delayed updates the release is that of the step before: any time in this step
-    released = cols.away(u, "states", unit.gparams) if block.last else []
-    return made, released
+    host, brought = (cols.placed(u, "updated", where) for where in ("host", "brought"))
+    return times(unit.grads_gb, host), times(unit.gparams, host), times(unit.gparams, brought)
 
 
 def _once_per_step(cols: Columns, parked: Terms) -> None:
@@ -267,18 +298,24 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     to_drive: Terms = []
     accumulated: Terms = []
     homeless: Terms = []
+    brought: dict[str, Terms] = {name: [] for name in ("uQ", "dQ", "rS", "wS")}
     for u, unit in enumerate(cols.units):
-        on_drive += cols.placed(u, "states", "nvme", unit.gparams)
         for k, c in cols.choices[u].place.items():
             mode = MODES[k]
-            if mode.states != "device" and mode.params == "device":
-                uploaded.append((unit.params_gb, c))
-            if mode.states != "device" and mode.params != "host":
+            if mode.updated == "host" and mode.states == "nvme":
+                on_drive.append((unit.gparams, c))
+            if mode.updated == "host" and mode.params != "host":
                 homeless.append((unit.gparams, c))
-            if mode.params == "nvme":
-                to_drive.append((unit.params_gb, c))
-            if mode.states != "device" and mode.grads != "device":
+            if mode.updated == "host" and mode.grads != "device":
                 accumulated.append((unit.accumulate_s, c))
+            if mode.updated == "brought" and mode.states == "nvme":
+                brought["rS"].append((unit.states_gb, c))
+                brought["wS"].append((unit.states_gb, c))
+        uploaded += cols.params_of(u, "host", "device")
+        to_drive += cols.params_of(u, "host", "nvme")
+        moved, stored = cols.params_of(u, "brought", "host", "nvme"), cols.params_of(u, "brought", "nvme")
+        for name, terms in (("uQ", moved), ("dQ", moved), ("rS", [] if p.has_master else stored), ("wS", stored)):
+            brought[name] += terms
     totals = [
         ("aN", on_drive, "updates of states on NVMe"),
         ("uP", uploaded, "parameters going home"),
@@ -288,8 +325,8 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     if not p.has_master:
         totals += [("dP", uploaded, "old parameters to the host"), ("rP", to_drive, "old parameters to the host")]
     batches = p.workload.training.gradient_accumulation_steps
-    times = float(batches - 1)
-    totals.append(("acc", [(times * a, c) for a, c in accumulated], "gradients added on the host"))
+    totals.append(("acc", times(float(batches - 1), accumulated), "gradients added on the host"))
+    totals += [(name, moved, "states brought") for name, moved in brought.items() if name in cols.flows[0]]
     if parked:
         totals += [(name, parked, "gradients on NVMe") for name in ("gW", "gR")]
     for name, amount, family in totals:

@@ -60,7 +60,7 @@ def _without_late_uploads(plan: UnitwisePlan) -> UnitwisePlan:
         plan,
         units=tuple(
             replace(choice, params="host")
-            if u > fetched[0] and choice.params == "device" and choice.states != "device"
+            if u > fetched[0] and choice.params == "device" and not choice.updates_here
             else choice
             for u, choice in enumerate(plan.units)
         ),
@@ -118,6 +118,7 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
         frozen=where.frozen,
         grads=where.grads,
         states=where.states,
+        update=where.update,
         input=x,  # type: ignore[arg-type]
         acts=tuple(acts) if len(set(acts)) > 1 else (acts[0] if acts else "keep"),
     )

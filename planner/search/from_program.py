@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound
@@ -35,9 +36,9 @@ class ProgramPlans:
     """Of the last integral program that was solved."""
     notes: list[str] = field(default_factory=list)
 
-    def tried(self, p: Problem, bound: Bound, *, goal_s: float) -> Iterator[None]:
-        """One shape, plan by plan: tunes the knobs by simulation, until a step of `goal_s`; then takes the integral
-        program's plan at the best knobs too."""
+    def tried(self, p: Problem, bound: Bound, *, goal_s: float) -> Iterator[float]:
+        """One shape, plan by plan, with the shortest step so far: tunes the knobs by simulation, until a step of
+        `goal_s`; then takes the integral program's plan at the best knobs too."""
         model = bound.model
         assert model is not None
         solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
@@ -64,7 +65,7 @@ class ProgramPlans:
         tuned = None
         for found in tune(trial, goal_s=goal_s, stretch=stretch):
             tuned = found
-            yield
+            yield inf if found is None else found[1]
         if tuned is None:
             self.notes.append(f"{p.order}, {p.sub_batches} sub-batches: no rounded plan fitted")
             return
@@ -74,7 +75,7 @@ class ProgramPlans:
             plan = self._solve_whole(model, knobs.margins(p, *units))
             if plan is not None:
                 self.incumbents.consider(self.simulate_plan(_with_knobs(p, plan, knobs)))
-                yield
+                yield best_s
 
     def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         changed = with_margins(model, margins)

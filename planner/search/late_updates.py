@@ -24,7 +24,7 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
     units = problem.units
     seconds = []
     for unit, choice in zip(units, plan.units, strict=True):
-        if choice.states == "device" or not unit.gparams:
+        if choice.updates_here or not unit.gparams:
             seconds.append(0.0)
             continue
         loads = [unit.gparams / rates.adam] if rates.adam else [0.0]
@@ -54,5 +54,5 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
 def _backward_s(problem: Problem, plan: UnitwisePlan, u: int) -> float:
     unit, choice = problem.units[u], plan.units[u]
     again = sum(g.recompute_s for g in unit.groups if g.slots and choice.action(g.slots[0]) == "recompute")
-    update = unit.update_s if choice.states == "device" else 0.0
+    update = unit.update_s if choice.updates_here else 0.0
     return (unit.bwd_s + again) * problem.turn + update

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import ACTIONS, Place
+from tierplan.planner.plan_rules import ACTIONS, Place, UpdatePlace
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -18,7 +19,7 @@ SHORT_CHAIN = 6
 
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
-Placement = tuple[Place, Place, Place, Place | None]
+Placement = tuple[Place, Place, Place, Place | None, UpdatePlace]
 RANK = {"device": 0, "host": 1, "nvme": 2}
 PARTS = ("states", "params", "frozen")
 
@@ -105,7 +106,7 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     def toggle(u: int) -> Move:
         def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
-            if choice.states == "device" or plan.semantics != "in-backward":
+            if choice.updates_here or plan.semantics != "in-backward":
                 return None
             return _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
 
@@ -209,15 +210,15 @@ def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
 
 def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
     """The choice of one of the plan's units with this placement."""
-    late = choice.late_update and mode.states != "device" and mode.grads != "nvme"
+    late = choice.late_update and mode.updated == "host" and mode.grads != "nvme"
     shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
-    places = {"params": mode.params, "grads": mode.grads, "states": mode.states, "frozen": mode.frozen}
+    places = {name: getattr(mode, name) for name in ("params", "grads", "states", "frozen", "update")}
     return in_shards(replace(choice, **places, late_update=late), shards)  # type: ignore[arg-type]
 
 
 def placement_of(where: UnitPlan | Mode) -> Placement:
-    """Where parameters, states, gradients and frozen parameters live."""
-    return where.params, where.states, where.grads, where.frozen
+    """Where parameters, states, gradients and frozen parameters live, and where updates are made."""
+    return where.params, where.states, where.grads, where.frozen, where.update
 
 
 def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
@@ -227,6 +228,7 @@ def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
         params=other.params,
         frozen=other.frozen,
         states=other.states,
+        update=other.update,
         grads=other.grads,
         late_update=other.late_update,
         state_shards=other.state_shards,
@@ -270,16 +272,23 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
     """The plan in the problem's order and sub-batches, with gradients where its turns leave them."""
     units = list(plan.units)
     for u, choice in enumerate(units):
-        able = [placement_of(MODES[k])[:3] for k in problem.modes(u)]
-        if choice.states != "device" and placement_of(choice)[:3] not in able:
+        able = [placement_of(replace(MODES[k], frozen=None)) for k in problem.modes(u)]
+        if choice.states != "device" and placement_of(replace(choice, frozen=None)) not in able:
             other: Place = "host" if choice.grads == "device" else "device"
-            units[u] = replace(choice, grads=other)
+            units[u] = replace(choice, grads=other, update="home")
     return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)
 
 
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
     return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
+
+
+def with_brought_states(plan: UnitwisePlan) -> UnitwisePlan:
+    """The plan with all states that live elsewhere brought to the device for their updates."""
+    here: dict[str, Any] = {"grads": "device", "update": "device", "late_update": False}
+    units = (u if u.states == "device" else in_shards(replace(u, **here), 1) for u in plan.units)
+    return replace(plan, units=tuple(units))
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:
@@ -295,7 +304,7 @@ def with_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
 
 def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:
     """The choice with states on NVMe travelling in so many shards, of which no more stay in host memory than now."""
-    num = num_shards if choice.states == "nvme" else 1
+    num = num_shards if choice.states == "nvme" and not choice.updates_here else 1
     in_host = 0 if choice.grads == "nvme" else min(int(choice.host_frac * num), num - 1)
     return replace(choice, state_shards=num, host_shards=in_host)
 

@@ -89,7 +89,9 @@ class StreamPrices:
     problem: Problem
     shares: Mapping[str, float]
 
-    def of_placement(self, unit: UnitAmounts, params: str, states: str, frozen: str = "device") -> float:
+    def of_placement(
+        self, unit: UnitAmounts, params: str, states: str, frozen: str = "device", update: str = "home"
+    ) -> float:
         """A step's traffic and updates of one unit that lives there."""
         found, passes = 0.0, 2.0 * len(self.problem.blocks)
         if frozen != "device":
@@ -100,9 +102,12 @@ class StreamPrices:
             found += self._of(H2D, passes * unit.params_gb)
         if params == "nvme":
             found += self._of(NVME_READ, passes * unit.params_gb) + self._of(NVME_WRITE, unit.params_gb)
-        if states == "device":
-            return found + self.shares.get(COMPUTE, 0.0) * unit.update_s
-        found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, unit.gparams)
+        if "device" in (states, update):
+            found += self.shares.get(COMPUTE, 0.0) * unit.update_s
+        if states != "device" and update == "device":
+            found += self._of(H2D, unit.states_gb) + self._of(D2H, unit.states_gb)
+        elif states != "device":
+            found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, unit.gparams)
         if states == "nvme":
             found += self._of(NVME_READ, unit.states_gb) + self._of(NVME_WRITE, unit.states_gb)
         return found
@@ -165,8 +170,10 @@ def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> I
                 return placed(plan, choice, MODES[k])
 
             frees: dict[str, float] = {}
-            homes = [(params, states, frozen or params) for params, states, _, frozen in (old, new)]
-            for before, after, gb in zip(*homes, (unit.params_gb, unit.states_gb, unit.frozen_gb), strict=True):
+            homes = [(params, states, frozen or params, update) for params, states, _, frozen, update in (old, new)]
+            for before, after, gb in zip(
+                *(home[:3] for home in homes), (unit.params_gb, unit.states_gb, unit.frozen_gb), strict=True
+            ):
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
             cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])
@@ -209,7 +216,7 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
     for late in (True, False):
 
         def change(u: int, choice: UnitPlan, late: bool = late) -> UnitPlan | None:
-            if choice.states == "device" or choice.grads == "nvme" or choice.late_update == late:
+            if choice.updates_here or choice.grads == "nvme" or choice.late_update == late:
                 return None
             return replace(choice, late_update=late)
 

@@ -82,8 +82,8 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
     low, high = model.program.low.copy(), model.program.high.copy()
     for unit, choice, columns in zip(p.units, plan.units, model.choices, strict=True):
         for k, column in columns.place.items():
-            mode = Mode(choice.params, choice.states, choice.grads)
-            in_host = {Mode(choice.params, "host", choice.grads): choice.host_frac, mode: 1 - choice.host_frac}
+            mode = Mode(choice.params, choice.states, choice.grads, update=choice.update)
+            in_host = {replace(mode, states="host"): choice.host_frac, mode: 1 - choice.host_frac}
             if choice.states != "nvme":
                 in_host = {mode: 1.0}
             low[column] = high[column] = in_host.get(MODES[k], 0.0) if unit.gparams else 1.0

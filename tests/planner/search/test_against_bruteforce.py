@@ -39,10 +39,9 @@ def _choices(p: Problem, u: int) -> list[UnitPlan]:
         mode = MODES[k]
         if not p.has_nvme and action == "nvme":
             continue
-        for late in (False, True) if mode.states != "device" else (False,):
-            found.append(
-                UnitPlan(params=mode.params, states=mode.states, grads=mode.grads, acts=action, late_update=late)  # type: ignore[arg-type]
-            )
+        places = {name: getattr(mode, name) for name in ("params", "states", "grads", "update")}
+        for late in (False, True) if mode.updated == "host" else (False,):
+            found.append(UnitPlan(**places, acts=action, late_update=late))
     return found
 
 

@@ -69,7 +69,7 @@ def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monk
     """With little of both memories, what comes to one has to make room for it; without that the descent ends worse."""
     workload = toy_workload(10)
     machine = toy_machine(device_bytes=150 * MIB, host_bytes=200 * MIB)
-    p = problem(workload, machine, semantics="in-backward")
+    p = replace(problem(workload, machine, semantics="in-backward"), brings_states=False)
     evaluate = PlanSimulator(workload, machine, Budget(600))
     start = evaluate(uniform_plan(workload, EVERYTHING_OUT))
     *_, best = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))

@@ -1,0 +1,81 @@
+"""Updates on the device with states that come from elsewhere and go back, unit by unit beside Adam on the host."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.instances import MB, chain, small_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.milp.amounts import MODES, problem
+from tierplan.planner.milp.bounds import lower_bound
+from tierplan.planner.milp.model import fractions
+from tierplan.planner.milp.rounding import round_to_plan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.planning import plan
+from tierplan.planner.results import PlanResult
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.sim.workloads.workload import Workload
+
+
+def blocks(num: int) -> Workload:
+    return chain(forward_s=[0.1] * num, parameters=[10 * MB] * num, saved_mb=[[5]] * num)
+
+
+def machine(adam_m_per_s: float, link_mb_per_s: float) -> Machine:
+    """With room on the device for one block's states beside all parameters, or for two blocks'."""
+    return small_machine(device_mb=350, nvme_mb=0, adam_m_per_s=adam_m_per_s, link_mb_per_s=link_mb_per_s)
+
+
+def where_updated(result: PlanResult) -> set[str]:
+    assert isinstance(result.plan, UnitwisePlan)
+    return {u.update for u in result.plan.units if u.states != "device"}
+
+
+def best_of(workload: Workload, machine: Machine, *, brings: bool = True) -> float:
+    """The shortest step of all placements and late updates, with everything kept that is saved."""
+    p, simulate_plan = (
+        problem(workload, machine, semantics="in-backward"),
+        PlanSimulator(workload, machine, Budget(1e9)),
+    )
+    modes = [MODES[k] for k in p.modes(0) if brings or MODES[k].update == "home"]
+    choices = [
+        UnitPlan(params=m.params, states=m.states, grads=m.grads, update=m.update, late_update=late)
+        for m in modes
+        for late in ((False, True) if m.updated == "host" else (False,))
+    ]
+    plans = (UnitwisePlan(policy="all", units=units) for units in itertools.product(choices, repeat=3))
+    return min(step_s for step_s in (simulate_plan(made).step_s for made in plans) if step_s is not None)
+
+
+def test_where_the_host_is_slow_and_the_link_quick_states_come_to_the_device() -> None:
+    workload, on = blocks(3), machine(adam_m_per_s=5, link_mb_per_s=1000)
+    result, best_s = plan(workload, on), best_of(workload, on)
+    assert where_updated(result) == {"device"}
+    assert all(other.step_s is None or result.step_s < other.step_s for other in result.policies.values())
+    assert result.lower_bound_s <= result.step_s <= best_s * 1.01
+    assert best_s < 0.5 * best_of(workload, on, brings=False)
+
+
+def test_where_the_host_is_quick_they_stay() -> None:
+    workload, on = blocks(3), machine(adam_m_per_s=1000, link_mb_per_s=1000)
+    result = plan(workload, on)
+    assert where_updated(result) == {"home"}
+    assert result.step_s <= best_of(workload, on) * 1.01
+
+
+def test_some_units_go_each_way_where_neither_host_nor_link_has_time_for_all() -> None:
+    posed = problem(blocks(8), machine(adam_m_per_s=15, link_mb_per_s=300), semantics="in-backward")
+    bound, without = lower_bound(posed), lower_bound(replace(posed, brings_states=False))
+    assert bound.model is not None
+    assert bound.solution is not None
+    shares = fractions(bound.model, bound.solution)
+    brought = sum(share for of in shares.place for k, share in of.items() if MODES[k].updated == "brought")
+    rounded = round_to_plan(posed, shares).units
+    assert sum(u.states != "device" and u.update == "device" for u in rounded) == pytest.approx(brought, abs=1)
+    assert 1 < brought < 7
+    assert {u.update for u in rounded if u.states != "device"} == {"home", "device"}
+    assert bound.step_s < 0.9 * without.step_s
