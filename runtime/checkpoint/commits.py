@@ -254,7 +254,7 @@ class CommitLogOfRank(CommitLog):
         content = files.read_content(self._decided)
         if content is None:
             return None
-        if content.startswith(b"{") and (alone := CommitLog(self._decided.parent).last()) is not None:
+        if content[:1] == b"{" and (alone := CommitLog(self._decided.parent).last()) is not None:
             num_steps, num_ranks = alone.num_steps, 1
         else:
             num_steps, num_ranks = self._decision(self._decided, content)
@@ -262,10 +262,10 @@ class CommitLogOfRank(CommitLog):
             return self._after(num_steps)
         if self._ranks.rank > 0:  # behind the first, which makes good what a crash has left
             self._ranks.barrier("commits")
-        found = self._of_others(self._decided.parent, num_steps, num_ranks)
+        others = self._of_others(self._decided.parent, num_steps, num_ranks)
         if self._ranks.rank == 0:
             self._ranks.barrier("commits")
-        return found
+        return others
 
     def write(self, commit: Commit) -> None:
         self._put(self._next, commit)

@@ -34,7 +34,7 @@ from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
 
 FORMAT, VERSION = "tierplan-calibration", 3
-USUAL_SPREAD, NUM_USUAL = 0.06, 10
+PRIOR_SPREAD, NUM_PRIOR = 0.06, 10
 """Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 38
 rows of seven models in a quiet hour, of which intervals hold 34, and 32 where each model has only its own checks."""
 LEAST_FRAC = 0.01
@@ -293,6 +293,6 @@ def interval_half_width(checks: Sequence[float]) -> float:
     and no user's plan is without a like among all of them. (By their mean square, all of 24 steps lay within.)
     """
     spread = 1.4826 * median(abs(log(x)) for x in checks) if checks else 0.0
-    num = len(checks) + NUM_USUAL
-    pooled = sqrt((len(checks) * spread**2 + NUM_USUAL * USUAL_SPREAD**2) / num)
+    num = len(checks) + NUM_PRIOR
+    pooled = sqrt((len(checks) * spread**2 + NUM_PRIOR * PRIOR_SPREAD**2) / num)
     return float(student.ppf(0.95, num)) * pooled

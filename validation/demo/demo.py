@@ -259,7 +259,7 @@ def run_demo(
         interval_s=planned.prediction.interval_s,
         moved_bytes={stream: moved / steps for stream, moved in run.moved_bytes.items()},
     )
-    comparison = over_its_paces(at_slowdown(comparison, planned.schedule, machine, run.trace))
+    comparison = over_both_slowdowns(at_slowdown(comparison, planned.schedule, machine, run.trace))
     result = DemoResult(
         machine=machine,
         workload=workload,
@@ -277,7 +277,7 @@ def run_demo(
     return result
 
 
-def over_its_paces(comparison: Comparison) -> Comparison:
+def over_both_slowdowns(comparison: Comparison) -> Comparison:
     """The comparison with the interval for the machine at the pace of its calibration, at that of the run, and between:
     beside other programs a minute makes more difference than all that is predicted."""
     assert comparison.interval_s is not None

@@ -15,7 +15,7 @@ from tierplan.sim.workloads.families.ops import (
 )
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_head, embedding, position_ids
-from tierplan.sim.workloads.workload import NotCovered, Training
+from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training
 
 
 def block(tape: Tape, config: Config, x: Value) -> Value:
@@ -90,7 +90,7 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 
 def shared(config: Config, training: Training) -> int:
     """Bytes of cos and sin."""
-    return 2 * training.sequence_length * head_dim_of(config) * training.param_bytes
+    return 2 * training.sequence_length * head_dim_of(config) * DTYPE_BYTES[training.dtype]
 
 
 def check(config: Config, training: Training) -> None:

@@ -178,5 +178,5 @@ def test_a_factor_that_chance_explains_is_none() -> None:
     assert core_slowdown([1.2, 0.9, 1.0], 0.97) == pytest.approx(1.0, abs=0.02)
     assert core_slowdown([1.04] * 50, 1.0) == pytest.approx(1.04, abs=0.002)
     assert core_slowdown([2.0, 2.0, 2.0, 2.1], 1.0) == pytest.approx(2.0, rel=0.02)
-    assert core_slowdown([1.15] * 9 + [1.01], 1.0) == pytest.approx(1.03), "one that is not slow denies the others"
+    assert core_slowdown([1.15] * 9 + [1.01], 1.0) == pytest.approx(1.03, abs=0.002), "one of them denies the others"
     assert core_slowdown([1.0, 1.0, 1.0, 5.0], 1.0) == 1.0, "what ran beside one of them does not count"
