@@ -1,4 +1,4 @@
-"""Makes what README.md and the pages show of the program: `make figures`, in a quarter of an hour.
+"""Makes what README.md and the pages show of the program: `make figures`, in three minutes.
 
 The answer of `tierplan advise` goes into README.md, behind its mark, and a picture of `tierplan page` into this folder.
 """

@@ -117,6 +117,21 @@ def test_a_file_cut_off_anywhere_is_continued(tmp_path: Path, cut: int) -> None:
     assert sorted(json.loads(line)["row"]["batch"] for line in lines) == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_another_version_has_answered_is_answered_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def before(point: Point) -> Mapping[str, object]:
+        return {"step_s": 1.0}
+
+    monkeypatch.setattr("tierplan.studies.sweep.code_version", lambda: "before")
+    sweep(grid(3), before, out_dir=tmp_path, num_workers=1)
+    monkeypatch.undo()
+    again = sweep(grid(3), cost, out_dir=tmp_path, num_workers=1, progress=True)
+    assert again == sweep(grid(3), cost, num_workers=1)
+    assert "3 points of another version" in capsys.readouterr().err
+    assert sweep(grid(3), before, out_dir=tmp_path, num_workers=1) == again
+
+
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("hello\n")
     with pytest.raises(ValueError, match="a line that is no result: b'hello"):

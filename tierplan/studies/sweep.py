@@ -1,18 +1,22 @@
 """Runs a study: many simulations on any `concurrent.futures.Executor`. Each result is kept as soon as it is there.
 
 Results are lines of JSON in `results.jsonl`, appended and flushed one by one. So an interrupted run continues
-where it stopped. `table.csv` holds the same results as a table, in the order of the grid.
+where it stopped. `table.csv` holds the same results as a table, in the order of the grid. What another version of
+tierplan has answered is answered anew.
 """
 
 from __future__ import annotations
 
 import atexit
 import csv
+import functools
+import hashlib
 import io
 import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -24,6 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import tierplan
 from tierplan.sim.trace import write_atomically
 from tierplan.studies.study import Point
 
@@ -31,6 +36,17 @@ Row = dict[str, Any]
 """Columns by name: JSON values."""
 IN_FLIGHT_PER_WORKER = 4
 """Points handed out beyond those that run: enough to keep workers busy, few enough to stop soon."""
+
+
+@functools.cache
+def code_version() -> str:
+    """Of everything that answers depend on: the code and the catalog of this package."""
+    root, found = Path(tierplan.__file__).parent, hashlib.blake2b(digest_size=8)
+    for folder, _, names in sorted(os.walk(root, followlinks=True)):
+        for name in sorted(names):
+            if name.endswith((".py", ".toml", ".json")):
+                found.update((Path(folder) / name).read_bytes())
+    return found.hexdigest()
 
 
 def sweep(
@@ -50,7 +66,8 @@ def sweep(
         From a point to named figures; a function that can be pickled. By default `tierplan.studies.evaluate`:
         plan, lower, simulate. What it raises as `ValueError` or `RuntimeError` becomes the row's `error`.
     out_dir
-        Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again.
+        Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again,
+        unless another version of tierplan has evaluated them.
     executor
         Runs the points: threads, processes, a `dask.distributed` client's `get_executor()`. It is not shut down.
         By default a pool of `num_workers` processes, one per core.
@@ -63,6 +80,10 @@ def sweep(
     results_file = _ResultsFile(Path(out_dir)) if out_dir is not None else None
     rows: dict[str, Row] = dict(results_file.rows) if results_file else {}
     missing = {p.key: p for p in points if p.key not in rows}
+    if results_file and progress and (num_old := len(results_file.old & missing.keys())):
+        tqdm.write(
+            f"{results_file.path}: {num_old} points of another version of tierplan are computed anew", sys.stderr
+        )
     with ExitStack() as stack:
         if results_file:
             stack.enter_context(results_file)
@@ -170,6 +191,8 @@ class _ResultsFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "results.jsonl"
         self.rows: dict[str, Row] = {}
+        self.old: set[str] = set()
+        """Points that another version has evaluated."""
         folder.mkdir(parents=True, exist_ok=True)
         self._whole_bytes = 0
         if self.path.exists():
@@ -189,7 +212,10 @@ class _ResultsFile:
                 break
             if not line.endswith(b"\n"):
                 break
-            self.rows[key] = row
+            if record.get("version") == code_version():
+                self.rows[key] = row
+            else:
+                self.old.add(key)
             self._whole_bytes += len(line)
 
     def __enter__(self) -> _ResultsFile:
@@ -202,7 +228,8 @@ class _ResultsFile:
         self._file.close()
 
     def add(self, key: str, row: Row) -> None:
-        self._file.write(json.dumps({"key": key, "row": row}, separators=(",", ":")) + "\n")
+        record = {"key": key, "version": code_version(), "row": row}
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
         self._file.flush()
 
 
