@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.hwmodels.names import DEVICE, HOST, HOST_ADAM, parse_stream
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, parse_stream
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
@@ -387,7 +387,9 @@ class Trainer:
         self._device = open_device(self.device) if isinstance(self.device, str) else self.device
         self.units = split_model(self.model, first)
         if self.reference_frac is not None:
-            self.reference_work = ReferenceWork(self._device, self._dtype, self.reference_frac)
+            self.reference_work = ReferenceWork(
+                self._device, self._dtype, self.reference_frac, lambda: self._bodies.working <= {COMPUTE}
+            )
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
         check_units(self.units, self._step, self._dtype)
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}

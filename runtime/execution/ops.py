@@ -78,6 +78,8 @@ class Bodies:
     """The processes that execute the other devices of the schedule."""
     grad_norm: torch.Tensor | None = None
     """Of all gradients of the last step, before they were clipped."""
+    working: set[str] = field(default_factory=set)
+    """Streams inside an op."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
 
@@ -125,10 +127,14 @@ class Bodies:
     def __call__(self, call: Call) -> None:
         if call.op.stream == COMPUTE and call.op.kind != "forward":
             self._compute_with(None)
-        with self.device.on(call.op.stream):
-            self._kinds[call.op.kind](call)
-            if call.op.kind == "forward":
-                self.while_computing()
+        self.working.add(call.op.stream)
+        try:
+            with self.device.on(call.op.stream):
+                self._kinds[call.op.kind](call)
+                if call.op.kind == "forward":
+                    self.while_computing()
+        finally:
+            self.working.discard(call.op.stream)
 
     def close(self) -> None:
         """Ends micro-batches that are under way, takes the hooks off the model, and lets go of the pools' memory."""

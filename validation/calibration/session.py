@@ -129,4 +129,5 @@ class CalibrationSession:
             times_s[len(schedule.streams) == 1] += itertools.chain(*training.trainer.reference_work.seconds.values())
             if name != IN_MEMORY:
                 self._trainings.pop(name).trainer.close()
-        return measurements, (typical_reference_s(times_s[True]), typical_reference_s(times_s[False]))
+        alone_s = typical_reference_s(times_s[True])
+        return measurements, (alone_s, typical_reference_s(times_s[False] or [alone_s]))

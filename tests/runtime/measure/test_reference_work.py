@@ -39,3 +39,11 @@ def test_it_is_timed_when_asked_and_only_then() -> None:
     assert list(timed.seconds) == [3]
     assert len(timed.seconds[3]) == 2
     assert timed.seconds[3][0] > 0
+
+
+def test_moments_in_which_other_streams_work_say_nothing_of_the_machine() -> None:
+    alone = iter([True, True, True, False, False])
+    timed = ReferenceWork(CPU, torch.float32, 0.0, lambda: next(alone, False), asked_step=3)
+    for step in range(6):
+        timed.on_step(step)
+    assert {step: len(times) for step, times in timed.seconds.items()} == {3: 1}, "alone at its beginning and its end"
