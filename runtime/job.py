@@ -18,7 +18,7 @@ from typing import Any
 
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
-from tierplan.runtime.execution.device import device_named, open_device
+from tierplan.runtime.execution.device import device_named
 from tierplan.runtime.execution.executable import check_tokens, executable_step
 from tierplan.runtime.measure.reference_work import MOST_FRAC
 from tierplan.runtime.memory import files
@@ -135,7 +135,6 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
     if training.base and not training.lora and job.export:
         raise JobError(f"{job.plan} leaves a model in {training.base}, which is not saved; add --no-export")
-    device = open_device(device_named(job.device))  # before threads are started that have memory of their own
     raw = _config(job.model)
     model = hollow_model(raw, training)
     folder = job.model if job.model.is_dir() else job.model.parent
@@ -177,7 +176,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             optimizer=optimizer,
             learning_rate=rate,
             seed=job.seed,
-            device=device,
+            device=device_named(job.device),
             num_threads=job.num_threads,
             trace_steps=TRACED_STEPS,
             reference_frac=MOST_FRAC,

@@ -97,8 +97,7 @@ class Trainer:
     seed: int | None = 0
     """Each micro-batch's random numbers (dropout) follow from it; None leaves PyTorch's generators alone."""
     device: str | Device = "cpu"
-    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`; or one that is open: opened before
-    the model is made, a CPU's takes less memory (`tierplan.runtime.memory.freed_memory`)."""
+    """`cpu`, where the device tier is a budget in this machine's memory, or `cuda`; or one that is open."""
     num_threads: int | None = None
     """Threads for kernels on the CPU; PyTorch's setting if not given."""
     reference_frac: float | None = None

@@ -138,13 +138,11 @@ def with_tierplan(
     from benchmarks.runtime.speed import machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
-    from tierplan.runtime.execution.device import open_device
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.workloads.workload import Training
 
-    device = open_device("cpu")
     training = Training(
         per_device_train_batch_size=args.batch, sequence_length=args.length, dtype=args.dtype, backend="cpu"
     )
@@ -161,7 +159,6 @@ def with_tierplan(
         make_model(args, {}),
         nvme_dir=folder,
         optimizer=optimizer,
-        device=device,
         on_step=lambda step, loss: losses.append(loss),
     )
     batches = itertools.repeat({k: v for k, v in make_batch(args).items() if k != "use_cache"})
