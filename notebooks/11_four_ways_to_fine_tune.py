@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Full, 8-bit states, LoRA or QLoRA: what fits my desktop, and how long does it take?
 #
-# A model of 8 B and one of 70 B parameters on an RTX 4090 with 24 GB, 64 GB of DRAM and one drive. Each is fine-tuned on
-# 10 M tokens in four ways. Steps are of 16 sequences of 1,024 tokens.
+# A model of 8 B and one of 70 B parameters on an RTX 4090 with 24 GB, 64 GB of DRAM and one drive. Each is fine-tuned
+# on 10 M tokens in four ways. Steps are of 16 sequences of 1,024 tokens.
 
 # %%
 import matplotlib.pyplot as plt
@@ -43,8 +43,8 @@ def workload_of(model, way):
 
 
 # %% [markdown]
-# How much has to be trained, and how much only read? Adapters are less than 1 % of the parameters. The rest is frozen: it has no
-# gradient and no optimizer states.
+# How much has to be trained, and how much only read? Adapters are less than 1 % of the parameters. The rest is frozen:
+# it has no gradient and no optimizer states.
 
 # %%
 workloads = {(model, way): workload_of(model, way) for model in ("llama-3.1-8b", "llama-3.3-70b") for way in WAYS}
@@ -78,9 +78,9 @@ for ax, model in zip(axes, ("llama-3.1-8b", "llama-3.3-70b"), strict=True):
     ax.margins(y=0.15)
 
 # %% [markdown]
-# **Answer.** All eight fit. LoRA takes half of the time of full fine-tuning for 8 B parameters, where compute limits it, and a
-# fifth for 70 B, where the states of full fine-tuning would fill the drive. States in 8 bits lie between. QLoRA is hardly
-# quicker than LoRA where the base can be streamed; it saves memory, which a plan uses for activations.
+# **Answer.** All eight fit. LoRA takes half of the time of full fine-tuning for 8 B parameters and a fifth for 70 B,
+# since full fine-tuning moves its states through the drive. States in 8 bits lie between. QLoRA is hardly quicker than
+# LoRA where the base can be streamed; it saves memory, which a plan uses for activations.
 
 # %%
 for model in ("llama-3.1-8b", "llama-3.3-70b"):
