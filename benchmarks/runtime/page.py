@@ -72,7 +72,7 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
 def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A row a pair: how often tierplan's steps are as fast, and as what they would be were nothing waited for."""
     yield (
-        "| the other system | parameters | cap | its step over tierplan's | at most, by tierplan's busiest stream | "
+        "| the other system | parameters, tokens | cap | its step over tierplan's | at most, by tierplan's busiest stream | "
         "peak memory, tierplan beside it |"
     )
     yield "|---|---|---|---|---|---|"
@@ -82,7 +82,7 @@ def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         busiest, busy_s = max(ours["busy_s"].items(), key=lambda item: item[1])
         cells = (
             f"{row['pair']}{' (' + theirs['deepspeed'] + ')' if 'deepspeed' in theirs else ''}",
-            f"{ours['num_parameters'] / 1e6:.0f} M, {settings['dtype']}",
+            f"{ours['num_parameters'] / 1e6:.0f} M, {settings['dtype']}, {settings['batch']} x {settings['length']}",
             f"{settings['cap_gib']:g} GiB" if settings["cap_gib"] else "none",
             f"{row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)",
             f"{row['ratio'] * row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
