@@ -72,8 +72,8 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
 def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A row a pair: how often tierplan's steps are as fast, and as what they would be were nothing waited for."""
     yield (
-        "| the other system | parameters, tokens | cap | its step over tierplan's | at most, by tierplan's busiest stream | "
-        "peak memory, tierplan beside it |"
+        "| the other system | parameters, tokens | cap | its step over tierplan's | at most, by tierplan's busiest "
+        "stream | peak memory, tierplan beside it |"
     )
     yield "|---|---|---|---|---|---|"
     for row in sorted(rows, key=lambda row: (row["about"]["tierplan"]["num_parameters"], row["settings"]["cap_gib"])):
