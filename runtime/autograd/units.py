@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.workloads.optimizers import in_flat_order
+
+_BINDING = threading.Lock()
+"""Memory is bound by the stream that computes, and taken away by whichever stream used it last."""
 
 
 class ModelError(ValueError):
@@ -54,17 +58,27 @@ class FlatParameters:
 
     def bind(self, flat_n: torch.Tensor) -> None:
         """Makes the model's parameters views of this flat tensor."""
-        if self.bound is not None and flat_n.data_ptr() == self.bound.data_ptr():
-            return
-        for (_, p), view in zip(self.parameters, self.views(flat_n), strict=True):
-            p.data = view
-        self.bound = flat_n
+        with _BINDING:
+            if self.is_bound_to(flat_n.data_ptr()):
+                return
+            for (_, p), view in zip(self.parameters, self.views(flat_n), strict=True):
+                p.data = view
+            self.bound = flat_n
 
-    def unbind(self) -> None:
-        """Takes the parameters' memory away: they keep their shapes, and nan is all that can be read there."""
-        for _, p in self.parameters:
-            p.data = placeholder(p.shape, p.dtype, p.device)
-        self.bound = None
+    def unbind(self, address: int | None = None) -> None:
+        """Takes the parameters' memory away, if it is the one at this address, where one is given.
+
+        They keep their shapes, and nan is all that can be read there. One thread may take old memory away while another
+        binds new memory, which then stays.
+        """
+        with _BINDING:
+            if address is None or self.is_bound_to(address):
+                for _, p in self.parameters:
+                    p.data = placeholder(p.shape, p.dtype, p.device)
+                self.bound = None
+
+    def is_bound_to(self, address: int) -> bool:
+        return self.bound is not None and self.bound.data_ptr() == address
 
 
 @dataclass(eq=False)

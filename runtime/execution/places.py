@@ -78,7 +78,8 @@ class Places:
             if value.place not in self.committed:
                 self.drives.free(value.place)
         elif value.place is not None:
-            self._unbind(value.place)
+            for part in (part for unit in self.units for part in unit.parts):
+                part.unbind(value.place.pages.data_ptr())
             self.snapshot.before_change(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
 
@@ -107,12 +108,6 @@ class Places:
         before, self.committed = self.committed, extents
         for extent in before - extents:
             self.drives.free(extent)
-
-    def _unbind(self, block: Block) -> None:
-        address = block.pages.data_ptr()
-        for part in (part for unit in self.units for part in unit.parts):
-            if part.bound is not None and part.bound.data_ptr() == address:
-                part.unbind()
 
     def close(self) -> None:
         """Lets go of the pools' memory."""
