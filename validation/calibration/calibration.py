@@ -28,7 +28,12 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_between, steady_at
-from tierplan.validation.calibration.factors import compute_factors, schedule_with_factors, workload_with_factors
+from tierplan.validation.calibration.factors import (
+    Factors,
+    compute_factors,
+    schedule_with_factors,
+    workload_with_factors,
+)
 from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
@@ -178,7 +183,7 @@ def calibrate(
             continue
         others = {other: m for other, m in measurements.items() if other != name}
         without, factors = _fit(modelled, profiled, machine, others)
-        schedule = schedule_with_factors(name, checked.schedule, factors)
+        schedule = schedule_with_factors(name, checked.schedule, profiled, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
         # as long as its threads waited for cores in its own turns
         waited = slowdown_between(1.0, typical, checked.stretch)
@@ -190,10 +195,10 @@ def calibrate(
 
 def _fit(
     modelled: Workload, profiled: Workload, machine: Machine, measurements: Mapping[str, PlanMeasurement]
-) -> tuple[Calibration, dict[str, float]]:
+) -> tuple[Calibration, Factors]:
     """The calibration without checks, and the factors of computations."""
-    factors = compute_factors(measurements)
-    schedules = {name: schedule_with_factors(name, m.schedule, factors) for name, m in measurements.items()}
+    factors = compute_factors(profiled, measurements)
+    schedules = {name: schedule_with_factors(name, m.schedule, profiled, factors) for name, m in measurements.items()}
     described = without_compute_latency(machine)
     fitted = fit_rates(described, [(schedules[name], m.op_s) for name, m in measurements.items()])
     beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if len(m.schedule.streams) > 1])

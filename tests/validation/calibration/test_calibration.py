@@ -256,6 +256,24 @@ def test_intervals_are_as_wide_as_checks_were_off() -> None:
     assert log(high / low) == pytest.approx(0.2)
 
 
+def test_a_head_that_was_timed_badly_is_no_fault_of_the_blocks() -> None:
+    """Few steps of a profile time it half as long as it takes in training; a deeper model has no more heads."""
+    believed = with_ample_memory(machine_with_cores())
+    right = timed(modelled := toy_workload(3, tied=False), believed)
+    head = right.units[-1]
+    half = {kind: {"s": getattr(head, kind)["s"] / 2} for kind in ("forward", "backward")}
+    profiled = replace(right, units=(*right.units[:-1], replace(head, **half)))
+    measured = {}
+    for name, m in measurements(believed, believed, 1.0).items():
+        ops = [replace(op, work=half[op.kind]) if op.unit == head.name and op.kind in half else op
+               for op in m.schedule.ops]  # fmt: skip
+        measured[name] = replace(m, schedule=replace(m.schedule, ops=tuple(ops)))
+    found = calibrate(modelled, profiled, believed, measured).timed(right, believed)
+    for unit, wanted in zip(found.units, right.units, strict=True):
+        assert unit.forward["s"] == pytest.approx(wanted.forward["s"], rel=0.02), unit.name
+        assert unit.backward["s"] == pytest.approx(wanted.backward["s"], rel=0.02), unit.name
+
+
 def test_times_of_other_units_are_carried_over_in_proportion() -> None:
     """What a description says half of takes twice as long, whatever the unit's size and however many tensors it saves;
     of units like the calibration model's, the seconds are the measured ones."""
