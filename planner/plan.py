@@ -208,7 +208,8 @@ class PackPlan:
     """Packs of units visit one or several devices in turn, which share the micro-batches (Harmony).
 
     Parameters, gradients and optimizer states live in host memory. A pack is updated as soon as its gradients are
-    there, so nothing can wait for the norm of all gradients or for the next step.
+    there, so nothing can wait for the norm of all gradients or for the next step. Stages that stay on their devices
+    have everything there, and are updated in the end.
     """
 
     policy: str
@@ -227,6 +228,8 @@ class PackPlan:
 
     @property
     def semantics(self) -> Semantics:
+        if self.packs.form == "resident":
+            return "exact-clip"
         return "delayed-1" if self.packs.late_updates else "in-backward"
 
     def check(self, workload: Workload) -> None:
@@ -256,7 +259,8 @@ class PackPlan:
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
         if packs.form != "resident" and packs.devices * packs.rounds == 1 and not (packs.streams or packs.late_updates):
             refuse_frozen(f"plan {self.policy!r} runs in packs on one device", workload)
-        refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+        if packs.form != "resident":
+            refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(
                 f"plan {self.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "

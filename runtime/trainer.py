@@ -44,7 +44,7 @@ from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.run_result import RunResult
-from tierplan.sim.ranks import rank_schedule
+from tierplan.sim.ranks import ends_of_sends, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
 
 STEPS_TO_STOP = 10
@@ -133,6 +133,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
+        self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
+        self._turn, self._num_turns = (0, 1) if self._stages else (self._rank, self._num_ranks)
+        """This rank's among those that share micro-batches."""
         self.schedule = rank_schedule(self.schedule, self._rank)
         if self._num_ranks > 1 and self._device_name != "cpu":
             raise TrainingError(
@@ -140,7 +143,7 @@ class Trainer:
                 "only yet: choose device cpu"
             )
         training = self._step.training
-        self._num_micro_batches = training.gradient_accumulation_steps * self._num_ranks
+        self._num_micro_batches = training.gradient_accumulation_steps * self._num_turns
         """Of a step, on all ranks."""
         self._dtype = TORCH_DTYPES[training.dtype_of_trained]
         if self.optimizer.name != training.optimizer:
@@ -216,9 +219,9 @@ class Trainer:
             first = next(source, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
-            source = itertools.islice(itertools.chain([first], source), used // self._num_ranks, None)
+            source = itertools.islice(itertools.chain([first], source), used // self._num_turns, None)
             self._set_up(first)
-        self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_ranks)
+        self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_turns)
         torch.set_num_threads(self._threads)
         let_helpers_go()
         wanted = self.num_steps_done + steps
@@ -378,7 +381,7 @@ class Trainer:
     # ---- setting up ----
 
     def _of_rank(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return itertools.islice(batches, self._rank, None, self._num_ranks) if self._num_ranks > 1 else batches
+        return itertools.islice(batches, self._turn, None, self._num_turns) if self._num_turns > 1 else batches
 
     def _set_up(self, first: Batch) -> None:
         self._set_back.enter_context(without_cache(self.model))
@@ -428,7 +431,11 @@ class Trainer:
             updates_of_step_before=self._step.updates_of_step_before,
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
+            stages=self._stages,
+            sends=self._sends,
         )
+        if self.ranks is not None:
+            self.ranks.connect(self._sends.values())
         self._set_back.callback(self._bodies.close)
         self._executor = Executor(
             self.schedule,
@@ -458,7 +465,9 @@ class Trainer:
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
         if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
-            rows = self.ranks.share(self._losses[step], "steps")
+            count = self._step.training.gradient_accumulation_steps
+            rows = self.ranks.share(self._losses.get(step, [0.0] * count), "steps")
+            rows = [[sum(row) for row in zip(*rows, strict=True)]] if self._stages else rows  # one of them has the loss
             self._losses[step] = [loss for row in zip(*rows, strict=True) for loss in row]
         self.on_step(step, sum(self._losses[step]))
         if self._committing is not None and self._committing.done():
@@ -485,7 +494,8 @@ class Trainer:
             forward=forward,
             external=batch_addresses(moved, self.model),
             device=self._device,
-            seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_ranks + self._rank),
+            own=self._bodies.own,
+            seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )
 
     def _on_thread_start(self, stream: str) -> None:

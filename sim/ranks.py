@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tierplan.hwmodels.names import DEVICE, device, device_index, parse_stream
 from tierplan.sim.schedule import Buffer, Op, Schedule, validate
@@ -18,6 +19,8 @@ from tierplan.sim.trace import MemoryEvent, Span, Trace, peaks
 
 COLLECTIVES = ("gather", "reduce", "all_reduce")
 """Kinds of op that all devices do together."""
+SEND = "send"
+"""What two of them do together, in a pipeline: each executes its own stage."""
 TIMES = ("free_ns", "ready_ns", "start_ns", "end_ns", "granted_ns")
 
 
@@ -35,6 +38,8 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
     num, buffers = num_ranks(schedule), schedule.buffers_by_name()
     if num == 1:
         return schedule
+    if is_pipeline(schedule):
+        return _stage(schedule, rank, num)
     keys = {op.key: op.stream for op in schedule.ops}
     own = [op for op in schedule.ops if _owner(op.key, op.stream) in (None, 0)]
     num_shared = sum(_owner(op.key, op.stream) is None for op in own)
@@ -62,6 +67,52 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
     return validate(replace(schedule, tiers=tuple(tiers), buffers=tuple(local.values()), ops=ops))
 
 
+def is_pipeline(schedule: Schedule) -> bool:
+    """Whether devices hand micro-batches on to each other, and share none."""
+    return any(op.kind == SEND for op in schedule.ops)
+
+
+def stages(schedule: Schedule) -> dict[str, int]:
+    """By unit, the rank that has it; nothing where all ranks have all."""
+    forwards = [op for op in schedule.ops if op.kind == "forward"] if is_pipeline(schedule) else []
+    return {op.unit: parse_stream(op.stream).device or 0 for op in forwards}
+
+
+def ends_of_sends(schedule: Schedule) -> dict[str, tuple[int, int]]:
+    """By key of each op that sends, from which rank to which."""
+    tiers, ends = {b.name: device_index(b.tier) for b in schedule.buffers}, {}
+    for op in schedule.ops:
+        if op.kind == SEND:
+            source, target = (tiers[names[0]] if names else None for names in (op.reads, op.writes))
+            if source is None or target is None or source == target or len(op.writes) > 1:
+                raise _unlike(schedule, f"op {op.key!r} does not send from one device to another")
+            ends[op.key] = source, target
+    return ends
+
+
+def _stage(schedule: Schedule, rank: int, num: int) -> Schedule:
+    """What a rank has of a pipeline, its device called the first one: a send is an op of both ranks, which has what
+    each of them reads and writes."""
+    ends, here = ends_of_sends(schedule), partial(_swapped, rank=rank)
+    own = [op for op in schedule.ops if rank in ends.get(op.key, (_owner(op.key, op.stream),))]
+    if any(op.key not in ends and _owner(op.key, op.stream) is None for op in schedule.ops):
+        raise _unlike(schedule, "stages that leave their devices")
+    written = {name for op in own for name in op.writes}
+    local = {
+        b.name: replace(b, tier=here(b.tier))
+        for b in schedule.buffers
+        if b.tier == device(rank) or (device_index(b.tier) is None and b.name in written)
+    }
+    kept = {op.key for op in own}
+    ops = (replace(_own_part(schedule, op, local, kept, num), stream=here(op.stream)) for op in own)
+    tiers = (
+        replace(t, name=here(t.name), capacity_bytes=t.capacity_bytes // (1 if t.name == device(rank) else num))
+        for t in schedule.tiers
+        if device_index(t.name) in (None, rank)
+    )
+    return validate(replace(schedule, tiers=tuple(tiers), buffers=tuple(local.values()), ops=tuple(ops)))
+
+
 def joined_trace(ranks: Sequence[tuple[Trace, int]]) -> Trace:
     """What all ranks did as one trace of their schedule, each with when it began, by a clock that they share.
 
@@ -76,10 +127,10 @@ def joined_trace(ranks: Sequence[tuple[Trace, int]]) -> Trace:
 
         for s in trace.spans:
             stream, owner = parse_stream(s.stream), _owner(s.key, s.stream)
-            if owner is not None or rank == 0:
+            if stream.device in (None, 0) and (owner is not None or rank == 0):  # what it receives is the sender's
                 times = {name: t + late_ns for name, t in s._asdict().items() if name in TIMES and t >= 0}
-                on = s.stream if stream.device is None else stream.on(rank)
-                spans.append(s._replace(key=s.key if owner is None else _on(s.key, rank), stream=on, **times))
+                key = s.key if owner is None else _on(s.key, rank)
+                spans.append(s._replace(key=key, stream=_swapped(s.stream, rank), **times))
         memory += [e._replace(time_ns=e.time_ns + late_ns, tier=tier(e.tier)) for e in trace.memory]
         for name, size in trace.capacity_bytes.items():
             capacity_bytes[tier(name)] = capacity_bytes.get(tier(name), 0) + size
@@ -91,6 +142,12 @@ def joined_trace(ranks: Sequence[tuple[Trace, int]]) -> Trace:
         capacity_bytes=capacity_bytes,
         peak_bytes=peaks(memory, capacity_bytes),
     )
+
+
+def _swapped(place: str, rank: int) -> str:
+    """What a rank, whose device is the first one to it, calls a tier or stream; and the other way."""
+    names = {device(0): device(rank), device(rank): device(0)}
+    return ".".join(names.get(word, word) for word in place.split("."))
 
 
 def _owner(name: str, place: str) -> int | None:
@@ -109,7 +166,7 @@ def _on(name: str, rank: int) -> str:
 def _own_part(schedule: Schedule, op: Op, local: dict[str, Buffer], kept: set[str], num: int) -> Op:
     is_shared = _owner(op.key, op.stream) is None
     reads = tuple(name for name in op.reads if name in local)
-    if len(reads) < len(op.reads) and not is_shared and op.kind not in COLLECTIVES:
+    if len(reads) < len(op.reads) and not is_shared and op.kind not in (*COLLECTIVES, SEND, "clip"):
         raise _unlike(schedule, f"op {op.key!r} reads what lies on another device")
     if op.kind in COLLECTIVES and len(op.writes) != 1:
         raise _unlike(schedule, f"op {op.key!r} is of parts of operators")
@@ -128,5 +185,5 @@ def _own_part(schedule: Schedule, op: Op, local: dict[str, Buffer], kept: set[st
 def _unlike(schedule: Schedule, why: str) -> RankError:
     return RankError(
         f"schedule {schedule.name!r} does not do the same on each of its devices, which only the simulator executes "
-        f"({why}); the runtime executes data parallelism (ddp, zero-1, zero-2, zero-3, fsdp)"
+        f"({why}); the runtime executes data parallelism (ddp, zero-1, zero-2, zero-3, fsdp) and megatron-pp"
     )

@@ -1,38 +1,48 @@
 """A pipeline whose stages stay on their devices: one forward, one backward in turns (1F1B, PipeDream's, Megatron's).
 
 Device d makes as many forwards ahead as there are stages behind it, then a backward and a forward in turns. A stage
-keeps its inputs and makes activations again. Borders go to the neighbour by its link, or through the host at the rate
-of a ring of two; compute waits for what it sends. Every device updates its own stage in the end.
+keeps the inputs of its blocks and makes their activations again. Borders go to the neighbour by its link, or through
+the host at the rate of a ring of two; compute waits for what it sends. Every device updates its own stage in the end.
+
+A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
+micro-batch, whose sums are then those of plain training, and the updated parameters come back.
 """
 
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import collective, compute, device, p2p, parse_stream, ring
+from tierplan.hwmodels.names import HOST, HOST_ADAM, collective, compute, device, device_index, p2p, parse_stream, ring
+from tierplan.planner.lowering.turns import NORM_BYTES
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
+    Clip,
+    Frozen,
     Gradients,
     Input,
     InputGradient,
-    PackActs,
+    KeptActs,
+    Norm,
     Params,
+    RecomputedActs,
+    Shared,
     States,
-    Transient,
+    TiedGradients,
     backward_key,
     copy_key,
+    device_name,
     forward_key,
-    micro_batch_name,
     op_key,
-    pack_name,
+    parse_content,
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Unit, Workload, total_work
+from tierplan.sim.step import StepSpec, unit_spec
+from tierplan.sim.workloads.workload import Unit, Workload
 
 
 def resident_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step of a plan that has been checked, with one op for each stage and micro-batch."""
+    """The schedule of one step of a plan that has been checked, with ops of each unit and micro-batch."""
     lowering = _Resident(plan, workload, machine)
     turns = [lowering.turns(d) for d in range(plan.devices)]
     while any(turns):  # whatever may come next on any device: list order is one in which ops can run one by one
@@ -40,28 +50,41 @@ def resident_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> S
             if own and lowering.is_ready(d, *own[0]):
                 lowering.add(d, *own.pop(0))
     lowering.update()
-    name, meta = f"{plan.policy} {workload.name}", facts_of(plan, workload, machine, devices=plan.devices)
-    return lowering.builder.schedule(name, tiers_of(machine), meta=meta)
+    specs = tuple(unit_spec(u, "recompute" if u.kind == "block" else "keep") for u in workload.units)
+    step = StepSpec(training=workload.training, semantics=plan.semantics, units=specs)
+    meta = facts_of(plan, workload, machine, devices=plan.devices, config=dict(workload.config))
+    return lowering.builder.schedule(f"{plan.policy} {workload.name}", tiers_of(machine), step=step, meta=meta)
 
 
 class _Resident:
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
-        self.stages = [workload.units[a:b] for a, b in plan.packs.backward]
-        self.training, self.builder, self.n = workload.training, Builder(), plan.devices
+        self.stages, self.units = [range(a, b) for a, b in plan.packs.backward], workload.units
+        self.workload, self.training, self.builder, self.n = workload, workload.training, Builder(), plan.devices
         self.has_peer_links = any(parse_stream(stream.name).task == "p2p" for stream in machine.streams)
         self.arrived: dict[tuple[str, int, int], str] = {}  # forward or backward, device, micro-batch -> its border
-        self.kept: dict[tuple[int, int], list[str]] = {}
+        self.kept: dict[tuple[str, int], list[str]] = {}  # unit, micro-batch -> its input, and what it has saved
+        self.shared: dict[tuple[int, int], list[str]] = {}
+        self.tied: dict[tuple[str, int], str] = {}
         self.sent: list[str] = [""] * self.n
-        self.grads: dict[int, str] = {}
-        home = self.builder.home
-        self.params = [
-            [home(Params(u.name), device(d), self.training.params_bytes(u), "params") for u in stage]
-            for d, stage in enumerate(self.stages)
-        ]
-        self.states = [
-            [home(States(u.name), device(d), self.training.states_bytes(u), "states") for u in stage]
-            for d, stage in enumerate(self.stages)
-        ]
+        self.grads: dict[str, str] = {}
+        self.params: dict[tuple[int, str], list[str]] = {}
+        self.states: dict[str, str] = {}
+        for d, stage in enumerate(self.stages):
+            own = [self.units[u] for u in stage]
+            lent = [u for u in self.units if u.name in {v.shares for v in own} and u not in own]
+            for unit in (*own, *lent):
+                trained = unit.num_trained * self.training.param_bytes
+                self.params[d, unit.name] = [
+                    *([self.builder.home(Params(unit.name), device(d), trained, "params")] if trained else []),
+                    *(
+                        [self.builder.home(Frozen(unit.name), device(d), size, "params")]
+                        if (size := unit.frozen_bytes)
+                        else []
+                    ),
+                ]
+            for unit in own:
+                if size := self.training.states_bytes(unit):
+                    self.states[unit.name] = self.builder.home(States(unit.name), device(d), size, "states")
 
     def turns(self, d: int) -> list[tuple[str, int]]:
         """What device d does, in order."""
@@ -76,75 +99,131 @@ class _Resident:
         return (phase, d, m) in self.arrived or (d == 0 if phase == "fwd" else d == self.n - 1)
 
     def add(self, d: int, phase: str, m: int) -> None:
-        (self._forward if phase == "fwd" else self._backward)(d, m)
+        if phase == "fwd":
+            x = self.arrived.get(("fwd", d, m), "")
+            for u in self.stages[d]:
+                x = self._forward(d, self.units[u], u, m, x)
+            if x:
+                self.arrived["fwd", d + 1, m] = self._send(x, d + 1, m)
+        else:
+            dy = self.arrived.get(("bwd", d, m), "")
+            for u in reversed(self.stages[d]):
+                dy = self._backward(d, self.units[u], u, m, dy)
+            if dy:
+                self.arrived["bwd", d - 1, m] = self._send(dy, d - 1, m)
+
+    def _reads(self, d: int, unit: Unit, m: int) -> list[str]:
+        params = [name for key in (unit.name, unit.shares) for name in self.params.get((d, key or ""), ())]
+        return params + (self.shared.get((d, m), []) if unit.kind == "block" else [])
 
     def _op(
-        self, key: str, d: int, kind: str, works: list[dict[str, float]], reads: list[str], writes: list[str], m: int
+        self, d: int, key: str, kind: str, unit: Unit, m: int, reads: list[str], writes: list[str], work_bytes: int
     ) -> None:
+        writes = [*writes, *self.builder.work(key, work_bytes, device(d))]
+        work = {"forward": unit.forward, "recompute": unit.recompute or unit.forward, "backward": unit.backward}[kind]
         after, self.sent[d] = [self.sent[d]], ""
-        work = total_work(works)
         self.builder.op(
-            key, compute(d), kind, work=work, reads=reads, writes=writes, after=after, unit=self.stages[d][0].name, m=m
+            key, compute(d), kind, work=work, reads=filter(None, reads), writes=writes, after=after, unit=unit.name, m=m
         )
 
-    def _forward(self, d: int, m: int) -> None:
-        stage, gpu = self.stages[d], device(d)
-        x = [self.arrived["fwd", d, m]] if d else []
-        key, between = forward_key(_name(stage), m), sum(u.input_bytes for u in stage[1:])
-        inputs = self.builder.buffer(PackActs(_name(stage), m), gpu, between, "acts")  # each unit is recomputed alone
-        self.kept[d, m] = [*x, inputs]
-        size = max(u.saved_bytes + u.forward_work_bytes for u in stage)
-        writes = [self.builder.buffer(Transient(key), gpu, size, "work"), inputs]
-        if d < self.n - 1:
-            writes.append(
-                self.builder.buffer(Input(self.stages[d + 1][0].name, m), gpu, stage[-1].output_bytes, "acts")
+    def _forward(self, d: int, unit: Unit, u: int, m: int, x: str) -> str:
+        """Adds a unit's forward; the next unit's input."""
+        gpu, reads, writes, acts, y = device(d), [*self._reads(d, unit, m), x], [], "", ""
+        size, is_first = unit.forward_work_bytes, u == self.stages[d].start
+        if is_first and self.workload.shared_bytes:
+            self.shared[d, m] = [self.builder.buffer(Shared(m), gpu, self.workload.shared_bytes, "acts")]
+            writes += self.shared[d, m]
+        if u + 1 < len(self.units):
+            y = self.builder.buffer(Input(self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
+            writes.append(y)
+        if unit.kind == "block":
+            size += unit.saved_bytes
+        elif unit.saved_bytes:
+            acts = self.builder.buffer(KeptActs(unit.name, m), gpu, unit.saved_bytes, "acts")
+            writes.append(acts)
+        if is_first and d:  # the model's own forward leads there by its embedding
+            size = max(size, self.units[0].forward_work_bytes + self.units[0].saved_bytes + self.units[0].output_bytes)
+        self.kept[unit.name, m] = [x, acts]
+        self._op(d, forward_key(unit.name, m), "forward", unit, m, reads, writes, size)
+        return y
+
+    def _backward(self, d: int, unit: Unit, u: int, m: int, dy: str) -> str:
+        """Adds a unit's backward, and what it makes again for that; the gradient of its input."""
+        gpu, params = device(d), self._reads(d, unit, m)
+        x, acts = self.kept.pop((unit.name, m))
+        if unit.kind == "block":
+            acts = self.builder.buffer(RecomputedActs(unit.name, m), gpu, unit.saved_bytes, "acts")
+            again = [*params, x, *([dy] if u + 1 == self.stages[d].stop else [])]
+            self._op(d, recompute_key(unit.name, m), "recompute", unit, m, again, [acts], unit.forward_work_bytes)
+        key, reads, writes, dx, size = (
+            backward_key(unit.name, m),
+            [*params, x, acts, dy],
+            [],
+            "",
+            unit.backward_work_bytes,
+        )
+        if u:
+            dx = self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
+            writes.append(dx)
+        owner = next((other for other in self.units if other.name == unit.shares and unit.adds_to_shared), None)
+        if owner is not None:
+            tied = self.builder.buffer(
+                TiedGradients(owner.name, m), gpu, owner.num_trained * self.training.grad_bytes, "grads"
             )
-        self._op(key, d, "forward", [dict(u.forward) for u in stage], [*self.params[d], *x], writes, m)
-        if d < self.n - 1:
-            self.arrived["fwd", d + 1, m] = self._send("y", writes[-1], d, d + 1, m)
+            self.tied[owner.name, m] = tied
+            writes.append(tied)
+        if unit.num_trained:
+            tied, old = self.tied.pop((unit.name, m), ""), self.grads.get(unit.name, "")
+            reads += [tied, old]
+            if old or tied:
+                size = max(size, unit.accumulating_work_bytes)
+                self.grads[unit.name] = self.builder.over(old or tied, Gradients(unit.name, m))
+            else:
+                grad_bytes = unit.num_trained * self.training.grad_bytes
+                self.grads[unit.name] = self.builder.buffer(Gradients(unit.name, m), gpu, grad_bytes, "grads")
+            writes.append(self.grads[unit.name])
+        self._op(d, key, "backward", unit, m, reads, writes, size)
+        if owner is not None and d:
+            before = self.sent[d]
+            self.tied[owner.name, m] = self._send(self.tied[owner.name, m], 0, m)
+            self.sent[d] = before  # compute need not wait for what is needed much later
+        return dx
 
-    def _backward(self, d: int, m: int) -> None:
-        stage, gpu, name, x = self.stages[d], device(d), _name(self.stages[d]), self.kept[d, m]
-        acts = self.builder.buffer(Transient(recompute_key(name, m)), gpu, max(u.saved_bytes for u in stage), "acts")
-        dy = [self.arrived["bwd", d, m]] if d < self.n - 1 else []
-        again = [dict(u.forward) for u in stage if u.kind == "block"]  # the head keeps what it saved
-        self._op(recompute_key(name, m), d, "recompute", again, [*self.params[d], *x, *dy], [acts], m)
-        key = backward_key(name, m)
-        old = [self.grads[d]] if d in self.grads else []
-        grad_bytes = sum(u.num_trained for u in stage) * self.training.grad_bytes
-        content = Gradients(name, device=d)
-        self.grads[d] = self.builder.over(old[0]) if old else self.builder.buffer(content, gpu, grad_bytes, "grads")
-        work = self.builder.buffer(Transient(key), gpu, max(u.backward_work_bytes for u in stage), "work")
-        writes = [work, self.grads[d]]
-        if d:
-            writes.append(self.builder.buffer(InputGradient(stage[0].name, m), gpu, stage[0].input_bytes, "acts"))
-        self._op(
-            key, d, "backward", [dict(u.backward) for u in stage], [*self.params[d], *x, acts, *dy, *old], writes, m
-        )
-        if d:
-            self.arrived["bwd", d - 1, m] = self._send("dx", writes[-1], d, d - 1, m)
-
-    def _send(self, what: str, buffer: str, source: int, target: int, m: int) -> str:
-        key = op_key(copy_key("send", what), _name(self.stages[source]), micro_batch_name(m))
-        arrived = self.builder.like(buffer, device(target))
-        size = float(self.builder.buffers[buffer].size_bytes)
+    def _send(self, buffer: str, target: int, m: int = 0, *, over: str = "") -> str:
+        """To another device, over what it had of the same; the buffer there."""
+        b = self.builder.buffers[buffer]
+        source, content = device_index(b.tier) or 0, parse_content(b.content)
+        arrived = self.builder.over(over) if over else self.builder.like(buffer, device(target))
+        size = float(b.size_bytes)
         stream, work = (
             (p2p(source, target), {"bytes": size}) if self.has_peer_links else (collective(source), {ring(2): size})
         )
-        self.sent[source] = self.builder.op(key, stream, "copy", work=work, reads=(buffer,), writes=(arrived,), m=m)
+        key, reads = copy_key("send", content), filter(None, (buffer, over))
+        self.sent[source] = self.builder.op(key, stream, "send", work=work, reads=reads, writes=(arrived,), m=m)
         return arrived
 
     def update(self) -> None:
-        """Each device updates its units."""
-        for d, stage in enumerate(self.stages):
-            for k, unit in enumerate(stage):
-                homes = [self.params[d][k], self.states[d][k]]
-                work = self.training.update_work(unit)
-                reads, writes = [self.grads[d], *homes], [self.builder.over(home) for home in homes]
-                key = States(unit.name).update_key
-                if unit.num_trained:
-                    self.builder.op(key, compute(d), "update", work=work, reads=reads, writes=writes, unit=unit.name)
-
-
-def _name(stage: tuple[Unit, ...]) -> str:
-    return pack_name(stage[0].name, stage[-1].name)
+        """Each device updates its units, clipped by the norm of all gradients where that is wanted."""
+        t, coefficient = self.training, [""] * self.n
+        own = [(d, self.units[u]) for d, stage in enumerate(self.stages) for u in stage if self.units[u].num_trained]
+        if t.max_grad_norm is not None:
+            norms = []
+            for d, unit in own:
+                norms.append(self.builder.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
+                work, key = {"elementwise_bytes": unit.num_trained * t.grad_bytes}, op_key("norm", unit.name)
+                grads, stream = self.grads[unit.name], compute(d)
+                self.builder.op(key, stream, "norm", work=work, reads=[grads], writes=norms[-1:], unit=unit.name)
+            for d in range(self.n):
+                coefficient[d] = self.builder.buffer(Clip(), HOST, NORM_BYTES, "work")
+                key = device_name(op_key("clip"), d)
+                self.builder.op(key, HOST_ADAM, "clip", work={}, reads=norms, writes=(coefficient[d],))
+        for d, unit in own:
+            homes = [self.params[d, unit.name][0], *([self.states[unit.name]] if unit.name in self.states else [])]
+            reads = filter(None, [self.grads[unit.name], *homes, coefficient[d]])
+            writes, key = [self.builder.over(home) for home in homes], States(unit.name).update_key
+            self.builder.op(
+                key, compute(d), "update", work=t.update_work(unit), reads=reads, writes=writes, unit=unit.name
+            )
+            for other in range(self.n):
+                if other != d and (lent := self.params.get((other, unit.name))):
+                    self._send(writes[0], other, over=lent[0])

@@ -27,6 +27,8 @@ class ModelHooks:
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
         """How to make what a block has dropped again, by block and shapes, once it is known."""
         self.are_replays_timed = False
+        self.results: dict[object, tuple[list[Any], Any]] = {}
+        """What blocks give that other ranks run, without the numbers: by block and shapes."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
         for index, unit in enumerate(units):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -29,9 +30,10 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
-from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
+from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Baton, let_helpers_go
+from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.step import UnitSpec
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -76,6 +78,8 @@ class MicroBatchRun:
     external: set[int]
     """Addresses of the batch's tensors and the model's buffers."""
     device: Device
+    own: range = range(0)
+    """Indices of the units that this process runs, where there are ranks with others; set by `__post_init__` to all."""
     seed: int | None = None
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
@@ -91,6 +95,7 @@ class MicroBatchRun:
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
+        self.own = self.own or range(len(self.units))
         outside = [
             spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
         ]
@@ -99,6 +104,20 @@ class MicroBatchRun:
         self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
 
     # ---- called by the thread that executes the compute stream ----
+
+    def skip_front(self, rng: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Leads the model up to the first unit of its own: the leaves that are its input, and have no numbers yet."""
+        self._thread.start()
+        self._baton.hand_over()
+        if self._error is not None:
+            raise self._error
+        self._at, self._rng = self.own.start, tuple(rng)
+        return self.runs[self._at].leaves
+
+    @property
+    def rng(self) -> tuple[torch.Tensor, ...]:
+        """The random numbers with which the next unit goes on."""
+        return self._rng
 
     def run_forward(self, index: int) -> UnitRun:
         """Runs the model up to the end of this unit."""
@@ -378,6 +397,8 @@ class MicroBatchRun:
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
+        if index < self.own.start:
+            return self._pass(index, original, args, kwargs)
         is_behind_block = self.units[index - 1].block is not None
         if index != self._at + (not is_behind_block):
             raise ModelError(
@@ -395,6 +416,8 @@ class MicroBatchRun:
             flat = self._cut(flat, roots, is_passed_on=True)
             self._check_cut(index - 1, roots)
             run.leaves = _handed(roots, flat)
+            if index == self.own.start:  # another rank has run what is before
+                self.runs[index - 1] = UnitRun()
             self._yield()
         args, kwargs = tree_unflatten(flat, spec)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -417,6 +440,32 @@ class MicroBatchRun:
             following.read = [*following.leaves, *following.shared]
             self._open(index + 1, following.read)
         return tree_unflatten(flat, spec)
+
+    def _pass(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """What a block returns that another rank runs: tensors without numbers, which are leaves."""
+        if self._recording is not None:
+            self._close()
+            self.runs[index - 1] = UnitRun()
+        flat, _ = tree_flatten((args, kwargs))
+        key = (index, *((t.shape, t.dtype) for t in flat if isinstance(t, torch.Tensor)))
+        if key not in self.hooks.results:
+            with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
+                self.hooks.results[key] = tree_flatten(original(*args, **kwargs))
+        found, spec = self.hooks.results[key]
+        leaves = {}
+        for t in found:
+            if isinstance(t, torch.Tensor) and not t.requires_grad:
+                raise ModelError(
+                    f"{self.units[index].name!r} gives a tensor without a gradient, which would have to go to another "
+                    "rank; let blocks give activations alone"
+                )
+            if isinstance(t, torch.Tensor) and id(t) not in leaves:
+                empty = placeholder(t.shape, t.dtype, self.device.torch_device)
+                leaves[id(t)] = empty.detach().requires_grad_()
+        if index + 1 == self.own.start:
+            self.runs[index + 1].leaves = list(leaves.values())
+            self._yield()
+        return tree_unflatten([leaves.get(id(t), t) for t in found], spec)
 
     def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
         """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.

@@ -1,4 +1,5 @@
-"""Which schedules the runtime executes: those whose ops are a unit's, each device alike, and train the model as it is.
+"""Which schedules the runtime executes: those whose ops are a unit's, on devices that do alike or have a stage each,
+and train the model as it is.
 
 A schedule in a file may be anybody's: what no lowering makes is refused before anything is allocated. The reader of the
 file has checked its form, and `schedule.validate` the language. What remains is whether its ops are those that the
@@ -29,7 +30,7 @@ from tierplan.sim.contents import (
     part_ranges,
     shard,
 )
-from tierplan.sim.ranks import COLLECTIVES, RankError, num_ranks, rank_schedule
+from tierplan.sim.ranks import COLLECTIVES, SEND, RankError, is_pipeline, num_ranks, rank_schedule
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
 from tierplan.sim.workloads.workload import DTYPE_BYTES
@@ -57,6 +58,8 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             f"started; start {num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
         )
     if num > 1:
+        if is_pipeline(schedule) and any(unit.frozen_bytes for unit in (schedule.step.units if schedule.step else ())):
+            raise TrainingError(f"schedule {schedule.name!r} is a pipeline, which is executed where all is trained")
         try:
             schedule = rank_schedule(schedule, rank)
         except RankError as error:
@@ -108,7 +111,8 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
     for b in schedule.buffers:
         yield from _check_content(b, step, units, rank, num)
     for op in schedule.ops:
-        yield from _check_op(op, tiers, step, units)
+        if op.kind != SEND or num == 1:  # `ends_of_sends` has looked at them
+            yield from _check_op(op, tiers, step, units)
     yield from _check_memory(schedule)
 
 
@@ -118,9 +122,8 @@ def _check_step(schedule: Schedule, step: StepSpec) -> Wrongs:
     if len(set(unit_names)) < len(unit_names):
         yield "two units of the step have one name; names are unique"
     training = step.training
-    forwards = [
-        op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == (unit_names[:1] or [""])[0]
-    ]
+    first = next((op.unit for op in schedule.ops if op.kind == "forward"), "")  # of a stage
+    forwards = [op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == first]
     declared = training.gradient_accumulation_steps
     if sorted(forwards) != list(range(min(declared, len(forwards) + 1))):
         yield (

@@ -32,7 +32,7 @@ from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
 from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import layout_of
-from tierplan.runtime.ranks.collectives import copy_bytes, do_collective, own_part, shard_gradients
+from tierplan.runtime.ranks.collectives import copy_bytes, do_collective, do_send, own_part, shard_gradients
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
     CastGradients,
@@ -48,7 +48,7 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
 )
-from tierplan.sim.ranks import COLLECTIVES
+from tierplan.sim.ranks import COLLECTIVES, SEND
 
 
 @dataclass(eq=False)
@@ -76,6 +76,10 @@ class Bodies:
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     ranks: Ranks | None = None
     """The processes that execute the other devices of the schedule."""
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """Of a pipeline: by unit, the rank that has it."""
+    sends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By key of an op that sends, from which rank to which."""
     grad_norm: torch.Tensor | None = None
     """Of all gradients of the last step, before they were clipped."""
     working: set[str] = field(default_factory=set)
@@ -90,7 +94,14 @@ class Bodies:
 
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
-        self._first_trained = first_trained(self.units)
+        own = [
+            i
+            for i, u in enumerate(self.units)
+            if self.ranks is None or self.stages.get(u.name, self.ranks.rank) == self.ranks.rank
+        ]
+        self.own = range(own[0], own[-1] + 1)
+        """Indices of the units that this process runs."""
+        self._first_trained = max(first_trained(self.units), self.own.start)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
         dtype, spec = {dtype: name for name, dtype in TORCH_DTYPES.items()}.get(self.dtype, ""), self.optimizer.name
@@ -118,6 +129,7 @@ class Bodies:
             "clip": self._clip,
             "update": self._update,
             **dict.fromkeys(COLLECTIVES, self._collective),
+            SEND: self._send,
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
         self._hooks = [
@@ -200,7 +212,31 @@ class Bodies:
         num_bytes = do_collective(call, self.units[self._index[call.op.unit]], target, self.ranks)
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
 
+    def _send(self, call: Call) -> None:
+        assert self.ranks is not None
+        way = self.sends[call.op.key]
+        target = self.places.place(call.writes[0]) if way[1] == self.ranks.rank else None
+        content = content_of(call.writes[0] if target is not None else call.reads[0])
+        unit = self.units[self._index[content.unit]] if isinstance(content, TiedGradients) else self.units[0]
+        num_bytes = do_send(call, unit, way, target, self.ranks)
+        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
+
     # ---- compute ----
+
+    def _arrive(self, call: Call, batch_run: MicroBatchRun, wanted: type[Input | InputGradient], index: int) -> None:
+        """What another rank has sent becomes a unit's input, or its gradient."""
+        for instance in call.reads:
+            value = instance.value
+            if isinstance(content_of(instance), wanted) and isinstance(value, BufferValue) and value.handle is None:
+                leaves = batch_run.skip_front(value.rng) if wanted is Input else batch_run.runs[index].leaves
+                expect(instance, sum(leaf.nbytes for leaf in leaves))
+                for leaf, part in zip(leaves, value.block.data.split([x.nbytes for x in leaves]), strict=True):
+                    t = part.view(leaf.dtype).view(leaf.shape)
+                    if wanted is Input:
+                        leaf.data = t
+                    else:
+                        leaf.grad = t
+                InputHandle(leaves, is_gradient=wanted is InputGradient).begin(value)
 
     def _bind(self, call: Call) -> None:
         """Makes the parameters that the op reads those of the model, and what else it reads autograd's."""
@@ -221,12 +257,14 @@ class Bodies:
 
     def _forward(self, call: Call) -> None:
         index = self._index[call.op.unit]
-        self._bind(call)
         key = call.step, call.op.micro_batch
-        if index == 0:
+        if index == self.own.start:
             self._runs[key] = self.begin_micro_batch(*key)
         batch_run = self._runs[key]
         self._compute_with(batch_run)
+        if index == self.own.start:
+            self._arrive(call, batch_run, Input, index)
+        self._bind(call)
         run = batch_run.run_forward(index)
         assert run.recorder is not None
         sizes, spec = run.recorder.sizes, batch_run.specs[index]
@@ -237,7 +275,8 @@ class Bodies:
                 case Input():
                     leaves = batch_run.hand_over(index + 1, instance.buffer.size_bytes)
                     expect(instance, sum(leaf.nbytes for leaf in leaves))
-                    instance.value = InputHandle(leaves).begin()
+                    instance.value = value = InputHandle(leaves).begin()
+                    value.rng = batch_run.rng if index + 1 == self.own.stop else ()
                 case KeptActs():
                     expect(instance, kept)
                     kept = 0
@@ -270,9 +309,11 @@ class Bodies:
 
     def _backward(self, call: Call) -> None:
         index = self._index[call.op.unit]
-        self._bind(call)
         key = call.step, call.op.micro_batch
         batch_run = self._runs[key]
+        if index + 1 == self.own.stop:
+            self._arrive(call, batch_run, InputGradient, index + 1)
+        self._bind(call)
         self._prepare_gradients(call)
         batch_run.run_backward(index)
         for instance in call.writes:
@@ -282,7 +323,9 @@ class Bodies:
                 instance.value = InputHandle(leaves, is_gradient=True).begin()
         self._finish_gradients(call)
         if index == self._first_trained:
-            del self._runs[key]
+            self._runs.pop(key)
+            if self.own.stop < len(self.units):
+                batch_run.cancel()
 
     # ---- gradients ----
 
@@ -366,7 +409,7 @@ class Bodies:
     def _clip(self, call: Call) -> None:
         assert self.max_grad_norm is not None
         pairs = [pair for x in call.reads for pair in value_of(x).norms]
-        ranks = self.ranks if self._has_shards else None
+        ranks = self.ranks if self._has_shards or self.stages else None
         self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step)
         call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0))
 

@@ -100,9 +100,9 @@ class Placement:
             flat_n = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts[0]] or [torch.empty(0)])
             self._place_frozen(unit, parts.pop(), by_content)
             del parts
-            if not unit.num_trained:
+            home = by_content.get(Params(unit.name))
+            if not unit.num_trained or home is None:  # or another rank has it
                 continue
-            home = by_content[Params(unit.name)]
             own = own_part(home, unit, self.bodies.ranks)
             self.fill(home, flat_n[own.start : own.stop].view(torch.uint8))
             for content in states_of(unit.name, by_content):
@@ -161,10 +161,10 @@ class Placement:
                 part.unbind()
                 for (_, p), view in zip(part.parameters, part.views(memory), strict=True):
                     p.data = view.clone()
-            if isinstance(content, Params):
-                unit = self._unit(content.unit)
+        for unit in self.bodies.units:
+            if unit.num_trained:
                 flat_n = torch.empty(unit.num_trained, dtype=self.bodies.dtype)
-                flat_n.view(torch.uint8).copy_(self.content(content))
+                flat_n.view(torch.uint8).copy_(self.content(Params(unit.name)))
                 unit.unbind()
                 for (_, p), view in zip(unit.parameters, unit.views(flat_n), strict=True):
                     p.data = view.clone()
@@ -186,8 +186,16 @@ class Placement:
         return {content_of(x): x for x in self.executor.carried.values()}
 
     def _as_it_is(self, content: Content) -> torch.Tensor:
-        instance = self._by_content()[content]
-        memory, ranks = self.bodies.places.read(instance), self.bodies.ranks
+        by_content, ranks = self._by_content(), self.bodies.ranks
+        if ranks is not None and isinstance(content, Params) and content.unit in self.bodies.stages:
+            unit, source = self._unit(content.unit), self.bodies.stages[content.unit]
+            memory = torch.empty(unit.num_trained * unit.dtype.itemsize, dtype=torch.uint8)
+            if source == ranks.rank:
+                memory = self.bodies.places.read(by_content[content])
+            ranks.broadcast(memory, source)
+            return memory
+        instance = by_content[content]
+        memory = self.bodies.places.read(instance)
         if not isinstance(content, Params) or ranks is None:
             return memory
         unit = self._unit(content.unit)

@@ -15,10 +15,10 @@ from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
 from tierplan.sim.contents import SavedActs
-from tierplan.sim.ranks import COLLECTIVES
+from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op
 
-IN_BLOCKS = ("copy", "accumulate", "cast", "update", *COLLECTIVES)
+IN_BLOCKS = ("copy", "accumulate", "cast", "update", SEND, *COLLECTIVES)
 """Kinds of op that write flat memory, which is a block of a pool."""
 
 

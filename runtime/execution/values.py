@@ -39,9 +39,10 @@ class AutogradHandle(ABC):
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
 
-    def begin(self) -> BufferValue:
-        """The value of the buffer that autograd has made."""
-        self._at = BufferValue(handle=self)
+    def begin(self, value: BufferValue | None = None) -> BufferValue:
+        """The value of the buffer that autograd has made, or of one that has come from another rank."""
+        self._at = value or BufferValue()
+        self._at.handle = self
         return self._at
 
     def use(self, value: BufferValue) -> None:
@@ -147,6 +148,8 @@ class BufferValue:
     norms: Sequence[tuple[int, torch.Tensor]] = ()
     """Of `norm/U`: the position in the model and the norm of each parameter's gradient."""
     clip: torch.Tensor | None = None
+    rng: Sequence[torch.Tensor] = ()
+    """Of an input from another rank: the random numbers with which its unit goes on."""
 
     @property
     def block(self) -> Block:

@@ -9,6 +9,7 @@ Shapes: `r` ranks, `n` values.
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
 
 import torch
@@ -98,6 +99,35 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
                 if is_whole:
                     out_n[part.start : part.stop].copy_(received_n[: len(part)])
     return num_sent * unit.dtype.itemsize
+
+
+HEADER_BYTES = 1 << 13
+
+
+def do_send(call: Call, unit: ModelUnit, way: tuple[int, int], target: BufferValue | None, ranks: Ranks) -> int:
+    """Sends a buffer to another rank, or fills `target` with what comes. Returns its bytes, of which what says how to
+    read them is none."""
+    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    if target is None:
+        value = value_of(call.reads[0])
+        if value.gradients is not None:  # as autograd made them
+            filled: set[int] | None = {k for k, t in enumerate(value.gradients) if t is not None}
+            pairs = zip(value.gradients, unit.shapes, strict=True)
+            parts = [torch.zeros(n, dtype=unit.dtype) if gradient is None else gradient for gradient, n in pairs]
+        else:
+            filled, parts = value.filled, [value.handle.memory() if value.handle is not None else value.block.data]
+        said = torch.frombuffer(bytearray(pickle.dumps((filled, [t.numpy() for t in value.rng]))), dtype=torch.uint8)
+        header[: len(said)] = said
+        ranks.send(header, way)
+    else:
+        ranks.send(header, way)
+        filled, rng = pickle.loads(header.numpy().tobytes())
+        target.rng = [torch.from_numpy(t) for t in rng]
+        target.filled = None if filled is None or len(filled) == len(unit.shapes) else filled
+        parts = [target.block.data] if filled is None else unit.views(target.block.data.view(unit.dtype))
+    for part in parts:
+        ranks.send(part if target is not None else part.contiguous(), way)
+    return sum(part.nbytes for part in parts)
 
 
 def joined(own_n: torch.Tensor, unit: ModelUnit, ranks: Ranks) -> torch.Tensor:

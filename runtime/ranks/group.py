@@ -15,7 +15,7 @@ import pickle
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +85,24 @@ class Ranks:
         """What rank k has sent is row k of what all receive."""
         group = self._groups[channel]
         self._finish(lambda: dist.all_gather(list(received), sent, group=group, async_op=True))
+
+    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+        """Opens ways on which one rank sends to another; all call this, with the same ones."""
+        for way in sorted(set(ways)):
+            if str(way) not in self._groups:
+                self._groups[str(way)] = dist.new_group(
+                    sorted(way), timeout=timedelta(seconds=TIMEOUT_S), backend="gloo"
+                )
+
+    def send(self, t: torch.Tensor, way: tuple[int, int]) -> None:
+        """What the first of the two has there is what the second has afterwards; contiguous."""
+        group = self._groups[str(way)]
+        self._finish(lambda: dist.broadcast(t.view(-1).view(torch.uint8), way[0], group=group, async_op=True))
+
+    def broadcast(self, t: torch.Tensor, source: int) -> None:
+        """What one rank has there is what all have afterwards; contiguous."""
+        flat = t.view(-1).view(torch.uint8)
+        self._finish(lambda: dist.broadcast(flat, source, group=self._groups["steps"], async_op=True))
 
     def share(self, values: Sequence[float], channel: str) -> list[list[float]]:
         """By rank, its values; every rank gives as many."""

@@ -81,9 +81,7 @@ def test_parts_of_ranks_are_alike_and_whole(policy: str, num: int) -> None:
     assert sum(states) == copies * sum(workload.training.states_bytes(unit) for unit in workload.units)
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"), [("megatron-tp", {}), ("megatron-pp", {}), ("harmony", {"devices": 2}), ("mobius", {})]
-)
+@pytest.mark.parametrize(("policy", "options"), [("megatron-tp", {}), ("harmony", {"devices": 2}), ("mobius", {})])
 def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str, object]) -> None:
     workload = toy_workload(4, tied=False, gradient_accumulation_steps=2)
     schedule = lower(decide(policy, workload, devices(2), options), workload, devices(2))

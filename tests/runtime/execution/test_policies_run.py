@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NOT_RUN = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
 RUN = [name for name in POLICIES if not name.startswith(NOT_RUN)]
 """With their defaults; harmony, which has no clipping, has a test of its own, nobody would run virtual memory, and
-pipelines are simulated only."""
+pipelines are for several devices."""
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])

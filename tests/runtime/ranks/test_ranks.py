@@ -73,18 +73,29 @@ class Case:
     @property
     def is_on_device(self) -> bool:
         """Nothing leaves it, so its peak does not depend on when host and drives are ready."""
-        return self.policy in ("ddp", "zero-1", "zero-2", "zero-3", "fsdp") and "host" not in self.options.values()
+        return (
+            self.policy in ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp")
+            and "host" not in self.options.values()
+        )
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.policy == "megatron-pp"
 
     @property
     def divides(self) -> bool:
-        return self.policy != "ddp"
+        return self.policy != "ddp" and not self.is_pipeline
+
+    def num_batches(self, num: int) -> int:
+        """Micro-batches of a step on so many ranks."""
+        return self.accumulation * (1 if self.is_pipeline else num)
 
 
 def several(num: int) -> Machine:
     one = machine()
     own = [s for s in one.streams if s.name.startswith("gpu0")]
     others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
-    rates = dict.fromkeys((f"ring{num}_bytes", "hops"), Rate.constant(1e9))
+    rates = dict.fromkeys((f"ring{num}_bytes", "ring2_bytes", "hops"), Rate.constant(1e9))
     others += [Stream(name=f"gpu{k}.collective", rates=rates) for k in range(num)]
     tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
     return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others))
@@ -92,7 +103,8 @@ def several(num: int) -> Machine:
 
 def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
     training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=case.accumulation, max_grad_norm=case.clip)  # type: ignore[arg-type]
-    model = make_model(case.family, num_blocks=2, dropout=0.1, dtype=case.dtype)
+    num_blocks = max(2, 2 * num - 1) if case.is_pipeline else 2
+    model = make_model(case.family, num_blocks=num_blocks, dropout=0.1, dtype=case.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
     return model, lower(case.plan(workload, num), workload, several(num))
 
@@ -104,7 +116,9 @@ def order_of_sums(model: nn.Module, schedule: Schedule, num: int) -> Callable[[n
     accumulation = schedule.step.training.gradient_accumulation_steps  # type: ignore[union-attr]
     for unit in split_model(model, make_batches(1)[0]):
         own = [op.kind for op in schedule.ops if op.unit == unit.name and op.stream in ("gpu0.collective", HOST_ADAM)]
-        if own.count("reduce") + own.count("all_reduce") < accumulation:
+        if any(op.kind == "send" for op in schedule.ops):
+            groups = [list(range(accumulation))]
+        elif own.count("reduce") + own.count("all_reduce") < accumulation:
             groups = [list(range(rank, num * accumulation, num)) for rank in range(num)]
         elif "accumulate" in own:
             groups = [list(range(num * m, num * (m + 1))) for m in range(accumulation)]
@@ -131,7 +145,7 @@ def plainly(case: Case, schedule: Schedule, model: nn.Module, batches: Any, step
     if case.divides and case.clip is not None:
         settings["cut"] = cut_of(model, num)
     return train_plainly(
-        model, batches, steps=steps, optimizer=ADAM, gradient_accumulation_steps=case.accumulation * num,
+        model, batches, steps=steps, optimizer=ADAM, gradient_accumulation_steps=case.num_batches(num),
         max_grad_norm=case.clip, delayed=schedule.step.semantics == "delayed-1", **settings,  # type: ignore[union-attr]
     )  # fmt: skip
 
@@ -141,7 +155,7 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
     found = []
     for case in cases:
         model, schedule = prepared(case, ranks.size)
-        plain, count = copy.deepcopy(model), case.accumulation * ranks.size
+        plain, count = copy.deepcopy(model), case.num_batches(ranks.size)
         batches = make_batches(STEPS * count)
         with Trainer(schedule, model, optimizer=ADAM, ranks=ranks, nvme_dir=folder / f"nvme-{ranks.rank}") as trainer:
             trainer.run(batches, STEPS)
@@ -157,10 +171,14 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
             if abs(peak[f"gpu{ranks.rank}"] / own - 1) > 0.03:
                 found.append(f"{case}: the device held {own} bytes, not {peak[f'gpu{ranks.rank}']}")
         local = rank_schedule(schedule, ranks.rank)
-        size = sum(op.work.get(f"ring{ranks.size}_bytes", 0) for op in local.ops)
-        moved = sum(row[0] for row in ranks.share([result.moved_bytes.get("gpu0.collective", 0)], "steps"))
-        if moved != round(STEPS * size * ranks.size):
-            found.append(f"{case}: collectives moved {moved} bytes, not {STEPS * size * ranks.size}")
+        work, streams = (2, local.streams) if case.is_pipeline else (ranks.size, ("gpu0.collective",))
+        size = sum(op.work.get(f"ring{work}_bytes", 0) for op in local.ops)
+        moved, planned = (
+            sum(row[0] for row in ranks.share([own], "steps"))
+            for own in (sum(result.moved_bytes.get(stream, 0) for stream in streams), size)
+        )
+        if moved != round(STEPS * planned):
+            found.append(f"{case}: collectives moved {moved} bytes, not {STEPS * planned}")
         for stream, planned in local.bytes_moved().items():
             if result.moved_bytes.get(stream, 0) != STEPS * planned:
                 found.append(f"{case}: {stream} moved {result.moved_bytes.get(stream)} bytes, not {STEPS * planned}")
@@ -176,6 +194,8 @@ PAIR = [
     Case("zero-2", HOST, accumulation=2, clip=0.5),
     Case("zero-3", family="llama", accumulation=2),
     Case("zero-infinity", dtype="bf16", accumulation=2, clip=0.5),
+    Case("megatron-pp", accumulation=3, clip=0.5),
+    Case("megatron-pp", family="llama", dtype="bf16", accumulation=2),
     *map(Case.random, (0, 5)),
 ]
 EVERY = [
@@ -194,7 +214,7 @@ def train_and_resume(
     """Trains with a commit after every step. Rank `dies[0]` dies soon after that step, if it is to; else what is
     wrong."""
     model, schedule = prepared(case, ranks.size)
-    plain, batches = copy.deepcopy(model), make_batches(6 * ranks.size * case.accumulation)
+    plain, batches = copy.deepcopy(model), make_batches(6 * case.num_batches(ranks.size))
 
     def on_step(step: int, loss: float) -> None:
         if (ranks.rank, step) == dies:
