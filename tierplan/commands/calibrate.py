@@ -58,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
     wanted_s = args.budget_s or (QUICK_S if args.quick else BUDGET_S)
     point = replace(scenario.read_point(args), accumulation=1, max_grad_norm=None)
     machine = machine_of(point)
+    if (of_machine := machine.num_devices) > 1:
+        point = replace(point, overrides={**point.overrides, "gpu.count": 1})
+        machine = machine_of(point)
+    where = f"{machine.name}, 1 of its {of_machine} GPUs: use it with --devices 1"
     scratch = Path(args.nvme) / "tierplan-calibration"
     with ExitStack() as life:
         life.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -77,11 +81,12 @@ def run(args: argparse.Namespace) -> int:
     target = args.output or own_path(calibration)
     calibration.save(target)
     if args.json:
-        print(json.dumps({**asdict(calibration), "half_width": calibration.half_width, "file": str(target)}, indent=1))
+        about = {"devices": 1, "devices_of_machine": of_machine, "file": str(target)}
+        print(json.dumps({**asdict(calibration), "half_width": calibration.half_width, **about}, indent=1))
         return 130 if is_stopped() else 0
     stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []
     use = f"use it with --calibration {target}" if args.output else "predictions that it suits are made from it"
-    say(*calibration_lines(calibration), *stopped, f"written to {target}; {use}")
+    say(*[where][: of_machine - 1], *calibration_lines(calibration), *stopped, f"written to {target}; {use}")
     return 130 if stopped else 0
 
 

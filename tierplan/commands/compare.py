@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from tierplan.hwmodels.names import parse_stream
     from tierplan.sim.output.text import columns, format_error, format_s, wrapped
     from tierplan.validation.comparison.compare import compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
     schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
     run_folder = load_run(args.run_dir)
+    used = {parse_stream(op.stream).device for op in schedule.ops} - {None}
+    devices = {"devices": len(used), "devices_of_machine": machine.num_devices}
     from tierplan.sim.analysis.steady import steady_state
 
     with working("simulating and comparing"):
@@ -58,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
             f"--warmup is {args.warmup}, but the trace has {num_steps} steps; give {num_steps - 1} or less"
         )
     causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, run_folder.trace.meta)
-    about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": machine.name, "basis": machine.basis.text}
+    gpus = f", {len(used)} of its {machine.num_devices} GPUs" if machine.num_devices > 1 else ""
+    where, text = machine.name + gpus, machine.basis.text
+    about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": where, "basis": text}
     for key in ("model", "policy", "semantics"):
         if value := schedule.meta.get(key):
             about[key] = str(value)
@@ -88,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         write_perfetto({"predicted": steady.trace, "measured": run_folder.trace}, args.perfetto)
     if args.json:
         basis = asdict(machine.basis)
-        print(json.dumps({**comparison.record(), "basis": basis, "causes": causes, "what_to_do": advice}))
+        print(json.dumps({**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}))
         return 0
     step = comparison.step_s
     assert step.measured is not None
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append((f"busy {s.stream}", *busy, format_error(s.busy_s.error_frac)))
     low_s, high_s = machine.basis.interval_s(step.predicted)
     interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {machine.basis.text}"
-    say(verdict(comparison), *columns(rows, right=(1, 2, 3)), *wrapped(f"  {interval}"))
+    say(*[f"on {where}"][: len(gpus)], verdict(comparison), *columns(rows, right=(1, 2, 3)), *wrapped(f"  {interval}"))
     print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
     say("measured minus predicted, the largest parts:", *(line for text in causes for line in wrapped(f"  {text}")))
     say(*wrapped(advice), args.output)

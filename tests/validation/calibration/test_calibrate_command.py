@@ -25,7 +25,7 @@ def test_what_is_calibrated_is_taken_by_itself(
     assert main(["calibrate", *asked, "--device", "cpu", "--threads", "1", "--budget-s", "0.1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["num_hidden_layers"] == 3, "a shallow version"
-    assert found["num_threads"] == 1
+    assert found["num_threads"] == found["devices"] == found["devices_of_machine"] == 1
     assert set(found["checks"]) == set(found["measured_step_s"]) - {"in-memory"}
     assert len(found["slowdowns"]) == 2 * 6, "of each of six plans' two turns"
     assert all(seconds > 0 for seconds in found["reference_s"])

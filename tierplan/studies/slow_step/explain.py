@@ -147,6 +147,7 @@ class Explanation:
         return {
             "model": self.model,
             "machine": self.machine,
+            **{name: getattr(self.expected, name) for name in ("devices", "devices_of_machine")},
             "setup": asdict(self.setup),
             "verdict": self.verdict,
             "measured_s": self.measured.step_s,
