@@ -30,7 +30,7 @@ from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.digest import digest
 from tierplan.sim.output.text import format_bytes
-from tierplan.sim.ranks import joined_trace
+from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
@@ -164,7 +164,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
     predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)
-    tokens_per_step = training.tokens_per_step * num_ranks
+    tokens_per_step = training.tokens_per_step * (1 if is_pipeline(schedule) else num_ranks)
     own = "" if ranks is None else f"rank-{rank}"
     nvme_dirs = job.nvme_dirs or (job.out_dir / "nvme",)
     with _Metrics(job, tokens_per_step, rate, predicted, show_progress) as metrics:

@@ -446,6 +446,7 @@ class Trainer:
             device=self._device,
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,
+            await_others=self._bodies.await_others if self._sends else None,
             on_failure=self.ranks.fail if self.ranks is not None else lambda error: None,
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,

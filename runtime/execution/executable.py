@@ -43,6 +43,7 @@ STREAMS_BY_KIND = {
     **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
     "copy": tuple(COPIES),
     **dict.fromkeys(COLLECTIVES, (names.collective(0),)),
+    SEND: (),  # only where there are several
 }
 """The kinds of op that the runtime executes, and where."""
 

@@ -60,6 +60,8 @@ class Executor:
         Spans and memory events are kept for the first so many steps; None keeps all.
     device
         Whose streams run ahead.
+    await_others
+        Called with each op when its stream has come to it: returns when other ranks have done what it waits for.
     first_step
         Number of the first step, for a run that goes on where another has ended.
     """
@@ -77,11 +79,12 @@ class Executor:
         trace_steps: int | None = None,
         on_failure: Callable[[BaseException], None] = lambda error: None,
         device: Device | None = None,
+        await_others: Callable[[Call], None] | None = None,
         first_step: int = 0,
     ) -> None:
         self.schedule = schedule
         self._body, self._on_grant, self._release = body, on_grant, release
-        self._on_free, self._device = on_free, device
+        self._on_free, self._device, self._await_others = on_free, device, await_others
         self._on_thread_start, self._on_step_end, self._on_failure = on_thread_start, on_step_end, on_failure
         self._trace_end = None if trace_steps is None else first_step + trace_steps
         self.ledger = Ledger(schedule)
@@ -364,6 +367,9 @@ class Executor:
             if node.step + 1 == self._num_opened < self._end:
                 self._open_step()
             node.free_ns = self._now_ns()
+        if self._await_others is not None:
+            self._await_others(node)
+        with self._lock:
             node.is_reached = True
             self._num_running -= 1  # until `_start`
             if node.waiting_for == 0:

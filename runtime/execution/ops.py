@@ -32,7 +32,14 @@ from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
 from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import layout_of
-from tierplan.runtime.ranks.collectives import copy_bytes, do_collective, do_send, own_part, shard_gradients
+from tierplan.runtime.ranks.collectives import (
+    copy_bytes,
+    do_collective,
+    do_send,
+    header_from,
+    own_part,
+    shard_gradients,
+)
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
     CastGradients,
@@ -99,7 +106,7 @@ class Bodies:
             for i, u in enumerate(self.units)
             if self.ranks is None or self.stages.get(u.name, self.ranks.rank) == self.ranks.rank
         ]
-        self.own = range(own[0], own[-1] + 1)
+        self.own = range(own[0], own[-1] + 1) if own else range(0)
         """Indices of the units that this process runs."""
         self._first_trained = max(first_trained(self.units), self.own.start)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
@@ -117,6 +124,7 @@ class Bodies:
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._headers: dict[str, torch.Tensor] = {}
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
             "forward": self._forward,
@@ -215,11 +223,18 @@ class Bodies:
     def _send(self, call: Call) -> None:
         assert self.ranks is not None
         way = self.sends[call.op.key]
-        target = self.places.place(call.writes[0]) if way[1] == self.ranks.rank else None
-        content = content_of(call.writes[0] if target is not None else call.reads[0])
-        unit = self.units[self._index[content.unit]] if isinstance(content, TiedGradients) else self.units[0]
-        num_bytes = do_send(call, unit, way, target, self.ranks)
+        header = self._headers.pop(call.op.key, None)
+        coming = None if header is None else (self.places.place(call.writes[0]), header)
+        content = content_of((call.reads if header is None else call.writes)[0])
+        unit = self.unit_of(content) if isinstance(content, TiedGradients) else self.units[0]
+        num_bytes = do_send(call, unit, way, coming, self.ranks)
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
+
+    def await_others(self, call: Call) -> None:
+        """Returns when what the op receives, if it does, is on its way."""
+        way = self.sends.get(call.op.key)
+        if self.ranks is not None and way is not None and way[1] == self.ranks.rank:
+            self._headers[call.op.key] = header_from(way, self.ranks)
 
     # ---- compute ----
 

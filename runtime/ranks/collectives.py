@@ -104,11 +104,18 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
 HEADER_BYTES = 1 << 13
 
 
-def do_send(call: Call, unit: ModelUnit, way: tuple[int, int], target: BufferValue | None, ranks: Ranks) -> int:
-    """Sends a buffer to another rank, or fills `target` with what comes. Returns its bytes, of which what says how to
-    read them is none."""
-    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    if target is None:
+def header_from(way: tuple[int, int], ranks: Ranks) -> torch.Tensor:
+    """What says how to read the buffer that is sent next on this way; it comes when that one may."""
+    ranks.send(header := torch.zeros(HEADER_BYTES, dtype=torch.uint8), way)
+    return header
+
+
+def do_send(
+    call: Call, unit: ModelUnit, way: tuple[int, int], coming: tuple[BufferValue, torch.Tensor] | None, ranks: Ranks
+) -> int:
+    """Sends a buffer to another rank, or fills the value with what follows a header. Returns the buffer's bytes."""
+    if coming is None:
+        header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         value = value_of(call.reads[0])
         if value.gradients is not None:  # as autograd made them
             filled: set[int] | None = {k for k, t in enumerate(value.gradients) if t is not None}
@@ -120,13 +127,13 @@ def do_send(call: Call, unit: ModelUnit, way: tuple[int, int], target: BufferVal
         header[: len(said)] = said
         ranks.send(header, way)
     else:
-        ranks.send(header, way)
+        target, header = coming
         filled, rng = pickle.loads(header.numpy().tobytes())
         target.rng = [torch.from_numpy(t) for t in rng]
         target.filled = None if filled is None or len(filled) == len(unit.shapes) else filled
         parts = [target.block.data] if filled is None else unit.views(target.block.data.view(unit.dtype))
     for part in parts:
-        ranks.send(part if target is not None else part.contiguous(), way)
+        ranks.send(part if coming is not None else part.contiguous(), way)
     return sum(part.nbytes for part in parts)
 
 

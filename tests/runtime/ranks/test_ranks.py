@@ -205,7 +205,11 @@ EVERY = [
                             ("fsdp", {"reduces": "last"}), ("fsdp-offload", {}), ("zero-infinity", {})]
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (2, 0.5)]
-] + [Case.random(seed) for seed in range(40)]  # fmt: skip
+] + [Case.random(seed) for seed in range(40)] + [
+    Case("megatron-pp", {}, family, dtype, accumulation, clip)
+    for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
+    for accumulation, clip in [(4, None), (5, 0.5)]
+]  # fmt: skip
 
 
 def train_and_resume(
@@ -315,10 +319,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 5, 32])
-def test_updates_that_are_late_are_resumed(seed: int, tmp_path: Path) -> None:
-    run_ranks(train_and_resume, 2, tmp_path, (1, 3), Case.random(seed))
-    for found in run_ranks(train_and_resume, 2, tmp_path, None, Case.random(seed)):
+@pytest.mark.parametrize(
+    "case", [*map(Case.random, [0, 5, 32]), Case("megatron-pp", dtype="bf16", accumulation=3, clip=0.5)], ids=str
+)
+def test_updates_that_are_late_and_pipelines_are_resumed(case: Case, tmp_path: Path) -> None:
+    run_ranks(train_and_resume, 2, tmp_path, (1, 3), case)
+    for found in run_ranks(train_and_resume, 2, tmp_path, None, case):
         assert found == []
 
 
