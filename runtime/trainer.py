@@ -403,7 +403,7 @@ class Trainer:
             resumed=self._resumed,
             commits_beside_steps=self.checkpoint_every is not None,
         )
-        self._hooks = ModelHooks(self.units)
+        self._hooks, self._modules = ModelHooks(self.units), list(self.model.modules())
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
@@ -493,7 +493,7 @@ class Trainer:
             units=self.units,
             specs=self._step.units,
             forward=forward,
-            external=batch_addresses(moved, self.model),
+            external=batch_addresses(moved, self._modules),
             device=self._device,
             own=self._bodies.own,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
@@ -56,8 +57,8 @@ class UnitRun:
     """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
     call: tuple[Callable[..., Any], tuple, dict] | None = None
     """To run a block again."""
-    result: tuple[list[object], Any] | None = None
-    """What a block returned, flat and its structure; held only where a unit between blocks is run again."""
+    result: tuple[list[object], Callable[[Sequence[object]], Any]] | None = None
+    """What a block returned, flat, and what nests it; held only where a unit between blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
 
 
@@ -125,7 +126,7 @@ class MicroBatchRun:
         if index == 0:
             self._thread.start()
         if self.seed is not None and index == 0:
-            torch.manual_seed(self.seed)
+            self.device.seed(self.seed)
         elif self.seed is not None:
             self.device.set_rng_state(self._rng)
         self._baton.hand_over()
@@ -191,7 +192,7 @@ class MicroBatchRun:
             self._rerun_outside(index, wanted, makes_output)
             return made_bytes
         _, args, kwargs = run.call
-        flat = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        flat = [t for t in _flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         recipes = self.hooks.recipes
         key = (index, tuple((t.shape, t.dtype) for t in flat))
@@ -275,7 +276,7 @@ class MicroBatchRun:
             with log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
-                self._refill(index, tree_flatten(out)[0])
+                self._refill(index, _flatten(out)[0])
         available = [k for k in run.recorder.saved if k not in targets]
         return log.recipe(targets, available) if log else None
 
@@ -289,14 +290,15 @@ class MicroBatchRun:
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if i > index:
                 if makes_output:
-                    self._refill(index, tree_flatten((args, kwargs))[0])
+                    self._refill(index, _flatten((args, kwargs))[0])
                 raise AllRecreated
             result = self.runs[i].result
             assert result is not None
             if i + 1 == index:
                 self.device.set_rng_state(self.runs[index].rng or self.device.rng_state())
                 recreator.is_on = True
-            return tree_unflatten(*result)
+            flat, nested = result
+            return nested(flat)
 
         with self._rerunning(index, recreator), self.hooks.of(echo):
             self.forward()
@@ -406,7 +408,7 @@ class MicroBatchRun:
                 "once, in the order of the model's list"
             )
         run = self.runs[index]
-        flat, spec = tree_flatten((args, kwargs))
+        flat, nested = _flatten((args, kwargs))
         if is_behind_block:
             flat = self._cut(flat, run.glue, is_passed_on=True)
             self._check_cut(index, run.glue)
@@ -419,7 +421,7 @@ class MicroBatchRun:
             if index == self.own.start:  # another rank has run what is before
                 self.runs[index - 1] = UnitRun()
             self._yield()
-        args, kwargs = tree_unflatten(flat, spec)
+        args, kwargs = nested(flat)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
         if self.specs[index].recomputed:
             run.call = (original, args, kwargs)
@@ -427,19 +429,19 @@ class MicroBatchRun:
         self._open(index, run.read, self.external | _addresses(flat))
         out = original(*args, **kwargs)
         self._close()
-        flat, spec = tree_flatten(out)
+        flat, nested = _flatten(out)
         del out
         flat = self._cut(flat, run.roots)
         self._check_cut(index, run.roots)
         following = self.runs[index + 1]
         following.leaves = _handed(run.roots, flat)
         if self._holds_results:
-            run.result = (flat, spec)
+            run.result = (flat, nested)
         self._yield()
         if self.units[index + 1].block is None:
             following.read = [*following.leaves, *following.shared]
             self._open(index + 1, following.read)
-        return tree_unflatten(flat, spec)
+        return nested(flat)
 
     def _pass(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What a block returns that another rank runs: tensors without numbers, which are leaves."""
@@ -517,9 +519,36 @@ def _handed(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]
 
 def _addresses(values: object) -> set[int]:
     """Addresses of the storages of all tensors in a nest of values."""
-    return {t.untyped_storage().data_ptr() for t in tree_flatten(values)[0] if isinstance(t, torch.Tensor)}
+    return {t.untyped_storage().data_ptr() for t in _flatten(values)[0] if isinstance(t, torch.Tensor)}
 
 
-def batch_addresses(batch: Mapping[str, object], model: nn.Module) -> set[int]:
-    """Addresses of what exists outside of all units: the batch and the model's buffers."""
-    return _addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in model.buffers()}
+def _flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """The leaves of a nest of values, and what makes such a nest of others.
+
+    As `tree_flatten` does it, which takes as long as a small kernel: what most blocks get and give is no deep nest.
+    """
+    if isinstance(values, torch.Tensor):
+        return [values], itemgetter(0)
+    if type(values) is tuple and [*map(type, values)] == [tuple, dict]:  # arguments of a call
+        args, kwargs = values
+        if all(map(_is_leaf, (*args, *kwargs.values()))):
+            num = len(args)
+            return [*args, *kwargs.values()], lambda flat: (
+                tuple(flat[:num]),
+                dict(zip(kwargs, flat[num:], strict=True)),
+            )
+    flat, spec = tree_flatten(values)
+    return flat, lambda flat: tree_unflatten(flat, spec)
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
+
+
+def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:
+    """Addresses of what exists outside of all units: the batch and the model's buffers, by `model.modules()`.
+
+    To walk through the model for them takes longer than a block's forward that computes next to nothing.
+    """
+    buffers = (b for module in modules for b in module._buffers.values() if b is not None)
+    return _addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}

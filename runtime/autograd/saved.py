@@ -93,34 +93,31 @@ class _Saver:
     _known: dict[int, tuple[StorageWeakRef, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._of_unit = {u.bound.untyped_storage().data_ptr(): u for u in self.params if u.bound is not None}
-        self._of_input = {t.untyped_storage().data_ptr(): t for t in self.inputs}
+        self._sources: dict[int, FlatParameters | torch.Tensor] = {
+            t.untyped_storage().data_ptr(): t for t in self.inputs
+        } | {u.bound.untyped_storage().data_ptr(): u for u in self.params if u.bound is not None}
 
-    def reference(self, t: torch.Tensor) -> object | None:
+    def reference(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object | None:
         """How to find the tensor again if it is a reference; None if it is a saved tensor."""
-        address = t.untyped_storage().data_ptr()
-        if address in self._of_unit:
-            self.saves_parameters = True
-            return _Reference(self._of_unit[address], t)
-        if address in self._of_input:
-            return _Reference(self._of_input[address], t)
-        if address in self.external or t.untyped_storage().nbytes() == 0:
-            return t.detach()
-        return None
+        address = storage.data_ptr()
+        source = self._sources.get(address)
+        if source is not None:
+            self.saves_parameters |= isinstance(source, FlatParameters)
+            return _Reference(source, t)
+        return t.detach() if address in self.external or storage.nbytes() == 0 else None
 
-    def seen(self, t: torch.Tensor) -> object | None:
-        """What `know` was told about this tensor's storage. The weak reference keeps its identity from being reused."""
-        known = self._known.get(t.untyped_storage()._cdata)
+    def seen(self, storage: torch.UntypedStorage) -> object | None:
+        """What `know` was told about this storage. The weak reference keeps its identity from being reused."""
+        known = self._known.get(storage._cdata)
         return known[1] if known else None
 
-    def know(self, t: torch.Tensor, what: object) -> None:
-        storage = t.untyped_storage()
+    def know(self, storage: torch.UntypedStorage, what: object) -> None:
         self._known[storage._cdata] = (StorageWeakRef(storage), what)
 
     def close(self) -> None:
         """After the forward: what the graph does not hold may die."""
         self._known.clear()
-        self._of_input.clear()
+        self._sources.clear()
         self.inputs = ()
 
 
@@ -139,12 +136,12 @@ class Recorder(_Saver):
     """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
 
     def pack(self, t: torch.Tensor) -> object:
-        reference = self.reference(t)
+        storage = t.untyped_storage()
+        reference = self.reference(t, storage)
         if reference is not None:
             return reference
-        saved = self.seen(t)
+        saved = self.seen(storage)
         if saved is None:
-            storage = t.untyped_storage()
             index = self.num_saved
             self.num_saved += 1
             self.sizes.append(storage.nbytes())
@@ -155,7 +152,7 @@ class Recorder(_Saver):
                 self.saved[index] = weakref.ref(saved)
                 if index in self.moved or index in self.recomputed:
                     self.away[index] = saved
-            self.know(t, saved)
+            self.know(storage, saved)
         return _Reference(saved, t) if isinstance(saved, SavedStorage) else t.detach()
 
     @staticmethod
@@ -179,13 +176,14 @@ class Recreator(_Saver):
     """Off before the part that is to be made again."""
 
     def pack(self, t: torch.Tensor) -> object:
-        if self.is_on and self.reference(t) is None and self.seen(t) is None:
-            self.know(t, True)
+        storage = t.untyped_storage()
+        if self.is_on and self.reference(t, storage) is None and self.seen(storage) is None:
+            self.know(storage, True)
             self.on_saved(self.num_saved, t)
             saved = self.wanted.pop(self.num_saved, None)
             self.num_saved += 1
             if saved is not None:
-                saved.storage = t.untyped_storage()
+                saved.storage = storage
                 if not self.wanted and not self.runs_to_end:
                     raise AllRecreated
         return None

@@ -100,6 +100,10 @@ class Device:
         """Brings the model's buffers (rotary tables, masks) to the device; returns what brings them back."""
         return lambda: None
 
+    def seed(self, seed: int) -> None:
+        """Begins the random numbers that a forward draws, as `torch.manual_seed` does, which takes a millisecond."""
+        torch.default_generator.manual_seed(seed)
+
     def rng_state(self) -> tuple[torch.Tensor, ...]:
         """The state of the random numbers that a forward draws."""
         return (torch.get_rng_state(),)
@@ -173,6 +177,10 @@ class CudaDevice(Device):
                 module._buffers[name] = b
 
         return restore
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.cuda.manual_seed_all(seed)
 
     def rng_state(self) -> tuple[torch.Tensor, ...]:
         return (torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device))

@@ -127,7 +127,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         units=units,
         specs=[UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
         forward=lambda: loss_of(model, batch, None),
-        external=batch_addresses(batch, model),
+        external=batch_addresses(batch, model.modules()),
         device=Device(),
         seed=1,
     )

@@ -51,7 +51,7 @@ def gradients(
             units=units,
             specs=specs,
             forward=lambda: loss_of(model, batch, None),
-            external=batch_addresses(batch, model),
+            external=batch_addresses(batch, model.modules()),
             device=Device(),
             seed=11,
         )
