@@ -323,6 +323,9 @@ class Search:
             same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
             compared[name] = of(candidate, same)
             if same:
+                if isinstance(plan, UnitwisePlan) and plan.sums_tied:  # the search is of plain training's bits
+                    plan = replace(plan, sums_tied=False)
+                    candidate = self.simulate_plan(plan)
                 seeds.consider(candidate)
                 if isinstance(plan, UnitwisePlan) and plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
                     seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of

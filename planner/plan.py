@@ -134,6 +134,9 @@ class UnitwisePlan(Shown):
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
     sub_batches: int = 1
     """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
+    sums_tied: bool = False
+    """A tied head's gradients of all micro-batches are added up before the embedding's, in vertical order: they are
+    held once, and the last bits are others than plain training's."""
     operator_tiles: int = 1
     """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
     devices: int = 1

@@ -236,6 +236,11 @@ def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
             f"plan {plan.policy!r} recomputes segments of {plan.segment_units} blocks, but keeps or moves saved "
             "tensors of some; segments need acts='recompute' in every block"
         )
+    if plan.sums_tied and plan.order != "vertical":
+        raise PlanError(
+            f"plan {plan.policy!r} sums tied gradients in {plan.order} order, where none waits for the next "
+            "micro-batch's; use order='vertical' or leave out sums_tied"
+        )
     if workload.training.per_device_train_batch_size % plan.sub_batches:
         raise PlanError(
             f"plan {plan.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "

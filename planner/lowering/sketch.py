@@ -65,6 +65,8 @@ class Terms(NamedTuple):
     semantics: str
     order: str
     cast_grads: bool
+    sums_tied: bool = False
+    """A tied head's share of the gradient is summed over micro-batches before its owner's are."""
 
 
 class Facts(NamedTuple):

@@ -44,6 +44,8 @@ CELLS: Mapping[str, tuple[str, str]] = {
     "dx": ("dx", "m"),
     "tied": ("tied", "um"),
     "owner's tied": ("tied", "om"),
+    "tied sum": ("tied sum", "u"),
+    "owner's tied sum": ("tied sum", "o"),
     **{name: (name, "u") for name in ("states*", "grads", "old grads", "norm", "due", "old states", "new states")},
     "new params": ("new params", "u"),
     "clip": ("clip", ""),
@@ -72,7 +74,7 @@ IN_FORWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("fwd", 
 IN_BACKWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("bwd", "turn")))
 IN_FORWARD_TOO = (*IN_FORWARD, "x", "next x", "shared", "kept", "left*")
 REMADE = (*IN_BACKWARD, "x", "next x", "shared", "remade")
-GRADIENTS = ("tied", "owner's tied", "grads", "norm")
+GRADIENTS = ("tied", "owner's tied", "tied sum", "owner's tied sum", "grads", "norm")
 IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
 DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")

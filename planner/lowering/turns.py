@@ -222,11 +222,14 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
     """
     unit, grad_bytes = s.unit, s.workload.training.grad_bytes
     made, work_bytes = None, unit.backward_work_bytes
-    tied, accumulated = s.get("tied"), s.get("grads") if s.choice.grads == "device" else None
+    shared = "tied sum" if s.plan.sums_tied else "tied"
+    grads = s.get("grads")
+    tied = None if s.plan.sums_tied and grads is not None else s.get(shared)  # the sum is the first one's
+    accumulated = grads if s.choice.grads == "device" else None
     if tied is not None or accumulated is not None:
         work_bytes = max(work_bytes, unit.accumulating_work_bytes)
     if unit.shares and unit.adds_to_shared:
-        earlier = s.get("owner's tied")  # of another unit that shares them
+        earlier = s.get(f"owner's {shared}")  # of another unit that shares them, or micro-batch
         if earlier is None:
             owner = next(other for other in s.workload.units if other.name == unit.shares)
             size_bytes = owner.num_trained * grad_bytes
@@ -235,7 +238,7 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
             reads.append(earlier)
             total = s.over(earlier)
             work_bytes += s.buffers[earlier].size_bytes
-        writes.append(s.put("owner's tied", total))
+        writes.append(s.put(f"owner's {shared}", total))
     if unit.num_trained:
         reads += [tied, accumulated]
         if accumulated is not None:

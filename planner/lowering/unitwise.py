@@ -46,7 +46,8 @@ class UnitwiseLowering:
 
     def columns(self, plan: UnitwisePlan) -> ScheduleColumns:
         """One step of a plan that has been checked, on one device, in the list order of positions."""
-        key = (plan.sub_batches, plan.operator_tiles, Terms(plan.semantics, plan.order, plan.cast_grads))
+        terms = Terms(plan.semantics, plan.order, plan.cast_grads, plan.sums_tied)
+        key = (plan.sub_batches, plan.operator_tiles, terms)
         if key not in self._chains:
             workload = cut_batches(self.workload, plan.sub_batches) if plan.sub_batches > 1 else self.workload
             workload = cut_operators(workload, plan.operator_tiles) if plan.operator_tiles > 1 else workload

@@ -76,6 +76,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
         sub_batches=sub_batches,
+        sums_tied=sub_batches > 1 and any(unit.shares and unit.adds_to_shared for unit in workload.units),
         prefetch_params_units=window,
         prefetch_acts_units=1,
         prefetch_states_units=int(write_back == "awaited"),

@@ -17,6 +17,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.prediction import predict_plan
 from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.values import SizeError
@@ -26,6 +27,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer, train
+from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -334,6 +336,26 @@ def test_sub_batches_give_the_numbers_of_as_many_micro_batches(
     expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=accumulation)
     assert train(schedule, model, batches, steps=STEPS, nvme_dir=tmp_path).losses == tuple(expected)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_tied_gradients_of_sub_batches_are_held_once(tmp_path: Path) -> None:
+    """Where they are summed before the embedding's, a device trains on which each sub-batch's own would not fit."""
+    model = make_model("gpt2")
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
+    workload = trace_config("gpt2", raw, replace(CPU, per_device_train_batch_size=4))
+    once = uniform_plan(workload, UnitPlan(acts="recompute"), order="vertical", sub_batches=4, sums_tied=True)
+    each = replace(once, sums_tied=False)
+    peaks = [simulate_on(lower(plan, workload, machine()), machine()).peak_bytes["gpu0"] for plan in (once, each)]
+    (tied,) = (u.num_trained * CPU.grad_bytes for u in workload.units if u.kind == "embed")
+    assert peaks[0] + 2 * tied <= peaks[1]
+    between = machine(device_bytes=sum(peaks) // 2)
+    assert not predict_plan(each, workload, between).fits
+    assert predict_plan(once, workload, between).fits
+    plain, batches = copy.deepcopy(model), make_batches(STEPS * 4, batch=1)
+    expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=4)
+    result = train(lower(once, workload, between), model, batches, steps=STEPS, nvme_dir=tmp_path)
+    assert result.losses == pytest.approx(tuple(expected), rel=1e-6)
+    assert result.peak_bytes["gpu0"] <= sum(peaks) // 2
 
 
 def test_a_trainer_that_could_not_begin_leaves_the_model_alone(tmp_path: Path) -> None:
