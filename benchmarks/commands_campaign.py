@@ -5,6 +5,8 @@
     python -m benchmarks.commands_campaign --out DIR --hour loaded             the same beside another job
     python -m benchmarks.commands_campaign --out DIR --hour quiet --demos 5    the demo, until that hour has five
     python -m benchmarks.commands_campaign --page docs/commands_campaign.md    the page, from the results of all hours
+    ... --devices 2 --hour quiet --calibrate-s 25 --measure-s 25     14 rows of two ranks, in some 8 minutes
+    ... --devices 2 --page docs/two_ranks.md                         their page
 
 Each hour has its own measurement of the machine, and each group of rows its own calibration. A row is one plan of one
 model: `tierplan simulate` (or `plan`), `run`, `compare --json`. It is appended to the results when it has ended; rows
@@ -19,7 +21,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +38,13 @@ POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuy
 PLANNER_FRAC = 0.45
 """Of the device memory of plain training: what the planner gets."""
 STEPS = 24
+DEVICES_RESULTS = RESULTS.with_name("cpu-two-ranks.jsonl")
+DEVICES_COMBINATIONS = ("llama-bf16", "gpt2-fp32")
+DEVICES_POLICIES: Mapping[str, tuple[str, ...]] = {
+    "ddp": (), "zero-1": (), "zero-2": (), "zero-2 optimizer=host": ("optimizer=host",), "zero-3": (),
+    "fsdp-offload": (), "megatron-pp": (),
+}  # fmt: skip
+"""With their options."""
 KEPT = ("step_error_frac", "normalised_error_frac", "interval_s", "in_interval", "slowdown", "bytes_agree", "causes")
 """Of what `compare --json` says."""
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
@@ -121,24 +130,48 @@ def run_demos(home: Path, hour: str, results: Path, env: dict[str, str], times: 
         append(results, {**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
 
 
+def measured_link(devices: int, env: dict[str, str]) -> tuple[str, ...]:
+    """What ranks on this machine send each other while they compute, as settings of a machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+    done = subprocess.run(
+        [*command, "-m", "benchmarks.link_of_ranks"], env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    rate, latency_s = json.loads(done.stdout.strip().splitlines()[-1])
+    link = (f"gpu.count={devices}", f"link.collective={rate} B/s", f"link.collective_latency={latency_s} s")
+    return tuple(word for setting in link for word in ("--set", setting))
+
+
 def run_hour(
-    home: Path, hour: str, results: Path, env: dict[str, str], *, calibrate_s: float, measure_s: float
+    home: Path,
+    hour: str,
+    results: Path,
+    env: dict[str, str],
+    *,
+    calibrate_s: float,
+    measure_s: float,
+    devices: int = 1,
 ) -> None:
     """All rows of this hour that are not in the results."""
-    nvme = str(home / "nvme")
+    nvme, link = str(home / "nvme"), home / "link.json"
+    policies = POLICIES if devices == 1 else tuple(DEVICES_POLICIES)
     if not (home / "config" / "tierplan" / "machines" / "here.toml").exists():
         tierplan("machine", "measure", "--budget-s", str(measure_s), "--nvme", nvme, env=env)
     text = home / "text.txt"
     text.write_text("".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]))
     done = {(row["hour"], row["group"], row["policy"]) for row in read(results)}
+    if devices > 1 and not link.exists():
+        link.write_text(json.dumps(measured_link(devices, env)))
     for group in COMBINATIONS:
-        missing = [policy for policy in POLICIES if (hour, group.name, policy) not in done]
+        if devices > 1 and group.name not in DEVICES_COMBINATIONS:
+            continue
+        missing = [policy for policy in policies if (hour, group.name, policy) not in done]
         if not missing:
             continue
         model = home / f"{group.name}.json"
         model.write_text(json.dumps(group.config))
         asked = ["--model", str(model), "--batch", str(group.batch), "--seq", str(group.seq), "--dtype", group.dtype]
-        asked += group.more
+        asked += [*group.more, *(json.loads(link.read_text()) if devices > 1 else ())]
         calibration = home / f"{group.name}.calibration.json"
         if not calibration.exists():
             print(f"{hour}/{group.name}: calibrating", flush=True)
@@ -147,10 +180,12 @@ def run_hour(
         asked += ["--calibration", str(calibration)]
         for policy in missing:
             named = {"hour": hour, "group": group.name, "policy": policy}
-            append(results, {**named, **run_row(home, asked, model, policy, text, env)})
+            append(results, {**named, **run_row(home, asked, model, policy, text, env, devices)})
 
 
-def run_row(home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str]) -> dict[str, Any]:
+def run_row(
+    home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str], devices: int = 1
+) -> dict[str, Any]:
     """One row: predicted, run and compared; or why not."""
     plan, out = home / "plan.json", home / "run"
     when = now()
@@ -160,16 +195,24 @@ def run_row(home: Path, asked: list[str], model: Path, policy: str, text: Path, 
             capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
             tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), env=env)
         else:
-            tierplan("simulate", "--policy", policy, *asked, "-o", str(plan), env=env)
+            name, _, _ = policy.partition(" ")
+            options = [word for option in DEVICES_POLICIES.get(policy, ()) for word in ("--option", option)]
+            if name == "megatron-pp":  # as many micro-batches as the others have on all devices, and twice as many
+                options += ["--accumulation", str(2 * devices)]
+            tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), env=env)
         subprocess.run(["rm", "-rf", str(out)], check=True)
         data = ["--data", str(text), "--steps", str(STEPS), "--out", str(out), "--no-export", *THREADS]
-        tierplan("run", str(plan), "--model", str(model), *data, env=env)
+        several = ("--devices", str(devices)) if devices > 1 else ()
+        tierplan("run", str(plan), "--model", str(model), *data, *several, env=env)
         compared = json.loads(
             tierplan("compare", str(plan), str(out), "-o", str(home / "report.html"), "--json", env=env)
         )
     except RuntimeError as error:
         return {**when, "why_not": str(error)}
-    return {**when, "step_s": compared["step_s"], **{name: compared[name] for name in KEPT}}
+    peaks = (tier["peak_bytes"] for tier in compared["tiers"])
+    error_frac = max(abs(p["predicted"] / p["measured"] - 1) for p in peaks if p["measured"])
+    kept = {name: compared[name] for name in KEPT}
+    return {**when, "step_s": compared["step_s"], "peak_error_frac": error_frac, **kept}
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -192,26 +235,41 @@ def percent(frac: float) -> str:
     return f"{100 * frac:.1f} %"
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
+RANKS_HEAD = (
+    "# Two ranks on this machine",
+    "",
+    "This page is generated: `python -m benchmarks.commands_campaign --devices 2 --page FILE`. Every row was predicted",
+    "before it was run, and compared, by commands: `machine measure`, `calibrate`, `simulate`, `run --devices 2` and",
+    "`compare`, on 2 cores, each rank's kernels in one thread. What ranks send each other in a second was measured by",
+    "an exchange beside computation, the rest on one device. An error is `predicted / measured - 1`, raw, and",
+    "normalised for how much slower the machine was in the run than in the calibration.",
+    "",
+    "The goal: a median of at most 8 %, over 12 rows or more.",
+    "",
+)
+COMMANDS_HEAD = (
+    "# By commands alone",
+    "",
+    "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run,",
+    "and compared by commands: `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`, on 2",
+    "cores with one NVMe drive, kernels in one thread. An error is `predicted / measured - 1`: raw, and normalised",
+    "for how much slower the machine was in the run than in the calibration. That is measured, and looks at no",
+    "prediction: how long the threads of each stream waited for a core (the kernel counts that), and how long the",
+    "reference work of `run` took with a core. Slowdown is that of computation, load that of the minute before. A",
+    "loaded hour has one other job, a loop in Python that takes a core all the time and ends with the hour; in a",
+    "crowded one several came and went, and the code was not yet today's. Rows of `llama-lora`, `llama-qlora` and",
+    "`llama-8bit` train adapters, or keep states in 8 bits. The demo measures, calibrates, plans and trains anew",
+    "each time.",
+    "",
+    "The goals, for a quiet and a loaded hour: raw median at most 8 %, normalised 4 %; nine in ten within 15 and",
+    "8 %; 90 % intervals hold 85 to 97 %.",
+    "",
+)
+
+
+def page(rows: Sequence[dict[str, Any]], devices: int = 1) -> str:
     """The page: figures by hour, and every row."""
-    lines = [
-        "# By commands alone",
-        "",
-        "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run,",
-        "and compared by commands: `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`, on 2",
-        "cores with one NVMe drive, kernels in one thread. An error is `predicted / measured - 1`: raw, and normalised",
-        "for how much slower the machine was in the run than in the calibration. That is measured, and looks at no",
-        "prediction: how long the threads of each stream waited for a core (the kernel counts that), and how long the",
-        "reference work of `run` took with a core. Slowdown is that of computation, load that of the minute before. A",
-        "loaded hour has one other job, a loop in Python that takes a core all the time and ends with the hour; in a",
-        "crowded one several came and went, and the code was not yet today's. Rows of `llama-lora`, `llama-qlora` and",
-        "`llama-8bit` train adapters, or keep states in 8 bits. The demo measures, calibrates, plans and trains anew",
-        "each time.",
-        "",
-        "The goals, for a quiet and a loaded hour: raw median at most 8 %, normalised 4 %; nine in ten within 15 and",
-        "8 %; 90 % intervals hold 85 to 97 %.",
-        "",
-    ]
+    lines = list(COMMANDS_HEAD if devices == 1 else RANKS_HEAD)
     figures = [("hour", "rows", "answered", "raw, median", "9 in 10", "normalised, median", "9 in 10", "in interval")]
     for hour in dict.fromkeys(row["hour"] for row in rows):
         of_hour = [row for row in rows if row["hour"] == hour]
@@ -239,7 +297,13 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             )
         )  # fmt: skip
     lines += ["", *markdown_table(head, table, right=range(3, 10))]
-    for hour, of_hour in itertools.groupby(read(TRANSFERS), lambda row: row.pop("hour")):
+    if checked := [row for row in rows if "peak_error_frac" in row]:
+        most, agree = max(row["peak_error_frac"] for row in checked), sum(row["bytes_agree"] for row in checked)
+        lines += [
+            "",
+            f"Peaks of tiers are off by {percent(most)} at most; bytes agree in {agree} of {len(checked)} rows.",
+        ]
+    for hour, of_hour in itertools.groupby(read(TRANSFERS) if devices == 1 else [], lambda row: row.pop("hour")):
         lines += ["", f"## From the calibrations of others: {hour}", ""]
         lines += ["Six plans of each model, for the slowdown between the two calibrations (`validate --transfer`).", ""]
         lines += transfer_lines([Transfer(**row) for row in of_hour])
@@ -250,14 +314,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("commands-campaign"))
     parser.add_argument("--hour", default="quiet", help="a name for this run; `loaded` has another job beside it")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--devices", type=int, default=1, help="rows of so many ranks")
     parser.add_argument("--calibrate-s", type=float, default=180.0)
     parser.add_argument("--measure-s", type=float, default=60.0)
     parser.add_argument("--demos", type=int, help="run the demo until this hour has so many, and nothing else")
     parser.add_argument("--page", type=Path, help="write the page of all results, and run nothing")
     args = parser.parse_args()
+    args.results = args.results or (RESULTS if args.devices == 1 else DEVICES_RESULTS)
     if args.page:
-        args.page.write_text(page(read(args.results)))
+        args.page.write_text(page(read(args.results), args.devices))
         return
     home = (args.out / args.hour).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -266,7 +332,8 @@ def main() -> None:
         if args.demos:
             run_demos(home, args.hour, args.results, env, args.demos)
         else:
-            run_hour(home, args.hour, args.results, env, calibrate_s=args.calibrate_s, measure_s=args.measure_s)
+            given = {"calibrate_s": args.calibrate_s, "measure_s": args.measure_s, "devices": args.devices}
+            run_hour(home, args.hour, args.results, env, **given)
 
 
 if __name__ == "__main__":

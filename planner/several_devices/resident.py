@@ -11,7 +11,7 @@ micro-batch, whose sums are then those of plain training, and the updated parame
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, HOST_ADAM, collective, compute, device, device_index, p2p, parse_stream, ring
+from tierplan.hwmodels.names import HOST, HOST_ADAM, collective, compute, device, device_index, p2p, ring
 from tierplan.planner.lowering.turns import NORM_BYTES
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.sim.builder import Builder, tiers_of
@@ -60,7 +60,7 @@ class _Resident:
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         self.stages, self.units = [range(a, b) for a, b in plan.packs.backward], workload.units
         self.workload, self.training, self.builder, self.n = workload, workload.training, Builder(), plan.devices
-        self.has_peer_links = any(parse_stream(stream.name).task == "p2p" for stream in machine.streams)
+        self.links = {stream.name for stream in machine.streams}
         self.arrived: dict[tuple[str, int, int], str] = {}  # forward or backward, device, micro-batch -> its border
         self.kept: dict[tuple[str, int], list[str]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], list[str]] = {}
@@ -195,9 +195,9 @@ class _Resident:
         source, content = device_index(b.tier) or 0, parse_content(b.content)
         arrived = self.builder.over(over) if over else self.builder.like(buffer, device(target))
         size = float(b.size_bytes)
-        stream, work = (
-            (p2p(source, target), {"bytes": size}) if self.has_peer_links else (collective(source), {ring(2): size})
-        )
+        stream, work = p2p(source, target), {"bytes": size}
+        if stream not in self.links:
+            stream, work = collective(source), {ring(2): size}
         key, reads = copy_key("send", content), filter(None, (buffer, over))
         self.sent[source] = self.builder.op(key, stream, "send", work=work, reads=reads, writes=(arrived,), m=m)
         return arrived

@@ -18,7 +18,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.sim.analysis.completion import completes
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.ranks import RankError, joined_trace, rank_schedule
+from tierplan.sim.ranks import RankError, ends_of_sends, joined_trace, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
 
 
@@ -34,13 +34,14 @@ def execute_together(own: Sequence[Schedule], joint: set[str], seed: int) -> lis
     """By rank, what has ended when nothing goes on: ops end in random order, and messages arrive late; a joint op ends
     when it has started on all ranks."""
     rng, ranks = random.Random(seed), [State(schedule) for schedule in own]
+    of = {key: [r for r, schedule in enumerate(own) if key in {op.key for op in schedule.ops}] for key in joint}
     while True:
         for state in rng.sample(ranks, len(ranks)):
             if rng.random() < 0.7:  # others have not heard of it yet
                 state.settle()
         running = [set(state.running) for state in ranks]
         ends = [(r, key) for r, keys in enumerate(running) for key in sorted(keys - joint)]
-        ends += [(-1, key) for key in sorted(set.intersection(*running) & joint)]
+        ends += [(-1, key) for key in sorted(joint) if all(key in running[r] for r in of[key])]
         if not ends:
             before = [list(state.started) for state in ranks]
             for state in ranks:
@@ -49,8 +50,8 @@ def execute_together(own: Sequence[Schedule], joint: set[str], seed: int) -> lis
                 return [state.ended for state in ranks]
             continue
         r, key = rng.choice(ends)
-        for state in ranks if r < 0 else [ranks[r]]:
-            state.ended.add(key)
+        for rank in of[key] if r < 0 else [r]:
+            ranks[rank].ended.add(key)
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,6 +88,27 @@ def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str
     schedule = lower(decide(policy, workload, devices(2), options), workload, devices(2))
     with pytest.raises(RankError, match="does not do the same on each of its devices"):
         rank_schedule(schedule, 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_are_whole_and_complete_together(tied: bool) -> None:
+    ring, workload = devices(3), toy_workload(6, tied=tied, gradient_accumulation_steps=4, max_grad_norm=1.0)
+    names = ("gpu1.p2p.gpu0", "gpu2.p2p.gpu1", "gpu0.p2p.gpu2")  # the other way round
+    links = [replace(ring.stream("gpu0.p2p.gpu1"), name=name) for name in names]
+    machine = replace(ring, streams=(*ring.streams, *links))
+    schedule = lower(decide("megatron-pp", workload, machine), workload, machine)
+    parts, sends = [rank_schedule(schedule, r) for r in range(3)], set(ends_of_sends(schedule))
+    keys = [op.key for part in parts for op in part.ops]
+    assert set(keys) == {op.key for op in schedule.ops}
+    assert all(keys.count(key) == (2 if key in sends else 1) for key in set(keys))
+    assert sum(len(part.buffers) for part in parts) == len(schedule.buffers)
+    assert set(stages(schedule).values()) == {0, 1, 2}
+    joint = sends | {f"clip/gpu{r}" for r in range(3)}
+    for seed in range(5):
+        for part, ended in zip(parts, execute_together(parts, joint, seed), strict=True):
+            assert ended == {op.key for op in part.ops}
+    joined = joined_trace([(simulate_on(part, machine), 0) for part in parts])
+    assert {span.key: span.stream for span in joined.spans} == {op.key: op.stream for op in schedule.ops}
 
 
 def test_traces_of_ranks_are_one_of_their_schedule() -> None:

@@ -60,13 +60,14 @@ def machine_of(point: Point) -> Machine:
 def place_of(point: Point) -> CalibratedPlace:
     """The machine of a point, calibrated where there is a calibration that suits."""
     described = machine_of(point)
-    devices = [f"gpu.count={count}"] if (count := point.overrides.get("gpu.count")) else []
     return place_for(
         described,
         training_of(point, described),
         partial(workload_at, point, described),
         which=point.calibration,
-        unchanged=load_machine(point.machine, devices) if point.overrides else None,
+        unchanged=load_machine(point.machine, ["gpu.count=1"])
+        if point.overrides or described.num_devices > 1
+        else None,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
-from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.names import COMPUTE, compute, parse_stream
 from tierplan.hwmodels.records import load_record
 from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
 from tierplan.sim.analysis.steady import steady_state
@@ -113,12 +113,14 @@ class Calibration:
         return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * scatter)
 
     def on(self, machine: Machine, basis: str = "calibrated here", half_width: float | None = None) -> Machine:
-        """The machine as it is inside a step. Computations have no latency: it is in their seconds."""
-        shared, streams = machine.stream(COMPUTE).takes, []
+        """The machine as it is inside a step, all devices like the first. Computations have no latency: their seconds
+        contain it."""
+        streams = []
         for s in without_compute_latency(machine).streams:
-            if fit := self.streams.get(s.name):
+            index = (name := parse_stream(s.name)).device
+            if fit := self.streams.get(s.name if index is None else name.on(0)):
                 s = with_rate_factors(s, fit.rates)
-                s = s if s.name == COMPUTE else with_demand(s, shared, fit.demand)
+                s = s if name.is_compute else with_demand(s, machine.stream(compute(index or 0)).takes, fit.demand)
                 s = replace(s, latency_s=fit.latency_s, beside_s=fit.beside_s, wake_s=fit.wake_s)
             streams.append(s)
         width = self.half_width if half_width is None else half_width

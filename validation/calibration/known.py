@@ -82,7 +82,7 @@ def place_for(
     which
         A file, `AUTO` or `NONE`.
     unchanged
-        The machine before `--set`, which is the one that was calibrated.
+        The machine before `--set`, with one device: what was calibrated.
 
     Raises `CalibrationError` for a file that does not suit.
     """
@@ -116,8 +116,6 @@ def _why_not(calibration: Calibration, machine: Machine, training: Training) -> 
     """Why the calibration says nothing of this; empty where it does."""
     if calibration.machine_sha256 != machine_sha256(machine):
         return f"it is of another machine, or of this one as it was measured before {calibration.when}"
-    if machine.num_devices > 1:
-        return f"it is of one device, and there are {machine.num_devices}"
     for name in SAME:
         if (its := getattr(calibration.training, name)) != getattr(training, name):
             return f"its {name} is {its}, not {getattr(training, name)}"

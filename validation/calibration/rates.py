@@ -36,7 +36,7 @@ def without_compute_latency(machine: Machine) -> Machine:
     """The machine whose computations have no latency: where their seconds are measured, these contain it. Nor has any
     stream what it pays beside others: the fitted latency contains that."""
     plain = (replace(s, beside_s=0.0, wake_s=0.0) for s in machine.streams)
-    streams = tuple(replace(s, latency_s=0.0) if s.name == COMPUTE else s for s in plain)
+    streams = tuple(replace(s, latency_s=0.0) if parse_stream(s.name).is_compute else s for s in plain)
     return replace(machine, streams=streams)
 
 
