@@ -10,6 +10,8 @@ micro-batch, whose sums are then those of plain training, and the updated parame
 
 from __future__ import annotations
 
+from itertools import product
+
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, collective, compute, device, device_index, p2p, ring
 from tierplan.planner.lowering.turns import NORM_BYTES
@@ -17,7 +19,6 @@ from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Clip,
-    Frozen,
     Gradients,
     Input,
     InputGradient,
@@ -67,24 +68,15 @@ class _Resident:
         self.tied: dict[tuple[str, int], str] = {}
         self.sent: list[str] = [""] * self.n
         self.grads: dict[str, str] = {}
-        self.params: dict[tuple[int, str], list[str]] = {}
+        self.home = {self.units[u].name: d for d, stage in enumerate(self.stages) for u in stage}
+        self.params: dict[tuple[int, str], str] = {}
         self.states: dict[str, str] = {}
-        for d, stage in enumerate(self.stages):
-            own = [self.units[u] for u in stage]
-            lent = [u for u in self.units if u.name in {v.shares for v in own} and u not in own]
-            for unit in (*own, *lent):
-                trained = unit.num_trained * self.training.param_bytes
-                self.params[d, unit.name] = [
-                    *([self.builder.home(Params(unit.name), device(d), trained, "params")] if trained else []),
-                    *(
-                        [self.builder.home(Frozen(unit.name), device(d), size, "params")]
-                        if (size := unit.frozen_bytes)
-                        else []
-                    ),
-                ]
-            for unit in own:
-                if size := self.training.states_bytes(unit):
-                    self.states[unit.name] = self.builder.home(States(unit.name), device(d), size, "states")
+        for d, unit in product(range(self.n), self.units):
+            is_lent = any(self.home[other.name] == d for other in self.units if other.shares == unit.name)
+            if (size := self.training.params_bytes(unit)) and (is_lent or self.home[unit.name] == d):
+                self.params[d, unit.name] = self.builder.home(Params(unit.name), device(d), size, "params")
+            if (size := self.training.states_bytes(unit)) and self.home[unit.name] == d:
+                self.states[unit.name] = self.builder.home(States(unit.name), device(d), size, "states")
 
     def turns(self, d: int) -> list[tuple[str, int]]:
         """What device d does, in order."""
@@ -113,7 +105,7 @@ class _Resident:
                 self.arrived["bwd", d - 1, m] = self._send(dy, d - 1, m)
 
     def _reads(self, d: int, unit: Unit, m: int) -> list[str]:
-        params = [name for key in (unit.name, unit.shares) for name in self.params.get((d, key or ""), ())]
+        params = [self.params.get((d, name or ""), "") for name in (unit.name, unit.shares)]
         return params + (self.shared.get((d, m), []) if unit.kind == "block" else [])
 
     def _op(
@@ -155,22 +147,16 @@ class _Resident:
             acts = self.builder.buffer(RecomputedActs(unit.name, m), gpu, unit.saved_bytes, "acts")
             again = [*params, x, *([dy] if u + 1 == self.stages[d].stop else [])]
             self._op(d, recompute_key(unit.name, m), "recompute", unit, m, again, [acts], unit.forward_work_bytes)
-        key, reads, writes, dx, size = (
-            backward_key(unit.name, m),
-            [*params, x, acts, dy],
-            [],
-            "",
-            unit.backward_work_bytes,
-        )
+        reads, writes, dx, size = [*params, x, acts, dy], [], "", unit.backward_work_bytes
         if u:
             dx = self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
         owner = next((other for other in self.units if other.name == unit.shares and unit.adds_to_shared), None)
         if owner is not None:
-            tied = self.builder.buffer(
-                TiedGradients(owner.name, m), gpu, owner.num_trained * self.training.grad_bytes, "grads"
+            grad_bytes = owner.num_trained * self.training.grad_bytes
+            tied = self.tied[owner.name, m] = self.builder.buffer(
+                TiedGradients(owner.name, m), gpu, grad_bytes, "grads"
             )
-            self.tied[owner.name, m] = tied
             writes.append(tied)
         if unit.num_trained:
             tied, old = self.tied.pop((unit.name, m), ""), self.grads.get(unit.name, "")
@@ -182,11 +168,10 @@ class _Resident:
                 grad_bytes = unit.num_trained * self.training.grad_bytes
                 self.grads[unit.name] = self.builder.buffer(Gradients(unit.name, m), gpu, grad_bytes, "grads")
             writes.append(self.grads[unit.name])
-        self._op(d, key, "backward", unit, m, reads, writes, size)
-        if owner is not None and d:
-            before = self.sent[d]
-            self.tied[owner.name, m] = self._send(self.tied[owner.name, m], 0, m)
-            self.sent[d] = before  # compute need not wait for what is needed much later
+        self._op(d, backward_key(unit.name, m), "backward", unit, m, reads, writes, size)
+        if owner is not None and self.home[owner.name] != d:
+            self.tied[owner.name, m] = self._send(self.tied[owner.name, m], self.home[owner.name], m)
+            self.sent[d] = ""  # compute need not wait for what is needed much later
         return dx
 
     def _send(self, buffer: str, target: int, m: int = 0, *, over: str = "") -> str:
@@ -205,7 +190,7 @@ class _Resident:
     def update(self) -> None:
         """Each device updates its units, clipped by the norm of all gradients where that is wanted."""
         t, coefficient = self.training, [""] * self.n
-        own = [(d, self.units[u]) for d, stage in enumerate(self.stages) for u in stage if self.units[u].num_trained]
+        own = [(self.home[unit.name], unit) for unit in self.units if unit.num_trained]
         if t.max_grad_norm is not None:
             norms = []
             for d, unit in own:
@@ -218,12 +203,11 @@ class _Resident:
                 key = device_name(op_key("clip"), d)
                 self.builder.op(key, HOST_ADAM, "clip", work={}, reads=norms, writes=(coefficient[d],))
         for d, unit in own:
-            homes = [self.params[d, unit.name][0], *([self.states[unit.name]] if unit.name in self.states else [])]
+            homes = [*filter(None, (self.params[d, unit.name], self.states.get(unit.name)))]
             reads = filter(None, [self.grads[unit.name], *homes, coefficient[d]])
-            writes, key = [self.builder.over(home) for home in homes], States(unit.name).update_key
-            self.builder.op(
-                key, compute(d), "update", work=t.update_work(unit), reads=reads, writes=writes, unit=unit.name
-            )
-            for other in range(self.n):
-                if other != d and (lent := self.params.get((other, unit.name))):
-                    self._send(writes[0], other, over=lent[0])
+            writes, work = [self.builder.over(home) for home in homes], t.update_work(unit)
+            key, stream = States(unit.name).update_key, compute(d)
+            self.builder.op(key, stream, "update", work=work, reads=reads, writes=writes, unit=unit.name)
+            for (other, name), lent in self.params.items():
+                if name == unit.name and other != d:
+                    self._send(writes[0], other, over=lent)

@@ -16,7 +16,7 @@ from tierplan.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NOT_RUN = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
+NOT_RUN = ("harmony", "virtual-memory", "mobius", "roundpipe")
 RUN = [name for name in POLICIES if not name.startswith(NOT_RUN)]
 """With their defaults; harmony, which has no clipping, has a test of its own, nobody would run virtual memory, and
 pipelines are for several devices."""
