@@ -9,9 +9,11 @@ RankError(ValueError)   devices that do not do alike
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from tierplan.hwmodels.names import DEVICE, device, device_index, parse_stream
 from tierplan.sim.schedule import Buffer, Op, Schedule, validate
@@ -118,29 +120,28 @@ def joined_trace(ranks: Sequence[tuple[Trace, int]]) -> Trace:
 
     Of what the host or a drive does for all, the spans are those of the first rank's share; bytes are those of all.
     """
-    spans, memory, capacity_bytes = list[Span](), list[MemoryEvent](), dict[str, int]()
+    spans, memory, capacity_bytes, moved_bytes = list[Span](), list[MemoryEvent](), Counter[str](), Counter[str]()
     for rank, (trace, begun_ns) in enumerate(ranks):
         late_ns = begun_ns - min(begun_ns for _, begun_ns in ranks)
-
-        def tier(name: str, rank: int = rank) -> str:
-            return device(rank) if name == DEVICE else name
-
         for s in trace.spans:
             stream, owner = parse_stream(s.stream), _owner(s.key, s.stream)
             if stream.device in (None, 0) and (owner is not None or rank == 0):  # what it receives is the sender's
                 times = {name: t + late_ns for name, t in s._asdict().items() if name in TIMES and t >= 0}
                 key = s.key if owner is None else _on(s.key, rank)
                 spans.append(s._replace(key=key, stream=_swapped(s.stream, rank), **times))
-        memory += [e._replace(time_ns=e.time_ns + late_ns, tier=tier(e.tier)) for e in trace.memory]
-        for name, size in trace.capacity_bytes.items():
-            capacity_bytes[tier(name)] = capacity_bytes.get(tier(name), 0) + size
+        memory += [e._replace(time_ns=e.time_ns + late_ns, tier=_swapped(e.tier, rank)) for e in trace.memory]
+        capacity_bytes.update({_swapped(tier, rank): size for tier, size in trace.capacity_bytes.items()})
+        counted: Any = trace.meta.get("bytes_per_step", {})
+        sent = {stream: size for stream, size in counted.items() if parse_stream(stream).device in (None, 0)}
+        moved_bytes.update({_swapped(stream, rank): size for stream, size in sent.items()})
     memory.sort(key=lambda e: e.time_ns)
     return replace(
         ranks[0][0],
         spans=tuple(sorted(spans, key=lambda s: s.start_ns)),
         memory=tuple(memory),
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=dict(capacity_bytes),
         peak_bytes=peaks(memory, capacity_bytes),
+        meta={**ranks[0][0].meta, "bytes_per_step": dict(moved_bytes)},
     )
 
 

@@ -205,9 +205,9 @@ class _Resident:
         for d, unit in own:
             homes = [*filter(None, (self.params[d, unit.name], self.states.get(unit.name)))]
             reads = filter(None, [self.grads[unit.name], *homes, coefficient[d]])
-            writes, work = [self.builder.over(home) for home in homes], t.update_work(unit)
+            writes, amounts = [self.builder.over(home) for home in homes], t.update_work(unit)
             key, stream = States(unit.name).update_key, compute(d)
-            self.builder.op(key, stream, "update", work=work, reads=reads, writes=writes, unit=unit.name)
+            self.builder.op(key, stream, "update", work=amounts, reads=reads, writes=writes, unit=unit.name)
             for (other, name), lent in self.params.items():
                 if name == unit.name and other != d:
                     self._send(writes[0], other, over=lent)

@@ -115,8 +115,10 @@ def test_traces_of_ranks_are_one_of_their_schedule() -> None:
     """On one time axis, with the bytes of all."""
     workload = toy_workload(2, gradient_accumulation_steps=2, max_grad_norm=1.0)
     schedule = lower(decide("fsdp-offload", workload, devices(2)), workload, devices(2))
-    traces = [simulate_on(rank_schedule(schedule, r), devices(2)) for r in range(2)]
+    own = [rank_schedule(schedule, r) for r in range(2)]
+    traces = [replace(simulate_on(s, devices(2)), meta={"bytes_per_step": s.bytes_moved()}) for s in own]
     joined = joined_trace([(traces[0], 1_000), (traces[1], 1_500)])
+    assert joined.meta["bytes_per_step"] == schedule.bytes_moved()
     assert {span.key: span.stream for span in joined.spans} == {op.key: op.stream for op in schedule.ops}
     assert joined.peak_bytes["gpu1"] == traces[1].peak_bytes["gpu0"]
     own, late = traces[1].by_key(), joined.by_key()
