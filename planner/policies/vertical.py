@@ -2,6 +2,8 @@
 
 Parameters are fetched twice a step, whatever the number of micro-batches, and gradients accumulate on the device and
 leave once. The price is the traffic of block inputs: every micro-batch's inputs wait between one block and the next.
+`late` is the share of the blocks, the last ones, whose update overlaps the next step's forward, in time for it: the
+numbers are the same. GreedySnake delays that share of each block's update, as large as its linear program says.
 """
 
 from __future__ import annotations
@@ -16,18 +18,23 @@ from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nv
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
-OPTIONS: Mapping[str, object] = {"prefetch": 1, "semantics": None}
+OPTIONS: Mapping[str, object] = {"prefetch": 1, "late": 0.0, "semantics": None}
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
     options = read_options(NAME, given, OPTIONS)
     ahead = int(number(NAME, options, "prefetch", low=0))
+    late = number(NAME, options, "late", low=0, high=1)
     home: Place = "nvme" if has_nvme(machine) else "host"
     other = UnitPlan(params=home, grads="device", states=home)
+    units = list(by_kind(workload, replace(other, input="host", acts="recompute"), other))
+    blocks = [u for u, unit in enumerate(workload.units) if unit.kind == "block"]
+    for u in blocks[round(len(blocks) * (1 - late)) :]:  # the next forward needs these last
+        units[u] = replace(units[u], late_update=True)
     return UnitwisePlan(
         policy=NAME,
-        units=by_kind(workload, replace(other, input="host", acts="recompute"), other),
+        units=tuple(units),
         semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
         prefetch_params_units=ahead,

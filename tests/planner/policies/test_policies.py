@@ -14,7 +14,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
@@ -325,6 +325,26 @@ def test_the_drives_life_follows_from_what_is_written() -> None:
     assert found.schedule is not None
     written = found.schedule.bytes_moved()["nvme.write"]
     assert found.lifetime_s == pytest.approx(12 * 7e15 * found.step_s / written)
+
+
+def test_late_updates_of_vertical_order_overlap_the_next_forward() -> None:
+    """Those of the last blocks, which the next forward needs last; nothing else is moved."""
+    workload = toy_workload(8, gradient_accumulation_steps=4)
+    moved = []
+    for late in (0.0, 0.5):
+        plan, schedule, trace = run("vertical", workload, toy_machine(), late=late)
+        assert isinstance(plan, UnitwisePlan)
+        names = [unit.name for unit, choice in zip(workload.units, plan.units, strict=True) if choice.late_update]
+        assert names == [f"L{i}" for i in range(4, 8) if late]
+        moved.append(schedule.bytes_moved())
+        ends = {span.key: span.end_ns for span in trace.spans}
+        last_forward = max(ns for key, ns in ends.items() if key.startswith("fwd/"))
+        early = {op.unit for op in schedule.ops if op.kind == "update" and ends[op.key] < last_forward}
+        assert early >= set(names)
+        assert bool(early) == bool(late)
+    assert moved[0] == moved[1]
+    with pytest.raises(PlanError, match="updated late"):
+        decide("vertical", workload, toy_machine(), {"late": 0.5, "semantics": "exact-clip"}).check(workload)
 
 
 def test_vertical_order_fetches_parameters_twice_whatever_the_micro_batches() -> None:
