@@ -19,7 +19,10 @@ from tierplan.commands.options.terminal import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "systems", nargs="*", metavar="SYSTEM", help="fuyou, harmony, ssdtrain, zero (default), points or finetuning"
+        "systems",
+        nargs="*",
+        metavar="SYSTEM",
+        help="fuyou, harmony, ratel, ssdtrain, zero (default), points or finetuning",
     )
     option(parser, "--json", "print one JSON object")
     option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())

@@ -128,6 +128,16 @@ def test_harmonys_own_inputs_give_its_own_estimates(policy: str, devices: int, q
     assert found == pytest.approx(row["value"], rel=0.05)
 
 
+def test_rows_held_out_on_one_gpu_are_met() -> None:
+    table = published("ratel")
+    rows = [{**table["system"], **result, **row} for result in table["result"][:1] for row in result["rows"]]
+    found = [reproduction.QUANTITIES["tflops_8nd"](table, row) for row in rows]
+    errors = [value / row["value"] - 1 for value, row in zip(found, rows, strict=True) if isinstance(value, float)]
+    assert len(errors) == 10
+    assert sorted(map(abs, errors))[5] <= 0.04
+    assert max(map(abs, errors)) <= 0.14
+
+
 @pytest.mark.nightly
 def test_all_of_harmonys_rows() -> None:
     (report,) = reproduce(["harmony"])
