@@ -103,7 +103,7 @@ def several(num: int) -> Machine:
 
 def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
     training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=case.accumulation, max_grad_norm=case.clip)  # type: ignore[arg-type]
-    num_blocks = max(2, 2 * num - 1) if case.is_pipeline else 2
+    num_blocks = 4 if case.is_pipeline else 2
     model = make_model(case.family, num_blocks=num_blocks, dropout=0.1, dtype=case.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
     return model, lower(case.plan(workload, num), workload, several(num))
@@ -245,8 +245,9 @@ def train_and_resume(
 def train_on(ranks: Ranks | None, folder: Path, case: Case, wanted: int) -> tuple[list[float], list[torch.Tensor]]:
     """Goes on from the last commit, whoever made it, until so many steps are done: the losses and the weights."""
     num = ranks.size if ranks is not None else 1
-    policy = case.policy if num > 1 else "in-memory"
-    model, schedule = prepared(replace(case, policy=policy, accumulation=case.accumulation // num), num)
+    policy = case.policy if num > 1 or case.is_pipeline else "in-memory"
+    accumulation = case.accumulation // (case.num_batches(num) // case.accumulation)
+    model, schedule = prepared(replace(case, policy=policy, accumulation=accumulation), num)
     settings: dict[str, Any] = {"out_dir": folder / str(case), "resume": True, "ranks": ranks, "num_threads": 1}
     with Trainer(schedule, model, optimizer=ADAM, **settings) as trainer:
         trainer.run(make_batches(wanted * case.accumulation), wanted - trainer.num_steps_done)
@@ -259,8 +260,12 @@ def train_every(ranks: Ranks, folder: Path, cases: Sequence[Case], wanted: int) 
         train_on(ranks, folder, case, wanted)
 
 
-MOVED = [Case("zero-3", family="llama", dtype="bf16", accumulation=4), Case("zero-2", accumulation=4)]
-"""Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, which is plain training on all of them."""
+MOVED = [
+    Case("zero-3", family="llama", dtype="bf16", accumulation=4),
+    Case("zero-2", accumulation=4),
+    Case("megatron-pp", accumulation=4),
+]
+"""Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, or by as many stages: plain training on all of them."""
 
 
 def train_plainly_on_all(case: Case, steps: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -299,7 +304,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
     for wrong in run_ranks(resume_and_train_all, 2, tmp_path):
         assert wrong == []
     check_moved(tmp_path, 6)
-    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1]
+    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1, 1]
 
 
 def check_moved(folder: Path, steps: int) -> None:
