@@ -1,17 +1,22 @@
 """The largest model of a family that fits a machine under a policy.
 
-The family are GPT-3-style decoders: the sizes that the papers use, to 276 B parameters, and smaller ones.
+The family are GPT-3-style decoders: the sizes that the papers use, to 276 B parameters, and smaller ones. Beyond the
+largest, its depth grows by a quarter at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.workloads.models import load_workload, named_models, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+
+DEEPEST = 16
+"""Times the blocks of the family's largest: what is looked at at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Largest:
 
     fits: Prediction | None
     next_model: str
-    """Empty when even the largest of the family fits."""
+    """Empty when even the largest of the family fits, and `DEEPEST` times as many blocks."""
     next_why_not: str
 
     def record(self) -> dict[str, object]:
@@ -58,7 +63,8 @@ def family(training: Training) -> list[Workload]:
 def largest_model(
     policy: str, machine: Machine, training: Training, options: Mapping[str, object] | None = None
 ) -> Largest:
-    """The largest of `family` that fits. A larger model never needs less memory, so this is a binary search."""
+    """The largest of `family` that fits, or one that is deeper. A larger model never needs less memory, so this is a
+    binary search."""
     models = family(training)
     best: Prediction | None = None
     worst: Prediction | None = None
@@ -70,4 +76,11 @@ def largest_model(
             best, low = prediction, middle + 1
         else:
             worst, high = prediction, middle
+    name, config, depth = models[-1].name, models[-1].config, int(str(models[-1].config["n_layer"]))
+    num_blocks = depth
+    while worst is None and num_blocks < DEEPEST * depth:
+        num_blocks = ceil(1.25 * num_blocks)
+        deeper = workload_of(f"{name} with {num_blocks} blocks", {**config, "n_layer": num_blocks}, training)
+        prediction = predict(policy, deeper, machine, options)
+        best, worst = (prediction, None) if prediction.fits else (best, prediction)
     return Largest(best, worst.model if worst else "", worst.why_not if worst else "")

@@ -147,14 +147,17 @@ def test_a_sweep_says_it_too(model: str, capsys: pytest.CaptureFixture[str], tmp
     assert "1 of 2 rows do not use all GPUs: harmony trains on 1 of the machine's 2" in capsys.readouterr().err
 
 
-def test_the_largest_of_a_family_is_not_called_the_largest_that_fits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gib", "found"), [(64, "2 layers with 38 blocks"), (0.0088, "2 layers with 12 blocks")])
+def test_beyond_the_largest_of_a_family_depth_grows(
+    gib: float, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def two(training: Training) -> list[Workload]:
         return [workload_of(f"{n} layers", CONFIG | {"n_layer": n}, training) for n in (1, 2)]
 
     monkeypatch.setattr("tierplan.planner.questions.largest.family", two)
-    assert main(["simulate", "--policy", "zero-offload", "--max-model", *TWO]) == 0
+    host = ["--set", f"host.capacity={gib} GiB", "--set", "host.reserve=0"]
+    assert main(["simulate", "--policy", "zero-offload", "--max-model", *TWO, *host]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("zero-offload: 2 layers on desktop-4090, 2 of its 2 GPUs")
-    assert "largest of its family: larger models may fit too" in out
+    assert out.startswith(f"zero-offload: {found} on desktop-4090, 2 of its 2 GPUs")
+    assert ("the next size, 2 layers with 15 blocks, does not fit" in out) == (gib < 1)
+    assert ("this is the deepest that was looked at: larger models may fit too" in out) == (gib == 64)

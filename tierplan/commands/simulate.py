@@ -160,5 +160,5 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
         if largest.next_model:
             print(f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}")
         else:
-            print("this is the largest of its family: larger models may fit too, give theirs with --model")
+            print("this is the deepest that was looked at: larger models may fit too, give theirs with --model")
     return 0 if largest.fits is not None else 3
