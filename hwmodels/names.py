@@ -115,6 +115,12 @@ def parse_stream(name: str) -> StreamName:
     return StreamName(tier, task, peer)
 
 
+def on_first_device(name: str) -> str:
+    """The first device's stream that does the same; a stream that is no device's is itself."""
+    stream = parse_stream(name)
+    return name if stream.device is None else stream.on(0)
+
+
 TASKS = ("compute", "h2d", "d2h", "p2p", "collective", "read", "write")
 
 

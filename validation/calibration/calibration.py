@@ -19,7 +19,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
-from tierplan.hwmodels.names import COMPUTE, compute, parse_stream
+from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
 from tierplan.hwmodels.records import load_record
 from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
 from tierplan.sim.analysis.steady import steady_state
@@ -117,10 +117,14 @@ class Calibration:
         contain it."""
         streams = []
         for s in without_compute_latency(machine).streams:
-            index = (name := parse_stream(s.name)).device
-            if fit := self.streams.get(s.name if index is None else name.on(0)):
+            name = parse_stream(s.name)
+            if fit := self.streams.get(on_first_device(s.name)):
                 s = with_rate_factors(s, fit.rates)
-                s = s if name.is_compute else with_demand(s, machine.stream(compute(index or 0)).takes, fit.demand)
+                s = (
+                    s
+                    if name.is_compute
+                    else with_demand(s, machine.stream(compute(name.device or 0)).takes, fit.demand)
+                )
                 s = replace(s, latency_s=fit.latency_s, beside_s=fit.beside_s, wake_s=fit.wake_s)
             streams.append(s)
         width = self.half_width if half_width is None else half_width

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import parse_stream
+from tierplan.hwmodels.names import on_first_device, parse_stream
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
@@ -108,7 +108,7 @@ def slowdown_of(stream: str, slowdown: Slowdown) -> float:
 
 def slowdown_between(core: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """By stream, where a core is `core` times as slow as before, and ops are stretched so much by waits for one."""
-    waits = {stream: own / before.get(stream, 1.0) for stream, own in now.items()}
+    waits = {stream: own / before.get(on_first_device(stream), 1.0) for stream, own in now.items()}
     return {stream: slowdown_of(stream, core * longer**COLD) * longer for stream, longer in waits.items()}
 
 

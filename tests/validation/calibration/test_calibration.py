@@ -166,6 +166,12 @@ def test_dispatch_latency_is_read_off_a_trace_and_put_into_another() -> None:
     assert waits.stretch["gpu0.compute"] > 1.0
 
 
+def test_all_devices_were_as_slow_in_the_calibration_as_the_first() -> None:
+    known, now = {"gpu0.compute": 2.0}, {"gpu0.compute": 1.0, "gpu1.compute": 1.0}
+    longer = slowdown_between(1.0, known, now)
+    assert longer["gpu1.compute"] == longer["gpu0.compute"] < 1
+
+
 def test_a_slower_machine_stretches_all_but_drives() -> None:
     machine, workload = toy_machine(), toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
