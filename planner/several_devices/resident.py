@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import product
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, HOST_ADAM, collective, compute, device, device_index, p2p, ring
+from tierplan.hwmodels.names import HOPS, HOST, HOST_ADAM, collective, compute, device, device_index, p2p, ring
 from tierplan.planner.lowering.turns import NORM_BYTES
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.sim.builder import Builder, tiers_of
@@ -182,7 +182,7 @@ class _Resident:
         size = float(b.size_bytes)
         stream, work = p2p(source, target), {"bytes": size}
         if stream not in self.links:
-            stream, work = collective(source), {ring(2): size}
+            stream, work = collective(source), {ring(2): size, HOPS: 1.0}
         key, reads = copy_key("send", content), filter(None, (buffer, over))
         self.sent[source] = self.builder.op(key, stream, "send", work=work, reads=reads, writes=(arrived,), m=m)
         return arrived
