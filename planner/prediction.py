@@ -126,7 +126,8 @@ class Prediction(Shown):
     @property
     def where(self) -> str:
         """The machine, how many of its GPUs where it has several, and whether its drives are only a data sheet's."""
-        gpus = f", {self.devices} of its {num} GPUs" if (num := self.devices_of_machine) > 1 and self.devices else ""
+        used = f"{self.devices} of its " if self.devices else ""  # none without a plan
+        gpus = f", {used}{num} GPUs" if (num := self.devices_of_machine) > 1 else ""
         known = set() if self.hardware is None or not self.fits else {*self.hardware.nameplate}
         drives = self.columns is not None and {NVME_READ, NVME_WRITE} & known & self.columns.bytes_moved().keys()
         return self.machine + gpus + " (drives by data sheet: may be far slower)" * bool(drives)
@@ -225,7 +226,8 @@ def predict(
     except OptionError:
         raise
     except PlanError as error:
-        return Prediction(policy=policy, model=workload.name, machine=machine.name, plan=None, why_not=str(error))
+        facts = {"model": workload.name, "machine": machine.name, "hardware": machine, "why_not": str(error)}
+        return Prediction(policy=policy, plan=None, **facts)  # type: ignore[arg-type]
     return predict_plan(plan, workload, machine)
 
 

@@ -64,6 +64,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "config.json"
 
 
+def test_a_refusal_says_for_how_many_devices(model: str) -> None:
+    machine = load_machine("desktop-4090", ["gpu.count=2", "nvme.drives=0"])
+    answer = predict("fuyou", load_workload(model, Training(sequence_length=64)), machine)
+    assert answer.plan is None
+    assert (answer.where, answer.devices_note) == ("desktop-4090, 2 GPUs", "")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_has_all_devices_or_says_so(policy: str, model: str) -> None:
     machine = load_machine("desktop-4090", ["gpu.count=2"])
