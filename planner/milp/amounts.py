@@ -200,6 +200,11 @@ class Problem:
             for units in found
         ]
 
+    def has_room_for_update(self, unit: int) -> bool:
+        """Whether all that an update on the device reads and writes is less than the device has: states go whole."""
+        u = self.units[unit]
+        return u.states_gb + u.grads_gb + u.params_gb <= self.device_gb
+
     def modes(self, unit: int) -> list[int]:
         """Numbers of the placements that this unit may have."""
         has_frozen, is_trained = self.units[unit].frozen_gb > 0.0, self.units[unit].gparams > 0.0
@@ -223,7 +228,7 @@ class Problem:
                 if self.rates.adam == 0.0 or self.host_gb == 0.0:
                     continue
                 if mode.updated == "brought":
-                    chosen += [k] if self.brings_states else []
+                    chosen += [k] if self.brings_states and self.has_room_for_update(unit) else []
                     continue
                 waits_on_device = mode.grads == "device"
                 if waits_on_device != (self.turn > 1) and not several:

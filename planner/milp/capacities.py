@@ -71,7 +71,7 @@ def _chain_s(problem: Problem, u: int, mode: int) -> float:
 
 def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, over_device: Terms) -> None:
     """While a unit is updated, host memory holds its gradients, a shard of its states, and parameters that will leave;
-    or the device its gradients, and its states that have come.
+    or the device its gradients, its states that have come, and new parameters that will leave.
 
     All of them whole, beside what is at home there: however smoothly everything else flows.
     """
@@ -83,6 +83,7 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, o
         held += cols.placed(u, "states", "nvme", unit.states_gb / num_shards)
         held += cols.params_of(u, "host", "device", "nvme")
         here = cols.placed(u, "updated", "brought", unit.states_gb + unit.grads_gb)
+        here += cols.params_of(u, "brought", "host", "nvme")
         if here:
             cols.lp.row([*on_device, *here, *over_device], high=p.device_gb, family="device memory")
         if unit.gparams and p.host_gb and p.rates.adam:

@@ -79,3 +79,17 @@ def test_some_units_go_each_way_where_neither_host_nor_link_has_time_for_all() -
     assert 1 < brought < 7
     assert {u.update for u in rounded if u.states != "device"} == {"home", "device"}
     assert bound.step_s < 0.9 * without.step_s
+
+
+@pytest.mark.parametrize("device_mb", [120, 140, 155, 350])
+def test_states_that_have_no_room_whole_beside_gradients_and_parameters_do_not_come(device_mb: int) -> None:
+    """120 MB, 20 and 20: a program that brought shares of them was a third below all plans."""
+    workload = blocks(3)
+    on = small_machine(device_mb=device_mb, nvme_mb=0, adam_m_per_s=5, link_mb_per_s=1000)
+    coming = UnitPlan(params="host", states="host", grads="device", update="device", acts="recompute")
+    brought = UnitwisePlan(policy="all", units=(coming,) * 3)
+    fits = PlanSimulator(workload, on, Budget(1e9))(brought).step_s is not None
+    posed = problem(workload, on, semantics="in-backward")
+    assert fits == (device_mb > 160)
+    bound, without = lower_bound(posed), lower_bound(replace(posed, brings_states=False))
+    assert (bound.step_s < 0.9 * without.step_s) == fits
