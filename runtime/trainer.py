@@ -25,7 +25,8 @@ from torch import nn
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, parse_stream
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun
+from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.hooks import ModelHooks
+from tierplan.runtime.autograd.nests import addresses, flatten
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
@@ -192,7 +190,7 @@ class MicroBatchRun:
             self._rerun_outside(index, wanted, makes_output)
             return made_bytes
         _, args, kwargs = run.call
-        flat = [t for t in _flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         recipes = self.hooks.recipes
         key = (index, tuple((t.shape, t.dtype) for t in flat))
@@ -267,7 +265,7 @@ class MicroBatchRun:
         recreator = Recreator(
             params,
             inputs,
-            self.external | _addresses((args, kwargs)),
+            self.external | addresses((args, kwargs)),
             wanted=wanted,
             on_saved=log.saved if log else lambda k, t: None,
             runs_to_end=makes_output,
@@ -276,7 +274,7 @@ class MicroBatchRun:
             with log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
-                self._refill(index, _flatten(out)[0])
+                self._refill(index, flatten(out)[0])
         available = [k for k in run.recorder.saved if k not in targets]
         return log.recipe(targets, available) if log else None
 
@@ -290,7 +288,7 @@ class MicroBatchRun:
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if i > index:
                 if makes_output:
-                    self._refill(index, _flatten((args, kwargs))[0])
+                    self._refill(index, flatten((args, kwargs))[0])
                 raise AllRecreated
             result = self.runs[i].result
             assert result is not None
@@ -408,7 +406,7 @@ class MicroBatchRun:
                 "once, in the order of the model's list"
             )
         run = self.runs[index]
-        flat, nested = _flatten((args, kwargs))
+        flat, nested = flatten((args, kwargs))
         if is_behind_block:
             flat = self._cut(flat, run.glue, is_passed_on=True)
             self._check_cut(index, run.glue)
@@ -426,10 +424,10 @@ class MicroBatchRun:
         if self.specs[index].recomputed:
             run.call = (original, args, kwargs)
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
-        self._open(index, run.read, self.external | _addresses(flat))
+        self._open(index, run.read, self.external | addresses(flat))
         out = original(*args, **kwargs)
         self._close()
-        flat, nested = _flatten(out)
+        flat, nested = flatten(out)
         del out
         flat = self._cut(flat, run.roots)
         self._check_cut(index, run.roots)
@@ -448,12 +446,12 @@ class MicroBatchRun:
         if self._recording is not None:
             self._close()
             self.runs[index - 1] = UnitRun()
-        flat, _ = tree_flatten((args, kwargs))
+        flat, _ = flatten((args, kwargs))
         key = (index, *((t.shape, t.dtype) for t in flat if isinstance(t, torch.Tensor)))
         if key not in self.hooks.results:
             with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
-                self.hooks.results[key] = tree_flatten(original(*args, **kwargs))
-        found, spec = self.hooks.results[key]
+                self.hooks.results[key] = flatten(original(*args, **kwargs))
+        found, nested = self.hooks.results[key]
         leaves = {}
         for t in found:
             if isinstance(t, torch.Tensor) and not t.requires_grad:
@@ -467,7 +465,7 @@ class MicroBatchRun:
         if index + 1 == self.own.start:
             self.runs[index + 1].leaves = list(leaves.values())
             self._yield()
-        return tree_unflatten([leaves.get(id(t), t) for t in found], spec)
+        return nested([leaves.get(id(t), t) for t in found])
 
     def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
         """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
@@ -515,40 +513,3 @@ def _handed(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]
     """The leaves that a unit hands over; where all before is frozen, its first result, of which none has a gradient."""
     first = (t for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [leaf for _, leaf in roots] or [next(first)]
-
-
-def _addresses(values: object) -> set[int]:
-    """Addresses of the storages of all tensors in a nest of values."""
-    return {t.untyped_storage().data_ptr() for t in _flatten(values)[0] if isinstance(t, torch.Tensor)}
-
-
-def _flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
-    """The leaves of a nest of values, and what makes such a nest of others.
-
-    As `tree_flatten` does it, which takes as long as a small kernel: what most blocks get and give is no deep nest.
-    """
-    if isinstance(values, torch.Tensor):
-        return [values], itemgetter(0)
-    if type(values) is tuple and [*map(type, values)] == [tuple, dict]:  # arguments of a call
-        args, kwargs = values
-        if all(map(_is_leaf, (*args, *kwargs.values()))):
-            num = len(args)
-            return [*args, *kwargs.values()], lambda flat: (
-                tuple(flat[:num]),
-                dict(zip(kwargs, flat[num:], strict=True)),
-            )
-    flat, spec = tree_flatten(values)
-    return flat, lambda flat: tree_unflatten(flat, spec)
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
-
-
-def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:
-    """Addresses of what exists outside of all units: the batch and the model's buffers, by `model.modules()`.
-
-    To walk through the model for them takes longer than a block's forward that computes next to nothing.
-    """
-    buffers = (b for module in modules for b in module._buffers.values() if b is not None)
-    return _addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun
+from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.units import ModelUnit, first_trained, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache

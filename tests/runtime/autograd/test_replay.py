@@ -11,7 +11,8 @@ import torch
 
 from tests.runtime.models import VOCABULARY, make_model, observed_workload
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun, batch_addresses
+from tierplan.runtime.autograd.micro_batch import MicroBatchRun
+from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.execution.device import Device

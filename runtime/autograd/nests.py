@@ -1,0 +1,48 @@
+"""The tensors in nests of values: what calls of blocks get and give, and what lies outside of all units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+
+
+def addresses(values: object) -> set[int]:
+    """Addresses of the storages of all tensors in a nest of values."""
+    return {t.untyped_storage().data_ptr() for t in flatten(values)[0] if isinstance(t, torch.Tensor)}
+
+
+def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """The leaves of a nest of values, and what makes such a nest of others.
+
+    As `tree_flatten` does it, which takes as long as a small kernel: what most blocks get and give is no deep nest.
+    """
+    if isinstance(values, torch.Tensor):
+        return [values], itemgetter(0)
+    if type(values) is tuple and [*map(type, values)] == [tuple, dict]:  # arguments of a call
+        args, kwargs = values
+        if all(map(_is_leaf, (*args, *kwargs.values()))):
+            num = len(args)
+            return [*args, *kwargs.values()], lambda flat: (
+                tuple(flat[:num]),
+                dict(zip(kwargs, flat[num:], strict=True)),
+            )
+    flat, spec = tree_flatten(values)
+    return flat, lambda flat: tree_unflatten(flat, spec)
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
+
+
+def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:
+    """Addresses of what exists outside of all units: the batch and the model's buffers, by `model.modules()`.
+
+    To walk through the model for them takes longer than a block's forward that computes next to nothing.
+    """
+    buffers = (b for module in modules for b in module._buffers.values() if b is not None)
+    return addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}
