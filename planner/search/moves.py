@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -284,10 +283,16 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
 
 
-def with_brought_states(plan: UnitwisePlan) -> UnitwisePlan:
-    """The plan with all states that live elsewhere brought to the device for their updates."""
-    here: dict[str, Any] = {"grads": "device", "update": "device", "late_update": False}
-    units = (u if u.states == "device" else in_shards(replace(u, **here), 1) for u in plan.units)
+def with_brought_states(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
+    """The plan with states that live elsewhere brought to the device for their updates: of one in so many units, and
+    of no others."""
+    units = []
+    for k, u in enumerate(plan.units):
+        if u.states != "device" and k % every == 0:
+            u = in_shards(replace(u, grads="device", update="device", late_update=False), 1)
+        elif u.states != "device" and u.update == "device":
+            u = replace(u, grads="host", update="home")
+        units.append(u)
     return replace(plan, units=tuple(units))
 
 
