@@ -252,8 +252,7 @@ class Search:
         incumbents = self._no_incumbents()
         problems = [self.posed(order, num) for num in nums]
         left = self.budget.ops_left
-        wider = Solver(seed=self.seed)
-        bounds = [self._bound(p, solver, wider) for p in problems]
+        bounds = [self._bound(p, solver) for p in problems]
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
@@ -262,9 +261,9 @@ class Search:
         going = race(racers, self.budget, good_frac=GOOD_FRAC)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
-    def _bound(self, p: Problem, solver: Solver, wider: Solver | None = None) -> Bound:
+    def _bound(self, p: Problem, solver: Solver) -> Bound:
         started = time.perf_counter()
-        bound = lower_bound(p, solver=solver, wider=wider)
+        bound = lower_bound(p, solver=solver)
         self.bound_s += time.perf_counter() - started
         if bound.solution is not None:
             self.budget.ops_left -= bound.solution.work_ops

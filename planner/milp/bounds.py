@@ -56,16 +56,17 @@ class Shortage:
         return self.needed_bytes - self.capacity_bytes
 
 
-def lower_bound(problem: Problem, *, solver: Solver | None = None, wider: Solver | None = None) -> Bound:
+def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
-    Solvers start from where they ended before: `solver` of programs without states that come to the device for their
-    updates, and `wider` of those with them.
+    The solver starts from where it ended before with programs without states that come to the device for their
+    updates; its `wider` one with those with them.
     """
-    plain = _optimum(replace(problem, brings_states=False), solver or Solver())
+    solver = solver or Solver()
+    plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain
-    wide = _optimum(problem, wider or Solver())
+    wide = _optimum(problem, solver.wider)
     if wide.feasible and wide.proven and not WORTH_BRINGING * wide.step_s >= plain.step_s:
         return replace(wide, plain=plain)
     return replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)

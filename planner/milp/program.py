@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, isfinite
 from typing import Any, Literal, TypeAlias
 
@@ -190,6 +191,11 @@ class Solver:
         self.loaded: Program | None = None
         self.bases: dict[tuple[int, int], Any] = {}
         """By shape: where the last solve without integers ended."""
+
+    @cached_property
+    def wider(self) -> Solver:
+        """For programs with more choices, so that what it does changes nothing here."""
+        return Solver(seed=self.seed)
 
     def solve(
         self, program: Program, *, integral: bool = False, time_limit_s: float = LP_TIME_LIMIT_S, gap: float = 0.01
