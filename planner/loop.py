@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -35,6 +35,7 @@ from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
     NEED_SEVERAL_DEVICES,
+    SHARED,
     bound_by_compute,
     bound_of_packs,
     on_all_devices,
@@ -298,44 +299,48 @@ class Search:
         The search is the same whatever it is compared with, so comparing with more never makes it worse. To say why one
         does not fit takes a while: it is said when asked for.
         """
-        compared: dict[str, Callable[[], PolicyResult]] = {}
         seeds = self._no_incumbents()
 
-        def without(why: str) -> Callable[[], PolicyResult]:
-            return lambda: PolicyResult(step_s=None, reason=why)
-
-        def of(found: Candidate[Plan], same: bool) -> Callable[[], PolicyResult]:
-            return lambda: PolicyResult(
-                step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=found.plan.num_batches
-            )
-
-        for name, decide in POLICIES.items():
+        @cache
+        def decided(name: str) -> Plan | str:
             if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
-                compared[name] = without("needs several devices; this machine has one")
-                continue
+                return "needs several devices; this machine has one"
             try:
-                plan = decide(self.workload, self.machine, {})
+                return POLICIES[name](self.workload, self.machine, {})
             except (PlanError, MachineError, WorkloadError) as error:
-                compared[name] = without(str(error))
+                return str(error)
+
+        def is_same(plan: Plan) -> bool:
+            return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
+
+        def result(name: str) -> PolicyResult:
+            if isinstance(plan := decided(name), str):
+                return PolicyResult(step_s=None, reason=plan)
+            found, num = self.simulate_plan(plan), plan.num_batches
+            return PolicyResult(step_s=found.step_s, reason=found.reason, same_numbers=is_same(plan), num_batches=num)
+
+        for name in POLICIES:
+            if self.batches == "each" and name in SHARED:
+                continue  # no start for this search
+            plan = decided(name)
+            if isinstance(plan, str) or not is_same(plan):
+                continue
+            if isinstance(plan, UnitwisePlan):
+                plan = replace(plan, sums_tied=False)  # the search is of plain training's bits
+                if plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
+                    seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
+            if self.batches == "shared" and plan.num_batches > 1:
                 continue
             candidate = self.simulate_plan(plan)
-            same = plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
-            compared[name] = of(candidate, same)
-            if same:
-                if isinstance(plan, UnitwisePlan) and plan.sums_tied:  # the search is of plain training's bits
-                    plan = replace(plan, sums_tied=False)
-                    candidate = self.simulate_plan(plan)
-                seeds.consider(candidate)
-                if isinstance(plan, UnitwisePlan) and plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
-                    seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
-                if name in names:
-                    self.incumbents.consider(candidate)
+            seeds.consider(candidate)
+            if name in names:
+                self.incumbents.consider(candidate)
         if self.known is not None:
             candidate = self.simulate_plan(self.known.plan)
             seeds.consider(candidate)
             self.incumbents.consider(candidate)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
-        return {name: result for name, result in compared.items() if name in names}, seeds
+        return {name: partial(result, name) for name in POLICIES if name in names}, seeds
 
     def _rounds(self) -> Iterator[None]:
         """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is

@@ -21,6 +21,11 @@ NEED_SEVERAL_DEVICES = (
     "roundpipe", "roundpipe-sync", "mobius", "megatron-pp",
 )  # fmt: skip
 """Policies that have nothing of their own on one device."""
+SHARED = (
+    "harmony", "harmony-dp", "harmony-pp", "virtual-memory", "megatron-tp", "megatron-pp", "roundpipe",
+    "roundpipe-sync", "mobius",
+)  # fmt: skip
+"""Policies whose devices share the micro-batches of one step; with the others each has its own."""
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 
