@@ -39,10 +39,18 @@ class Known:
 
 
 def lesser_of_catalog(machine: Machine) -> Machine | None:
-    """The machine without what it has more of than the catalog's of this name; None where it has nothing more."""
+    """The machine without what it has more of than the catalog's of this name; None where it has nothing more.
+
+    None, too, where that would be a card that nobody has: as slow as one at small amounts, as the other at large ones.
+    """
     if machine.name not in catalog_names():
         return None
-    less = lesser(machine, load_machine(machine.name))
+    less = lesser(machine, base := load_machine(machine.name))
+    of_base = {s.name: s.rates for s in base.streams}
+    for one, own in zip(less.streams, machine.streams, strict=True):
+        others = of_base.get(one.name, {})
+        if any(rate not in (own.rates[kind], others.get(kind)) for kind, rate in one.rates.items()):
+            return None
     return None if less == machine else less
 
 
