@@ -3,7 +3,7 @@
 Forward and backward decode the weight each for itself, so that no wide copy of it lives longer than one product. Codes
 and scales are frozen parameters like others, which lie and travel as others do.
 
-Shapes: `o` outputs, `i` inputs. Codes are bytes; of NF4 each holds two values, the first in its upper half.
+Shapes: `o` outputs, `i` inputs. Codes are bytes; of 4 bits each holds two values, the first in its upper half.
 """
 
 from __future__ import annotations
@@ -16,17 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from tierplan.sim.workloads.formats import format_of
+from tierplan.sim.workloads.formats import FORMATS, format_of
 from tierplan.sim.workloads.workload import WorkloadError
 
-NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""What the codes of NF4 stand for (Dettmers 2023)."""
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-EXECUTED_BASES = ("nf4", *TYPES)
 DECODED_AT_ONCE = 2**18
 """Values, so that what decoding takes beside its result is small."""
 
@@ -112,23 +105,25 @@ def decoded_weight(
 
 def _values(codes: torch.Tensor, base: str) -> torch.Tensor:
     """fp32, without scales."""
-    if base != "nf4":
+    if base in TYPES:
         return codes.view(TYPES[base]).float()
-    return torch.tensor(NF4_VALUES, device=codes.device)[torch.stack([codes >> 4, codes & 15], -1).view(-1).int()]
+    form = format_of(base)
+    each = torch.stack([codes >> 4, codes & 15], -1).view(-1) if form.bits == 4 else codes
+    return torch.tensor(form.codebook, device=codes.device)[each.int()]
 
 
 def coded_weight(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     """Codes and scales of a weight, by the rules of the same libraries."""
     refuse_unknown(base)
-    if base == "nf4":
-        flat = weight_oi.flatten().float()
-        blocks = functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
-        scales = blocks.abs().amax(-1)
-        scaled = (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(-1, 1).view(-1)[: len(flat)]
-        values = torch.tensor(NF4_VALUES)
+    if codebook := (form := format_of(base)).codebook:
+        flat, values = weight_oi.flatten().float(), torch.tensor(codebook)
+        blocks = functional.pad(flat, (0, -len(flat) % form.block)).view(-1, form.block)
+        scales = blocks.abs().amax(-1) / values.abs().max()
+        scaled = (blocks * (1.0 / scales.clamp(min=1e-38))[:, None]).clamp_(codebook[0], codebook[-1])
+        scaled = scaled.view(-1)[: len(flat)]
         codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
         codes = functional.pad(codes, (0, len(codes) % 2))
-        return [codes[::2] << 4 | codes[1::2], scales]
+        return [codes[::2] << 4 | codes[1::2] if form.bits == 4 else codes[: len(flat)], scales]
     most = weight_oi.abs().amax(-1, keepdim=True)
     if base == "int8":
         scales = (most / 127.5).float().clamp(min=torch.finfo(torch.float32).eps)
@@ -144,15 +139,19 @@ def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     if weight_oi.device.type != "meta" and not isinstance(weight_oi, FakeTensor):
         return coded_weight(weight_oi, base)
     *codes, scales = format_of(base).part_bytes(weight_oi.numel(), weight_oi.shape[0])
-    if base not in EXECUTED_BASES:  # the scales are no fp32 numbers alone
+    if base not in executed_bases():  # the scales are no fp32 numbers alone
         return [weight_oi.new_empty(num, dtype=torch.uint8) for num in (*codes, scales)]
     return [weight_oi.new_empty(codes[0], dtype=torch.uint8), weight_oi.new_empty(scales // 4, dtype=torch.float32)]
 
 
+def executed_bases() -> list[str]:
+    return [name for name, form in FORMATS.items() if name in TYPES or form.codebook]
+
+
 def refuse_unknown(base: str) -> None:
     """Raises `WorkloadError` for formats that are planned and not executed."""
-    if base not in EXECUTED_BASES:
-        raise WorkloadError(f"base {base!r} is planned, and not executed; run one of {', '.join(EXECUTED_BASES)}")
+    if base not in executed_bases():
+        raise WorkloadError(f"base {base!r} is planned, and not executed; run one of {', '.join(executed_bases())}")
 
 
 @decoded_weight.register_fake

@@ -2,12 +2,12 @@
 
 A quantised format has whole blocks of values that share a scale, and its scales have a format of their own: NF4 with
 double quantisation is 4 bits in blocks of 64, whose scales are 8 bits in blocks of 256, whose scales are fp32. To add
-a format, add an entry to `FORMATS`. What is not counted: constants per tensor, such as a table of 16 codes.
+a format, add an entry to `FORMATS`; with a codebook it also runs. What is not counted: constants per tensor, such as a
+table of 16 codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -24,6 +24,10 @@ class Format:
     """How scales lie there; None: values are used as they are, and no op decodes them."""
     pass_bytes: float = 0.0
     """What decoding reads and writes of a value between its kernels, where it is no single one."""
+    is_base: bool = False
+    """Whether the linear layers of a frozen base may have it."""
+    codebook: tuple[float, ...] = ()
+    """What codes of 4 or 8 bits stand for, ascending, times the scale of a block: these are executed too."""
 
     @property
     def is_coded(self) -> bool:
@@ -47,16 +51,22 @@ class Format:
         return self.size_bytes(num_values, num_rows) + between + num_values * value_bytes if self.is_coded else 0
 
 
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What the codes of NF4 stand for (Dettmers 2023)."""
 FP32 = Format(bits=32)
-FORMATS: Mapping[str, Format] = {
+FORMATS: dict[str, Format] = {
     "fp32": FP32,
     "bf16": Format(bits=16),
     "fp16": Format(bits=16),
-    "fp8": Format(bits=8, scales=FP32),
-    "int8": Format(bits=8, scales=FP32),
-    "nf4": Format(bits=4, block=64, scales=FP32),
-    "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32)),
-    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5),
+    "fp8": Format(bits=8, scales=FP32, is_base=True),
+    "int8": Format(bits=8, scales=FP32, is_base=True),
+    "nf4": Format(bits=4, block=64, scales=FP32, is_base=True, codebook=NF4_VALUES),
+    "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32), is_base=True),
+    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5, is_base=True),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
 }
@@ -66,8 +76,10 @@ train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their 
 each, of which those that spread a value over several (9.5 of 16.5 bytes) are taken to run at half the memory's rate;
 dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
 
-BASES = ("nf4", "nf4-double", "int4", "int8", "fp8")
-"""Formats that the linear layers of a frozen base may have."""
+
+def bases() -> list[str]:
+    """Formats that the linear layers of a frozen base may have."""
+    return [name for name, form in FORMATS.items() if form.is_base]
 
 
 def format_of(name: str) -> Format:

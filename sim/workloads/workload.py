@@ -19,7 +19,7 @@ from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
-from tierplan.sim.workloads.formats import BASES, FORMATS
+from tierplan.sim.workloads.formats import FORMATS, bases
 from tierplan.sim.workloads.optimizers import (
     FLOPS_PER_HOST_UPDATE,
     Optimizer,
@@ -77,7 +77,7 @@ class Training:
     freeze: str = ""
     """Patterns of names of parameters that are not trained, with commas between."""
     base: str = ""
-    """Format of the weights of frozen linear layers, all but the output matrix (`formats.BASES`); empty for `dtype`."""
+    """Format of the weights of frozen linear layers, all but the output matrix; empty for those in `dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
@@ -96,9 +96,9 @@ class Training:
                 read_adapters(self.lora)
         except ValueError as error:
             raise WorkloadError(str(error)) from None
-        if self.base and self.base not in BASES:
+        if self.base and self.base not in bases():
             raise WorkloadError(
-                f"base is {self.base!r}; choose one of {', '.join(BASES)}, or none for weights in dtype"
+                f"base is {self.base!r}; choose one of {', '.join(bases())}, or none for weights in dtype"
             )
         if self.base and not (self.lora or self.freeze):
             raise WorkloadError(

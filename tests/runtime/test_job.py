@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runtime.autograd.test_coded import ADDED
 from tests.runtime.checkpoint.test_weights import raw_config
 from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, machine
@@ -34,6 +35,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
+from tierplan.sim.workloads.formats import FORMATS
 from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,8 +137,12 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
 
 
 @pytest.mark.filterwarnings("ignore::Warning:peft")
-@pytest.mark.parametrize("base_format", ["", "nf4"])
-def test_adapters_are_trained_and_saved_as_peft_does(files: Path, base_format: str) -> None:
+@pytest.mark.parametrize("base_format", ["", "nf4", "added"])
+def test_adapters_are_trained_and_saved_as_peft_does(
+    files: Path, base_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a base in a format that is one entry more."""
+    monkeypatch.setitem(FORMATS, "added", ADDED)
     from peft import PeftModel
     from transformers import GPT2LMHeadModel
 

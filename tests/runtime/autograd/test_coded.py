@@ -8,11 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from tierplan.runtime.autograd.coded import NF4_VALUES, CodedLinear, coded_weight, decoded_weight
-from tierplan.sim.workloads.formats import BASES, format_of
-from tierplan.sim.workloads.workload import WorkloadError
+from tests.configs import config_of
+from tests.runtime.test_trainer import machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.coded import CodedLinear, coded_weight, decoded_weight
+from tierplan.runtime.tracing.models import build_model
+from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.contents import Frozen, parse_content
+from tierplan.sim.pricing import simulate_on
+from tierplan.sim.workloads.formats import FORMATS, NF4_VALUES, Format, format_of
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 SHAPES = [(96, 128), (300, 1024), (9, 40)]
+E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ADDED = Format(bits=4, block=32, scales=format_of("fp32"), is_base=True,
+               codebook=(*(-value for value in reversed(E2M1)), 0.0, *E2M1))  # fmt: skip
+"""A format that the package lacks: 4-bit floats, in shorter blocks than others have."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -79,7 +92,33 @@ def test_a_product_with_codes_is_that_with_the_decoded_weight(base: str) -> None
     assert grads[1].equal(grads[3])
 
 
+def test_a_format_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes in a tier, the work of its ops, time on a stream, codes and products: all from the entry."""
+    monkeypatch.setitem(FORMATS, "added", ADDED)
+    weight = weight_of((6, 64), torch.float32)
+    told = decoded_weight(coded_weight(weight, "added"), "added", torch.float32, 6, 64).view(-1, 32)
+    blocks = weight.view(-1, 32)
+    near = blocks.abs().amax(-1)[:, None, None] / 6 * torch.tensor(ADDED.codebook)
+    assert torch.allclose((told - blocks).abs(), (blocks[:, :, None] - near).abs().amin(-1), atol=1e-8)
+    layer = CodedLinear(nn.Linear(64, 6, dtype=torch.bfloat16), "added")
+    assert sum(p.nbytes for p in layer.coded) == 6 * 64 // 2 + 6 * 64 // 32 * 4
+    choice = UnitPlan(params="host", grads="host", states="host")
+    raw, held, work, seconds = config_of("llama", 1), {}, {}, {}
+    for base in ("nf4", "added"):
+        training = Training(per_device_train_batch_size=2, sequence_length=24, backend="cpu", lora="r=4", base=base)
+        workload = trace_config("llama", raw, training)
+        schedule = lower(uniform_plan(workload, choice), workload, machine())
+        held[base] = sum(b.size_bytes for b in schedule.buffers if isinstance(parse_content(b.content), Frozen)
+                         and b.reuses is None)  # fmt: skip
+        assert held[base] == sum(p.nbytes for p in build_model(raw, training).parameters() if not p.requires_grad)
+        work[base] = workload.blocks[0].forward["elementwise_bytes"]
+        seconds[base] = simulate_on(schedule, machine()).duration_s
+    assert held["added"] > held["nf4"]
+    assert work["added"] > work["nf4"]
+    assert seconds["added"] != seconds["nf4"]
+
+
 def test_what_is_only_planned_says_so() -> None:
-    assert "nf4-double" in BASES
+    assert format_of("nf4-double").is_base
     with pytest.raises(WorkloadError, match="planned, and not executed"):
         coded_weight(weight_of((4, 64), torch.float32), "nf4-double")

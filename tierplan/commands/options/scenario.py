@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan_rules import PLANNER
-from tierplan.sim.workloads.formats import BASES
+from tierplan.sim.workloads.formats import bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import WorkloadError
 from tierplan.studies.study import Point
@@ -81,7 +81,7 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
         what, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
         "repeated", repeat=True,
     )  # fmt: skip
-    option(what, "--base", "linear layers of the frozen model are in this format, as in QLoRA", choices=BASES)
+    option(what, "--base", "linear layers of the frozen model are in this format, as in QLoRA", choices=bases())
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = "fused, or written out in matrix products, which needs --exact"
     option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
