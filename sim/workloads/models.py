@@ -20,7 +20,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from tierplan.sim.workloads.adapters import Adapters, read_adapters
+from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
@@ -38,7 +38,6 @@ SUPPORTED: Mapping[str, str] = {
 """Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
 ADAPTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Those that have them with adapters too."""
-ALL_LINEAR = Adapters(targets=("all-linear",))
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -145,10 +144,12 @@ def load_workload(model: str | Path, training: Training) -> Workload:
 def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     """The same for a config that is at hand."""
     family, config = family_of(raw), Config(raw)
-    is_plain = not training.lora or replace(read_adapters(training.lora), r=8, alpha=8.0, dropout=0.0) == ALL_LINEAR
-    if not is_plain or training.freeze or training.base or (training.lora and raw["model_type"] not in ADAPTED):
+    adapters = read_adapters(training.lora or "targets=all-linear")
+    is_known = adapters.targets == ("all-linear",) or {*adapters.targets} <= {*family.layers}
+    is_plain = not training.lora or (adapters.method == "lora" and is_known and bool(family.layers))
+    if not is_plain or training.freeze or training.base:
         raise NotCovered(
-            "of adapters and frozen parameters, the closed forms cover LoRA on all linear layers of a base in dtype, "
+            "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base in dtype, "
             f"for {', '.join(ADAPTED)}; use tracing (--exact)"
         )
     if training.attention == "plain":

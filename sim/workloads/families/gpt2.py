@@ -17,20 +17,20 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     residual = x
     tape.scope = "attn"
     hidden = layer_norm(tape, x)
-    qkv = linear(tape, hidden, 3 * width)
+    qkv = linear(tape, hidden, 3 * width, "c_attn")
     drops = config.fraction("attn_pdrop", DROPOUT) > 0
     q, k, v = split(tape, qkv, [width] * 3)
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=width // heads, drops=drops)
     del qkv, q, k, v
-    attended = linear(tape, attended, width)
+    attended = linear(tape, attended, width, "c_proj")
     attended = dropout(tape, attended, config.fraction("resid_pdrop", DROPOUT))
     hidden = add(tape, attended, residual)
     residual = hidden
     tape.scope = "mlp"
     normed = layer_norm(tape, hidden)  # lives as long as the MLP
-    hidden = linear(tape, normed, inner)
+    hidden = linear(tape, normed, inner, "c_fc")
     hidden = activation(tape, hidden, config.text("activation_function", "gelu_new"))
-    hidden = linear(tape, hidden, width)
+    hidden = linear(tape, hidden, width, "c_proj")
     hidden = dropout(tape, hidden, config.fraction("resid_pdrop", DROPOUT))
     return add(tape, residual, hidden)
 
@@ -53,4 +53,5 @@ def check(config: Config, training: Training) -> None:
     check_attention(config, training, "attn_pdrop", DROPOUT, *unusual)
 
 
-FAMILY = Family(embed=embed, block=block, head=head, check=check)
+LAYERS = {"c_attn", "c_proj", "c_fc"}
+FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS)

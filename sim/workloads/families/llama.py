@@ -32,16 +32,16 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     tape.scope = "self_attn"
     hidden = rms_norm(tape, x, tape.parameter(hidden_size, rank=3))
 
-    def project(n: int) -> Value:
-        out = linear(tape, hidden, n * head_dim, bias=qkv_bias).view(batch, length, n, head_dim)
+    def project(n: int, name: str) -> Value:
+        out = linear(tape, hidden, n * head_dim, name, bias=qkv_bias).view(batch, length, n, head_dim)
         return rms_norm(tape, out, tape.parameter(head_dim, rank=1)) if normed else out
 
-    q, k = (reshaped(tape, project(n)) for n in (heads, groups))
-    v = linear(tape, hidden, groups * head_dim, bias=qkv_bias)
+    q, k = (reshaped(tape, project(n, name)) for n, name in ((heads, "q_proj"), (groups, "k_proj")))
+    v = linear(tape, hidden, groups * head_dim, "v_proj", bias=qkv_bias)
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim)
     del hidden, q, k, v
-    hidden = add(tape, linear(tape, attended, hidden_size, bias=out_bias), residual)
+    hidden = add(tape, linear(tape, attended, hidden_size, "o_proj", bias=out_bias), residual)
     del attended
     residual = hidden
     tape.scope, tape.rank = "mlp", 2
@@ -53,8 +53,12 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 def gated(tape: Tape, x: Value, config: Config, inner: int, *, bias: bool) -> Value:
     """No local variables: a tensor dies when the next one is made from it."""
     gate = config.text("hidden_act", "silu")
-    product = mul(tape, activation(tape, linear(tape, x, inner, bias=bias), gate), linear(tape, x, inner, bias=bias))
-    return linear(tape, product, config.hidden, bias=bias)
+
+    def project(name: str) -> Value:
+        return linear(tape, x, inner, name, bias=bias)
+
+    product = mul(tape, activation(tape, project("gate_proj"), gate), project("up_proj"))
+    return linear(tape, product, config.hidden, "down_proj", bias=bias)
 
 
 def head_dim_of(config: Config) -> int:
@@ -113,4 +117,5 @@ def check(config: Config, training: Training) -> None:
         )
 
 
-FAMILY = Family(embed=embed, block=block, head=head, shared=shared, check=check)
+LAYERS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+FAMILY = Family(embed=embed, block=block, head=head, shared=shared, check=check, layers=LAYERS)

@@ -13,12 +13,14 @@ from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 
 
-def linear(tape: Tape, x: Value, width: int, *, bias: bool = True) -> Value:
-    """A linear layer of a block, with adapters where there are any."""
+def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = True) -> Value:
+    """A linear layer of a block, with adapters where there are any for its `name`."""
     out = product(tape, x, width, bias=bias)
     if not tape.training.lora:
         return out
     adapters, dtype = read_adapters(tape.training.lora), out.dtype
+    if not {name, "all-linear"} & {*adapters.targets}:
+        return out
     x = to_dtype(tape, x, tape.training.dtype_of_trained)
     low = product(tape, dropout(tape, x, adapters.dropout), adapters.r, bias=False, adapts=True)
     return to_dtype(tape, add(tape, out, scale(tape, product(tape, low, width, bias=False, adapts=True))), dtype)
@@ -246,13 +248,14 @@ def fused_attention(
     batch, length = q.shape[:2]
     on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"
     work, flops = f"attention_{q.dtype}_flops", 4 * batch * heads * length * length * head_dim
-    saved = list(tape.save(k, q, v))
+    wanted = q.needs_grad or k.needs_grad or v.needs_grad
+    saved = list(tape.save(k, q, v)) if wanted else []
     out = tape.empty((batch, length, heads * head_dim), q.dtype)
     rows = tape.empty((batch, heads, length if on_cpu or not wide else -(-length // 32) * 32), "fp32")
     seeds = [] if on_cpu else [("int64", ()), ("int64", ())] if wide else [("uint64", (2,)), ("uint64", ())]
     extra = [tape.empty(shape, dtype) for dtype, shape in seeds]
     tape.record("attention", [q, k, v], [out, rows, *extra], {work: flops}, random=drops)
-    saved += tape.save(rows, out, *extra)
+    saved += tape.save(rows, out, *extra) if wanted else []
     sizes, dtype = [value.numel for value in (q, k, v)], q.dtype
 
     def backward(grad: Storage) -> Sequence[Storage | None]:

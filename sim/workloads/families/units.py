@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierplan.sim.workloads.families.ops import derived, kernel, product, to_dtype
@@ -76,6 +76,8 @@ class Family:
     """Bytes made once per micro-batch and used by every block."""
     check: Callable[[Config, Training], None] = lambda config, training: None
     """Raises `WorkloadError` for settings that the closed forms do not cover."""
+    layers: Collection[str] = ()
+    """Names of linear layers that may have adapters."""
 
 
 def position_ids(tape: Tape, length: int) -> Value:
