@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tierplan.cli import main
 from tierplan.commands import COMMANDS
+from tierplan.studies.evaluate import predict_point
+from tierplan.studies.study import Point
 
 SCENARIO = ["--model", "gpt-13b", "--machine", "desktop-4090"]
 SIMULATE = ["simulate", "--policy", "fuyou", *SCENARIO]
@@ -123,6 +126,11 @@ def test_wrong_usage_is_one_line_and_status_2(
         ),
         (["plan", *SCENARIO, "--accumulation", "100000000"], "gradient_accumulation_steps is 100,000,000; no step has"),
         (["advise", *SCENARIO, "--sequences", "100000000"], "a step of 100,000,000 sequences is no step"),
+        ([*SIMULATE, "--set", "gpu.peak_bf16=165"], 'did you mean "165 TFLOP/s"?'),
+        ([*SIMULATE, "--set", "host.capacity=64"], 'did you mean "64 GiB"?'),
+        ([*SIMULATE, "--set", "host.capacity=64000000000000GiB"], "which nothing reaches; check its unit"),
+        ([*SIMULATE, "-o", "/dev/full"], "/dev/full: cannot be written: no space left on device; give another file"),
+        (["compare-policies", "--policies", "fuyou", *SCENARIO, "--plot", "none/x.png"], "none/x.png: no such file"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_1(
@@ -131,6 +139,23 @@ def test_what_cannot_be_is_one_line_and_status_1(
     status, error = refused(argv, capsys)
     assert status == 1
     assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_batch_that_fits_nothing_is_one_line_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    status, error = refused(["plan", *SCENARIO, "--batch", "4096"], capsys)
+    assert status == 1
+    assert "device memory is short by at least 2.36 TiB" in error
+    fits = int(re.search(r"sequences per micro-batch that fit: up to (\d+)", error)[1])  # type: ignore[index]
+    point = Point(model="gpt-13b", machine="desktop-4090", policy="fuyou", batch=fits)
+    assert predict_point(point).fits, "the largest batch that is named does fit"
+
+
+def test_cuda_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, error = refused(["machine", "measure", "--device", "cuda"], capsys)
+    assert status == 1
+    assert "device is 'cuda', but PyTorch sees no GPU; check the driver, or use device cpu" in error
     assert error.count("\n") == 1
 
 
