@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tierplan as tp
 from tierplan.hwmodels.names import DEVICE, HOST, NVME
 from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.output.text import format_s, markdown_table
-from tierplan.sim.workloads.workload import NotCovered
+from tierplan.studies.evaluate import best_plan
+from tierplan.studies.study import Point
 
 MACHINE = "desktop-4090"
 MODELS = ("llama-3.1-8b", "llama-3.3-70b")
@@ -28,7 +28,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "QLoRA": {**LORA, "base": "nf4-double"},
 }
 TOKENS = 10e6
-BATCHES = (16,)
+SEQUENCES = (16,)
 POWER_PRICE = 0.3
 """Per kWh, for a machine that takes what its GPU takes and 150 W."""
 BEGIN, END = ("<!-- four ways: generated, do not edit -->", "<!-- end of four ways -->")
@@ -39,35 +39,25 @@ class Found(NamedTuple):
 
     model: str
     way: str
-    batch: int
+    sequences: int
     plan: Any
 
 
-def workload_of(model: str, batch: int, way: dict[str, Any]) -> tp.Workload:
-    training = tp.Training(per_device_train_batch_size=batch, sequence_length=1024, loss_chunks=8, **way)
-    try:
-        return tp.load_workload(model, training)
-    except NotCovered:
-        from tierplan.runtime.tracing.trace import trace_workload
-
-        return trace_workload(model, training)
-
-
 def found() -> Iterator[Found]:
-    machine = tp.load_machine(MACHINE)
+    """What `tierplan plan` and `advise` say of each way."""
     for model in MODELS:
         for way, settings in WAYS.items():
-            for batch in BATCHES:
+            for num in SEQUENCES:
                 try:
-                    plan = tp.plan(workload_of(model, batch, settings), machine, orders=("horizontal",))
+                    plan = best_plan(Point(model=model, machine=MACHINE, sequences=num, **settings)).result
                 except PlanError:
                     plan = None
-                print(model, way, batch, plan, flush=True)
-                yield Found(model, way, batch, plan)
+                print(model, way, num, plan, flush=True)
+                yield Found(model, way, num, plan)
 
 
 def row(one: Found) -> tuple[str, ...]:
-    head = (one.model, one.way, str(one.batch))
+    head = (one.model, one.way, str(one.sequences))
     if one.plan is None:
         return (*head, "does not fit", *[""] * 6)
     peaks = (f"{one.plan.steady.peak_bytes.get(tier, 0) / 2**30:.1f}" for tier in (DEVICE, HOST, NVME))
@@ -79,7 +69,7 @@ def row(one: Found) -> tuple[str, ...]:
 
 
 def hours_of(one: Found) -> float:
-    return float(one.plan.step_s * TOKENS / (1024 * one.batch) / 3600)
+    return float(one.plan.step_s * TOKENS / (1024 * one.sequences) / 3600)
 
 
 def picture(rows: list[Found], path: Path) -> None:
