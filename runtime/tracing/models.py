@@ -113,6 +113,8 @@ def _with_adapters(model: Any, adapters: Adapters) -> Any:
     if adapters.method != "ia3":
         common |= {"r": adapters.r, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout}
         common["use_dora"] = adapters.method == "dora"
+    elif adapters.feedforward:
+        common["feedforward_modules"] = list(adapters.feedforward)
     kind = peft.IA3Config if adapters.method == "ia3" else peft.LoraConfig
     try:
         with warnings.catch_warnings():

@@ -23,13 +23,15 @@ class Adapters:
     targets: tuple[str, ...] = ()
     """Names of linear layers, or `all-linear`: all but the output matrix; none for PEFT's choice for the family."""
     dropout: float = 0.0
+    feedforward: tuple[str, ...] = ()
+    """Those of IA3's targets whose input is scaled, not their output; none for PEFT's choice for the family."""
 
 
 def read_adapters(text: str) -> Adapters:
     """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
     given: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
-    kinds |= {"targets": _names, "method": str}
+    kinds |= {"targets": _names, "feedforward": _names, "method": str}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         try:
@@ -42,6 +44,8 @@ def read_adapters(text: str) -> Adapters:
             f"adapters {text!r}: the method is one of {', '.join(METHODS)}, r is 1 or more, alpha above 0, and dropout "
             "at least 0 and below 1"
         )
+    if adapters.feedforward and adapters.method != "ia3":
+        raise ValueError(f"adapters {text!r} have feedforward layers, which are those of method=ia3; leave them out")
     return adapters
 
 

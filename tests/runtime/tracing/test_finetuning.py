@@ -22,6 +22,7 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.contents import Frozen, Gradients, Params, States, parse_content
 from tierplan.sim.workloads.workload import Training, Workload
 
+IA3_INPUTS = "method=ia3,targets=q_proj+gate_proj+up_proj,feedforward=gate_proj+up_proj"
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, LoRA": ("gpt2", {"lora": "r=4"}),
     "gpt2, LoRA of one layer": ("gpt2", {"lora": "r=16,targets=c_attn,dropout=0.1"}),
@@ -32,6 +33,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, positions alone": ("gpt2", {"freeze": "*.wte.*,*.h.*,*.ln_f.*"}),
     "llama, LoRA": ("llama", {"lora": "r=4,alpha=8"}),
     "llama, LoRA in 16 bits": ("llama", {"lora": "r=4", "trained_dtype": "bf16"}),
+    "llama, IA3 at the input of the MLP": ("llama", {"lora": IA3_INPUTS}),
     "llama, LoRA of queries and values": ("llama", {"lora": "r=4,targets=q_proj+v_proj"}),
     "llama, IA3": ("llama", {"lora": "method=ia3"}),
     "llama, norms alone": ("llama", {"freeze": "*proj*,*embed*,lm_head*"}),

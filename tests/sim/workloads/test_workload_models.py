@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import config_of
+from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, named_models, read_config, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, WorkloadError
 from tierplan.studies.defaults import load_or_trace
@@ -271,3 +272,9 @@ def test_a_traced_workload_is_the_same_from_what_was_kept() -> None:
     for batch, accumulation in ((1, 4), (2, 2), (4, 1)):
         training = replace(BASE, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
         assert load_or_trace("gpt2", training, exact=True) == trace_workload("gpt2", training)
+
+
+def test_feedforward_layers_are_those_of_ia3() -> None:
+    assert read_adapters("method=ia3,targets=up_proj,feedforward=up_proj").feedforward == ("up_proj",)
+    with pytest.raises(ValueError, match="feedforward layers, which are those of method=ia3"):
+        read_adapters("r=4,targets=up_proj,feedforward=up_proj")
