@@ -451,9 +451,9 @@ class MicroBatchRun:
         if key not in self.hooks.results:
             with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
                 self.hooks.results[key] = flatten(original(*args, **kwargs))
-        found, nested = self.hooks.results[key]
+        results, nested = self.hooks.results[key]
         leaves = {}
-        for t in found:
+        for t in results:
             if isinstance(t, torch.Tensor) and not t.requires_grad:
                 raise ModelError(
                     f"{self.units[index].name!r} gives a tensor without a gradient, which would have to go to another "
@@ -465,7 +465,7 @@ class MicroBatchRun:
         if index + 1 == self.own.start:
             self.runs[index + 1].leaves = list(leaves.values())
             self._yield()
-        return nested([leaves.get(id(t), t) for t in found])
+        return nested([leaves.get(id(t), t) for t in results])
 
     def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
         """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.

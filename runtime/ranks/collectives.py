@@ -101,12 +101,12 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
     return num_sent * unit.dtype.itemsize
 
 
-HEADER_BYTES = 1 << 13
+NOTICE_BYTES = 1 << 13
 
 
 def header_from(way: tuple[int, int], ranks: Ranks) -> torch.Tensor:
     """What says how to read the buffer that is sent next on this way; it comes when that one may."""
-    ranks.send(header := torch.zeros(HEADER_BYTES, dtype=torch.uint8), way)
+    ranks.send(header := torch.zeros(NOTICE_BYTES, dtype=torch.uint8), way)
     return header
 
 
@@ -115,7 +115,7 @@ def do_send(
 ) -> int:
     """Sends a buffer to another rank, or fills the value with what follows a header. Returns the buffer's bytes."""
     if coming is None:
-        header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        header = torch.zeros(NOTICE_BYTES, dtype=torch.uint8)
         value = value_of(call.reads[0])
         if value.gradients is not None:  # as autograd made them
             filled: set[int] | None = {k for k, t in enumerate(value.gradients) if t is not None}
@@ -123,8 +123,8 @@ def do_send(
             parts = [torch.zeros(n, dtype=unit.dtype) if gradient is None else gradient for gradient, n in pairs]
         else:
             filled, parts = value.filled, [value.handle.memory() if value.handle is not None else value.block.data]
-        said = torch.frombuffer(bytearray(pickle.dumps((filled, [t.numpy() for t in value.rng]))), dtype=torch.uint8)
-        header[: len(said)] = said
+        notice = torch.frombuffer(bytearray(pickle.dumps((filled, [t.numpy() for t in value.rng]))), dtype=torch.uint8)
+        header[: len(notice)] = notice
         ranks.send(header, way)
     else:
         target, header = coming

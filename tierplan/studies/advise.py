@@ -43,7 +43,7 @@ for that machine promises."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
-QUICK_S, QUICK_TODAY_S = 0.5, 1.0
+QUICK_S, QUICK_TODAY_S = 1.5, 2.0
 """Time limits of the planner for a quick answer: with something bought, and for the machine as it is."""
 SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
