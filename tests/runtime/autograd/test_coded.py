@@ -108,8 +108,9 @@ def test_a_format_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         training = Training(per_device_train_batch_size=2, sequence_length=24, backend="cpu", lora="r=4", base=base)
         workload = trace_config("llama", raw, training)
         schedule = lower(uniform_plan(workload, choice), workload, machine())
-        held[base] = sum(b.size_bytes for b in schedule.buffers if isinstance(parse_content(b.content), Frozen)
-                         and b.reuses is None)  # fmt: skip
+        held[base] = sum(
+            b.size_bytes for b in schedule.buffers if b.initial and isinstance(parse_content(b.content), Frozen)
+        )
         assert held[base] == sum(p.nbytes for p in build_model(raw, training).parameters() if not p.requires_grad)
         work[base] = workload.blocks[0].forward["elementwise_bytes"]
         seconds[base] = simulate_on(schedule, machine()).duration_s
