@@ -316,8 +316,10 @@ class Search:
         def result(name: str) -> PolicyResult:
             if isinstance(plan := decided(name), str):
                 return PolicyResult(step_s=None, reason=plan)
-            found, num = self.simulate_plan(plan), plan.num_batches
-            return PolicyResult(step_s=found.step_s, reason=found.reason, same_numbers=is_same(plan), num_batches=num)
+            found, num, same = self.simulate_plan(plan), plan.num_batches, is_same(plan)
+            if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
+                same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
+            return PolicyResult(step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=num)
 
         for name in POLICIES:
             if self.batches == "each" and name in SHARED:

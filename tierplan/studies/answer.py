@@ -160,7 +160,7 @@ def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> lis
     rows = []
     for name in sorted(policies, key=lambda name: (policies[name]["same_work_s"] or float("inf"), name)):
         if seconds := policies[name]["same_work_s"]:
-            other = "" if policies[name]["same_numbers"] else " (other numbers: delayed updates)"
+            other = "" if policies[name]["same_numbers"] else " (other numbers)"
             rows.append((name, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
     return rows
 
