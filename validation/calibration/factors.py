@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.measurements import PlanMeasurement
-from tierplan.validation.calibration.plans import FULL_RECOMPUTE, IN_MEMORY, ON_NVME, PARTIAL_RECOMPUTE
+from tierplan.validation.calibration.plans import FULL_RECOMPUTE, ON_NVME, PARTIAL_RECOMPUTE
 
 RECOMPUTE, PARTIAL = "recompute", "partial"
 """Recomputation of a whole block, and of some of its saved tensors. The latter runs other kernels."""
@@ -22,25 +22,31 @@ has more blocks than the one that was timed, and no more heads."""
 def compute_factors(profiled: Workload, measurements: Mapping[str, PlanMeasurement]) -> dict[tuple[str, str], float]:
     """Seconds of computations inside a step over those in the profile.
 
-    Forward and backward are taken from the plan in memory, where nothing runs beside them. Recomputation is compared
-    with the same blocks' forward in the same plan, since the two meet the same slowdown and contention there.
+    Forward and backward are taken from all plans where nothing runs beside them: the same work takes 12 % more or less
+    from one turn to the next, so that three times the turns count. Recomputation is compared with the same blocks'
+    forward in the same plan, since the two meet the same slowdown and contention there.
     """
     kinds: dict[str, str] = {unit.name: unit.kind for unit in profiled.units}
+    alone = [name for name, measured in measurements.items() if not measured.is_beside]
 
-    def slower(name: str, kind: str, of: str) -> float:
-        ops = [op for op in measurements[name].schedule.ops if op.kind == kind and kinds.get(op.unit) == of]
-        profiled_s = sum(op.work.get("s", 0.0) for op in ops)
-        measured_s = sum(measurements[name].op_s[op.key] for op in ops)
+    def slower(names: Sequence[str], kind: str, of: str) -> float:
+        timed = [
+            (op.work.get("s", 0.0), measurements[name].op_s[op.key])
+            for name in names
+            for op in measurements[name].schedule.ops
+            if op.kind == kind and kinds.get(op.unit) == of
+        ]
+        profiled_s, measured_s = (sum(seconds) for seconds in zip(*timed, strict=True)) if timed else (0.0, 0.0)
         return measured_s / profiled_s if profiled_s and measured_s else 1.0
 
-    factors = {(kind, of): slower(IN_MEMORY, kind, of) for kind in ("forward", "backward") for of in kinds.values()}
+    factors = {(kind, of): slower(alone, kind, of) for kind in ("forward", "backward") for of in kinds.values()}
     sources = {
         RECOMPUTE: (FULL_RECOMPUTE, ON_NVME, PARTIAL_RECOMPUTE),
         PARTIAL: (PARTIAL_RECOMPUTE, FULL_RECOMPUTE, ON_NVME),
     }
     for kind, names in sources.items():
         name = next(name for name in names if name in measurements)
-        over_forward = slower(name, "recompute", BLOCK) / slower(name, "forward", BLOCK)
+        over_forward = slower([name], "recompute", BLOCK) / slower([name], "forward", BLOCK)
         factors |= {(kind, of): factors["forward", of] * over_forward for of in kinds.values()}
     return factors
 
