@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ TRANSFERS = RESULTS.with_name("calibration-transfer.jsonl")
 POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuyou", "planner")
 PLANNER_FRAC = 0.45
 """Of the device memory of plain training: what the planner gets."""
-STEPS = 24
+STEPS, RUN_S = 24, 10.0
+"""A run has so many steps, and lasts so long by its prediction: steps take 12 % more or less from one second to the
+next, whatever trains."""
 DEVICES_RESULTS = RESULTS.with_name("cpu-two-ranks.jsonl")
 DEVICES_COMBINATIONS = ("llama-bf16", "gpt2-fp32")
 DEVICES_POLICIES: Mapping[str, tuple[str, ...]] = {
@@ -193,15 +196,16 @@ def run_row(
         if policy == "planner":
             plain = json.loads(tierplan("simulate", "--policy", "in-memory", *asked, "--json", env=env))
             capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
-            tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), env=env)
+            said = tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), "--json", env=env)
         else:
             name, _, _ = policy.partition(" ")
             options = [word for option in DEVICES_POLICIES.get(policy, ()) for word in ("--option", option)]
             if name == "megatron-pp":  # as many micro-batches as the others have on all devices, and twice as many
                 options += ["--accumulation", str(2 * devices)]
-            tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), env=env)
+            said = tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), "--json", env=env)
         subprocess.run(["rm", "-rf", str(out)], check=True)
-        data = ["--data", str(text), "--steps", str(STEPS), "--out", str(out), "--no-export", *THREADS]
+        num_steps = max(STEPS, ceil(RUN_S / json.loads(said)["step_s"]))
+        data = ["--data", str(text), "--steps", str(num_steps), "--out", str(out), "--no-export", *THREADS]
         several = ("--devices", str(devices)) if devices > 1 else ()
         tierplan("run", str(plan), "--model", str(model), *data, *several, env=env)
         compared = json.loads(

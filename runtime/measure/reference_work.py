@@ -22,6 +22,8 @@ MOST_FRAC = 0.005
 """Of the time of training."""
 TOKENS, WIDTH, ELEMENTS = 64, 512, 1 << 18
 """About 2 ms on a core, so that a run of some seconds has several."""
+NUM_ASKED = 6
+"""Times in a row: one of them is off by a sixth."""
 GPU_TIMES = 16
 """Larger on a GPU, where so little would be all launches."""
 
@@ -36,7 +38,7 @@ class ReferenceWork:
     is_alone: Callable[[], bool] = lambda: True
     """Whether no other stream works now."""
     asked_step: int = -1
-    """Where this step begins it is timed twice in any case."""
+    """Where this step begins it is timed `NUM_ASKED` times in any case."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
     """By step."""
 
@@ -53,7 +55,7 @@ class ReferenceWork:
         """Called where each micro-batch begins, in the thread of the compute stream."""
         now_s = time.perf_counter()
         self._began_s = self._began_s or now_s
-        num_asked = 2 * (step == self.asked_step)
+        num_asked = NUM_ASKED * (step == self.asked_step)
         while num_asked > 0 or self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s):
             num_asked -= 1
             self._last_s = self._cost_s(step)

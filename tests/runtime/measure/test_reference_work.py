@@ -7,7 +7,7 @@ import torch
 
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import reference_work
-from tierplan.runtime.measure.reference_work import ReferenceWork
+from tierplan.runtime.measure.reference_work import NUM_ASKED, ReferenceWork
 
 CPU = Device()
 
@@ -37,7 +37,7 @@ def test_it_is_timed_when_asked_and_only_then() -> None:
     for step in range(6):
         timed.on_step(step)
     assert list(timed.seconds) == [3]
-    assert len(timed.seconds[3]) == 2
+    assert len(timed.seconds[3]) == NUM_ASKED
     assert timed.seconds[3][0] > 0
 
 
