@@ -38,8 +38,8 @@ class PredictionBasis:
     """Seconds of the reference work on this machine, alone and beside other streams; 0 where nobody timed it."""
     num_threads: int = 0
     """Of kernels on the CPU, in the calibration; 0 without one."""
-    stretch: Mapping[str, float] = field(default_factory=dict)
-    """By stream: seconds of ops in the calibration over those in which they had a core."""
+    stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+    """By stream: seconds of ops in the calibration over those with a core; alone, and beside other streams."""
 
     def interval_s(self, predicted_s: float) -> tuple[float, float]:
         """The 90 % interval of a predicted time."""

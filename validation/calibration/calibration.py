@@ -38,7 +38,7 @@ from tierplan.validation.calibration.measurements import PlanMeasurement, with_t
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
 
-FORMAT, VERSION = "tierplan-calibration", 3
+FORMAT, VERSION = "tierplan-calibration", 4
 PRIOR_SPREAD, NUM_PRIOR = 0.06, 10
 """Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 38
 rows of seven models in a quiet hour, of which intervals hold 34, and 32 where each model has only its own checks."""
@@ -97,8 +97,8 @@ class Calibration:
     """Of all turns: seconds per step over the plan's median."""
     reference_s: tuple[float, float] = (0.0, 0.0)
     """Of the reference work of `tierplan.runtime.measure`: where no other stream works, and beside others."""
-    stretch: Mapping[str, float] = field(default_factory=dict)
-    """By stream: seconds of ops over those in which they had a core, typically."""
+    stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+    """By stream: seconds of ops over those in which they had a core, typically; alone, and beside other streams."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
@@ -192,7 +192,7 @@ def calibrate(
         schedule = schedule_with_factors(name, checked.schedule, profiled, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
         # as long as its threads waited for cores in its own turns
-        waited = slowdown_between(1.0, typical, checked.stretch)
+        waited = slowdown_between(1.0, typical[checked.is_beside], checked.stretch)
         checks[name] = steady_at(schedule, fitted, waited).period_s / checked.step_s
     measured_s = {name: m.step_s for name, m in measurements.items()}
     slowdowns = tuple(s / m.step_s for m in measurements.values() for s in m.turns_s)
@@ -207,8 +207,8 @@ def _fit(
     schedules = {name: schedule_with_factors(name, m.schedule, profiled, factors) for name, m in measurements.items()}
     described = without_compute_latency(machine)
     fitted = fit_rates(described, [(schedules[name], m.op_s) for name, m in measurements.items()])
-    beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if len(m.schedule.streams) > 1])
-    alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if len(m.schedule.streams) == 1])
+    beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if m.is_beside])
+    alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if not m.is_beside])
     timed = workload_with_factors(profiled, factors)
     calibration = Calibration(
         model=modelled.name,

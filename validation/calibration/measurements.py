@@ -26,6 +26,11 @@ class PlanMeasurement:
     """By stream, as `Steps.stretch`."""
 
     @property
+    def is_beside(self) -> bool:
+        """Whether computation runs beside other streams."""
+        return len(self.schedule.streams) > 1
+
+    @property
     def step_s(self) -> float:
         """Median over the turns."""
         return median(self.turns_s)
@@ -51,16 +56,24 @@ def measurement_of(
 
 def with_typical_stretch(
     measured: Mapping[str, PlanMeasurement],
-) -> tuple[dict[str, PlanMeasurement], dict[str, float]]:
+) -> tuple[dict[str, PlanMeasurement], tuple[dict[str, float], dict[str, float]]]:
     """The measurements with seconds of ops as they are where cores are as busy as they typically were, and how much
-    longer that makes the ops of each stream: the mean over the plans, so that only work tells them apart."""
-    streams = dict.fromkeys(stream for m in measured.values() for stream in m.stretch)
-    typical = {name: fmean(m.stretch[name] for m in measured.values() if name in m.stretch) for name in streams}
+    longer that makes the ops of each stream: the mean over the plans of one stream, and over those of several, so that
+    only work tells them apart. A stream alone has a core almost always, and hardly waits."""
+    alone, beside = (
+        _mean_stretch([m for m in measured.values() if m.is_beside is several]) for several in (False, True)
+    )
     stretched = {}
     for name, m in measured.items():
+        typical = beside if m.is_beside else alone
         op_s = {op.key: m.op_s[op.key] * typical.get(op.stream, 1.0) for op in m.schedule.ops}
         stretched[name] = replace(m, op_s=op_s)
-    return stretched, typical
+    return stretched, (alone, beside)
+
+
+def _mean_stretch(measured: Sequence[PlanMeasurement]) -> dict[str, float]:
+    streams = dict.fromkeys(stream for m in measured for stream in m.stretch)
+    return {name: fmean(m.stretch[name] for m in measured if name in m.stretch) for name in streams}
 
 
 def middle_half(steps: Steps) -> Steps:

@@ -60,8 +60,9 @@ def transfers(
                 if name not in target.measured_step_s:
                     continue
                 schedule = lower(plan, timed, inside)
-                its_s, known_s = (c.reference_s[len(schedule.streams) > 1] or 1.0 for c in (target, source))
-                slowdown = slowdown_between(its_s / known_s, source.stretch, target.stretch)
+                several = len(schedule.streams) > 1
+                its_s, known_s = (c.reference_s[several] or 1.0 for c in (target, source))
+                slowdown = slowdown_between(its_s / known_s, source.stretch[several], target.stretch[several])
                 predicted_s = steady_at(schedule, inside, slowdown).period_s
                 names = {"source": source.model, "target": target.model, "relation": relation, "plan": name}
                 found.append(Transfer(**names, ratio=predicted_s / target.measured_step_s[name]))

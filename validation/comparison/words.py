@@ -34,7 +34,7 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     long the reference work took with a core, where work is not the drives'. Neither looks at what was predicted.
     """
     times, several = measured.meta.get("reference_s"), len(schedule.streams) > 1
-    known_s, known = machine.basis.reference_s[several], machine.basis.stretch
+    known_s, known = machine.basis.reference_s[several], machine.basis.stretch[several]
     if not isinstance(times, Mapping) or not known_s:
         return comparison
     core = core_slowdown(list(chain(*times.values())), known_s)
