@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if (of_machine := machine.num_devices) > 1:
         point = replace(point, overrides={**point.overrides, "gpu.count": 1})
         machine = machine_of(point)
-    where = f"{machine.name}, 1 of its {of_machine} GPUs: use it with --devices 1"
+    where = [f"{machine.name}, 1 of its {of_machine} GPUs: use it with --devices 1"] if of_machine > 1 else []
     scratch = Path(args.nvme) / "tierplan-calibration"
     with ExitStack() as life:
         life.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 130 if is_stopped() else 0
     stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []
     use = f"use it with --calibration {target}" if args.output else "predictions that it suits are made from it"
-    say(*[where][: of_machine - 1], *calibration_lines(calibration), *stopped, f"written to {target}; {use}")
+    say(*where, *calibration_lines(calibration), *stopped, f"written to {target}; {use}")
     return 130 if stopped else 0
 
 
