@@ -53,9 +53,14 @@ if numba is not None:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def compiling_s() -> float:
+    """Seconds that this process has spent on making machine code: none but in a new installation."""
+    return 0.0 if numba is None else _compilation.total_s
+
+
 def computing_s() -> float:
     """Seconds that this process has computed, without those of making machine code."""
-    return time.process_time() - (0.0 if numba is None else _compilation.total_s)
+    return time.process_time() - compiling_s()
 
 
 def compiled(function: F) -> F:

@@ -108,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
         rows.append((f"busy {s.stream}", *busy, format_error(s.busy_s.error_frac)))
     low_s, high_s = machine.basis.interval_s(step.predicted)
     interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {machine.basis.text}"
-    say(*([f"on {where}"] if gpus else []), verdict(comparison), *columns(rows, right=(1, 2, 3)), *wrapped(f"  {interval}"))
+    say(
+        *([f"on {where}"] if gpus else []),
+        verdict(comparison),
+        *columns(rows, right=(1, 2, 3)),
+        *wrapped(f"  {interval}"),
+    )
     print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
     say("measured minus predicted, the largest parts:", *(line for text in causes for line in wrapped(f"  {text}")))
     say(*wrapped(advice), args.output)

@@ -18,6 +18,7 @@ from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model, versions
 from tierplan.runtime.measure.units import profile_workload
 from tierplan.sim.columns import unroll
+from tierplan.sim.compiled.compiler import compiling_s
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
@@ -54,7 +55,7 @@ class CalibrationSession:
     device: str = "cpu"
     num_threads: int | None = None
     budget_s: float = 60.0
-    """Turns are taken until so much time has passed: from `LEAST_TURNS` to `MOST_TURNS`."""
+    """Turns are taken until so much time has passed, compiling the simulator apart: `LEAST_TURNS` to `MOST_TURNS`."""
     is_stopped: Callable[[], bool] = lambda: False
     """Asked after each round of turns: what has been measured by then is kept, if each plan has had two turns."""
     progress: Callable[[str, float], None] = lambda what, part: None
@@ -62,7 +63,7 @@ class CalibrationSession:
 
     def run(self) -> Calibration:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
-        began_s = time.monotonic()
+        began_s = time.monotonic() - compiling_s()
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
         config = self.workload.config
         profiled = profile_workload(
@@ -110,7 +111,7 @@ class CalibrationSession:
         in-memory plan. No turn begins that would end after the budget, but for the first ones."""
         turns_s: dict[str, list[float]] = {name: [] for name in schedules}
         for turn, name in itertools.product(range(MOST_TURNS), schedules):
-            elapsed_s, training = time.monotonic() - began_s, self._trainings[name]
+            elapsed_s, training = time.monotonic() - compiling_s() - began_s, self._trainings[name]
             num_steps = min(MOST_STEPS, max(2, int(TURN_S / turns_s[name][-1]))) if turn else 4
             is_late = turn >= LEAST_TURNS and elapsed_s + num_steps * turns_s[name][-1] > self.budget_s
             if is_late or (turn >= 2 and self.is_stopped()):
