@@ -204,6 +204,20 @@ class Packs:
     """A pack's parameters come while the pack before computes, and its gradients leave while the next one does."""
     late_updates: bool = False
     """Updates run during the next step, whose passes use the parameters of before (another algorithm)."""
+    own_memory: bool = False
+    """Each device's process has host memory of its own, as ranks have, and is sent what another has made. Else all see
+    one host memory, as Harmony's processes do."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether packs stay on their devices, where all that they have is."""
+        return self.form == "resident"
+
+    @property
+    def is_executed(self) -> bool:
+        """Whether ops are those of units, as the runtime executes them; else one op stands for a whole pack."""
+        is_plain = self.rounds == 1 and not (self.streams or self.late_updates)
+        return self.stays or (is_plain and (self.devices == 1 or self.own_memory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +245,7 @@ class PackPlan:
 
     @property
     def semantics(self) -> Semantics:
-        if self.packs.form == "resident":
+        if self.packs.stays:
             return "exact-clip"
         return "delayed-1" if self.packs.late_updates else "in-backward"
 
@@ -246,29 +260,37 @@ class PackPlan:
                 f"plan {self.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
                 f"step's {total}; give a number that does"
             )
-        if (
-            packs.form == "resident"
-            and not packs.devices == len(packs.backward) <= workload.training.gradient_accumulation_steps
-        ):
-            raise PlanError(
-                f"plan {self.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
-                f"{workload.training.gradient_accumulation_steps} micro-batches; give each device one stage, and the "
-                "step at least as many micro-batches"
-            )
         if packs.late_updates and packs.form != "pipeline":
             raise PlanError(f"plan {self.policy!r} updates late in form {packs.form!r}; late updates need 'pipeline'")
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
-        if packs.form != "resident" and packs.devices * packs.rounds == 1 and not (packs.streams or packs.late_updates):
-            refuse_frozen(f"plan {self.policy!r} runs in packs on one device", workload)
-        if packs.form != "resident":
+        if packs.stays:
+            if not packs.devices == len(packs.backward) <= total:
+                raise PlanError(
+                    f"plan {self.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
+                    f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches"
+                )
+        else:
             refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+            if packs.is_executed:
+                refuse_frozen(f"plan {self.policy!r} runs in packs, unit by unit", workload)
+        if packs.own_memory and not packs.is_executed:
+            raise PlanError(
+                f"plan {self.policy!r} has processes with host memory of their own, but {packs.rounds} rounds, "
+                f"streams={packs.streams} and late_updates={packs.late_updates}; these are simulated on one host "
+                "memory only: leave out own_memory"
+            )
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(
                 f"plan {self.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "
                 f"{workload.training.gradient_accumulation_steps} micro-batches; each device needs one: accumulate "
                 "more, use fewer devices, or form 'pipeline'"
+            )
+        if packs.form == "data" and packs.own_memory and total % packs.devices:
+            raise PlanError(
+                f"plan {self.policy!r} has {total} micro-batches for {packs.devices} devices with host memory of their "
+                "own, each of which trains on as many; accumulate a multiple of the devices"
             )
         for name, runs, end in (
             ("backward", packs.backward, len(workload.units)),
@@ -277,7 +299,7 @@ class PackPlan:
             borders = [0, *(b for _, b in runs)]
             if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
                 raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
-        if packs.devices == 1 and any(unit.shares for unit in workload.units[:-1]):
+        if (packs.devices == 1 or packs.own_memory) and any(unit.shares for unit in workload.units[:-1]):
             raise PlanError(
                 f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs "
                 "are for chains of blocks: choose another policy"

@@ -186,5 +186,6 @@ def _own_part(schedule: Schedule, op: Op, local: dict[str, Buffer], kept: set[st
 def _unlike(schedule: Schedule, why: str) -> RankError:
     return RankError(
         f"schedule {schedule.name!r} does not do the same on each of its devices, which only the simulator executes "
-        f"({why}); the runtime executes data parallelism (ddp, zero-1, zero-2, zero-3, fsdp) and megatron-pp"
+        f"({why}); the runtime executes data parallelism (ddp, zero-1, zero-2, zero-3, fsdp), megatron-pp, "
+        "and harmony-dp with option host_memory=own"
     )

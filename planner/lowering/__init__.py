@@ -55,9 +55,8 @@ class Lowering:
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
-                is_run = plan.devices * plan.packs.rounds == 1 and not (plan.packs.streams or plan.packs.late_updates)
-                make = unitwise_pack_schedule if is_run else pack_schedule
-                make = resident_schedule if plan.packs.form == "resident" else make
+                make = unitwise_pack_schedule if plan.packs.is_executed else pack_schedule
+                make = resident_schedule if plan.packs.stays else make
                 columns = columns_of(make(plan, self.workload, self.machine))
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, self.workload, self.machine))

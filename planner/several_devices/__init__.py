@@ -3,7 +3,7 @@
 collectives     what devices do together, as work of a ring
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
 packs           runs of units that visit devices in turn (Harmony)
-packs_unitwise  the same on one device, unit by unit, as the runtime executes it
+packs_unitwise  the same unit by unit, as the runtime executes it
 resident        stages that stay on their devices, one forward and one backward in turns (1F1B)
 paged           weights paged in and out for every use: the baseline that Harmony beats
 pack_estimate   how long packs take, without simulating

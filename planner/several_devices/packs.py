@@ -6,8 +6,8 @@ backward tasks recompute, a backward task sends its gradients to host memory, wh
 the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
 peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
 
-One op stands for a whole pack. That is enough to choose packs by; on one device `packs_unitwise` has the ops of each
-unit, for the runtime.
+One op stands for a whole pack. That is enough to choose packs by; `packs_unitwise` has the ops of each unit, for the
+runtime.
 """
 
 from __future__ import annotations

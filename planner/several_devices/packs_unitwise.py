@@ -1,20 +1,25 @@
-"""Packs on one device, unit by unit: a schedule that the runtime executes.
+"""Packs unit by unit: a schedule that the runtime executes, on one device or by ranks with host memory of their own.
 
 Turns, transfers and their order are those of `packs`. Where that has one op for a whole pack, here every unit
 has its own: its forward hands over to the next unit, a recomputation makes the input of the next unit again too, and
 gradients are buffers of one unit each. The last backward pack's forward is the only one whose saved tensors are kept.
 
 A tied head's share of the embedding's gradient waits in host memory where the two are in different packs.
+
+With data parallelism each rank has all parameters in its host memory and fetches them whole, as in Harmony. It takes a
+shard of the gradients and of the states, updates that, and gathers what the others have updated.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST
-from tierplan.planner.plan import PackPlan
+from tierplan.planner.plan import PackPlan, Sharing
 from tierplan.planner.several_devices.packs import PackLowering, Task
+from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.contents import (
     Gradients,
     Input,
@@ -34,7 +39,13 @@ from tierplan.sim.workloads.workload import Unit, Workload
 
 
 def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
-    """The schedule of one step of a plan that has been checked, on one device."""
+    """The schedule of one step of a plan that has been checked, as the runtime executes it."""
+    packs, training = plan.packs, workload.training
+    if packs.form == "data" and packs.devices > 1:
+        batches = training.gradient_accumulation_steps // packs.devices
+        workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
+        one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload).schedule(machine)
+        return partition(one, packs.devices, Sharing(divided="gradients"))
     return _UnitwiseLowering(plan, workload).schedule(machine)
 
 

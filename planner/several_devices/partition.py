@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
 from tierplan.planner.plan import Sharing
@@ -23,6 +24,7 @@ from tierplan.sim.contents import (
     InputGradient,
     Params,
     Shared,
+    TiedGradients,
     buffer_name,
     copy_key,
     device_name,
@@ -59,6 +61,7 @@ class _Partition:
         self.awaited: list[list[str]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
         self.keys: dict[str, list[str]] = {}
         self.lengths = {} if schedule.step is None else {u.name: u.num_parameters for u in schedule.step.units}
+        self.home = {b.content: b.tier for b in schedule.buffers if b.initial and b.kind == "params"}
         self.made_on_device = {
             name for op in schedule.ops if parse_stream(op.stream).device is not None for name in op.writes
         }
@@ -83,11 +86,13 @@ class _Partition:
         """Whether a device's or the host's buffer is 1/n of it; a gradient is whole on the device that made it."""
         if self.cuts_tensors:
             return b.kind in (*SHARDED, "work") or (b.kind == "acts" and not self._is_border(b))
-        if b.tier != DEVICE or b.kind not in SHARDED:
-            return b.kind in SHARDED
+        if b.kind not in SHARDED or isinstance(parse_content(b.content), TiedGradients):
+            return False
+        if b.kind == "params" and self.sharing.divided != "all":
+            return b.tier != DEVICE and self.home.get(b.content) == DEVICE  # on the way home
+        if b.tier != DEVICE or b.kind == "params":
+            return True
         match b.kind:
-            case "params":
-                return self.sharing.divided == "all"
             case "states":
                 return self.sharing.divided != "nothing"
             case _:
@@ -141,12 +146,16 @@ class _Partition:
     def _place(self, op: Op) -> None:
         touched = [self.old[name] for name in (*op.reads, *op.writes)]
         on_device = parse_stream(op.stream).device is not None
-        if not on_device and not any(b.kind == "acts" for b in touched):
-            self._emit(op, op.key, op.stream, op.work, self._all(op.reads), self._all(op.writes), None)
-            return
         computes = op.kind in COMPUTE_KINDS
         sums = [name for name in op.writes if computes and self._is_summed_at_once(self.old[name])]
         updated = [name for name in op.writes if not computes and self._is_gathered_again(name)]
+        if not on_device and not any(b.kind == "acts" for b in touched):
+            parts = [(name, r) for name in op.writes for r in self._ranks(name)]
+            writes = [self._own_part(op, name, r) if name in updated else self._name(name, r) for name, r in parts]
+            self._emit(op, op.key, op.stream, op.work, self._all(op.reads), writes, None)
+            for name, r in product(updated, range(self.n)):
+                self._complete(op, name, r, is_sum=False)
+            return
         for r in range(self.n):
             reads = [
                 self._input(op, name, r) for name in op.reads if not (sums and self._is_summed_at_once(self.old[name]))
@@ -155,7 +164,7 @@ class _Partition:
                 self._own_part(op, name, r) if name in (*sums, *updated) else self._name(name, r) for name in op.writes
             ]
             work = op.work
-            is_shard = op.kind == "copy" and op.reads and self.old[op.reads[0]].kind in SHARDED
+            is_shard = op.kind == "copy" and any(map(self._is_sharded, touched))
             if (
                 is_shard
                 or (computes and self.cuts_tensors)
@@ -178,7 +187,8 @@ class _Partition:
             return self._name(name, r)
         if b.kind == "params" and op.kind in COMPUTE_KINDS and self.sharing.divided == "all":
             return self._gather(op, name, r)
-        if b.kind == "grads" and op.kind not in COMPUTE_KINDS and not self._is_summed_at_once(b):
+        is_own = isinstance(parse_content(b.content), Gradients)
+        if is_own and op.kind not in COMPUTE_KINDS and not self._is_summed_at_once(b):
             return self._scatter(name, r)
         return self._name(name, r)
 
@@ -229,12 +239,12 @@ class _Partition:
     def _is_gathered_again(self, name: str) -> bool:
         """Whether these are parameters that every device has whole, and of which each has just made a shard."""
         b = self.old[name]
-        on_device = b.kind == "params" and b.tier == DEVICE
-        return on_device and self.sharing.divided in ("gradients", "states")
+        is_home = b.kind == "params" and b.tier == self.home.get(b.content)
+        return is_home and self.sharing.divided in ("gradients", "states")
 
     def _own_part(self, op: Op, name: str, r: int) -> str:
         """What a device has made by itself, before the others' shares are added: a gradient, or updated parameters."""
-        b, own = self.buffers[self._name(name, r)], buffer_name(op_key("own", op.key), device(r))
+        b, own = self.buffers[self._name(name, r)], self._own_name(op, name, r)
         is_sum = op.kind in COMPUTE_KINDS
         size_bytes = self.old[name].size_bytes if is_sum else b.size_bytes
         old = self.old[name].reuses if self._has_tied_share(self.old[name]) else None
@@ -244,10 +254,14 @@ class _Partition:
             self.buffers[b.name] = replace(b, reuses=own)
         return own
 
+    def _own_name(self, op: Op, name: str, r: int) -> str:
+        own, tier = op_key("own", op.key), self.old[name].tier
+        return buffer_name(own, device(r)) if tier == DEVICE else device_name(buffer_name(own, tier), r)
+
     def _complete(self, op: Op, name: str, r: int, *, is_sum: bool) -> None:
         """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
         b = self.old[name]
-        own = [buffer_name(op_key("own", op.key), device(k)) for k in range(self.n)]
+        own = [self._own_name(op, name, k) for k in range(self.n)]
         if is_sum:
             kind = "all_reduce" if self.sharing.divided == "nothing" else self.sharing.by
             reads = [*own, *([self._name(b.reuses, r)] if b.reuses and not self._has_tied_share(b) else [])]

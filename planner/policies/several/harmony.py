@@ -9,6 +9,8 @@ or per data-parallel GPU.
 
 Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
 by Harmony's memory estimate: first backward packs, then forward packs. `memory_bytes` lowers what packs may use.
+
+Harmony's processes see one host memory. With `host_memory=own` each has its own, and the runtime executes the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
-from tierplan.planner.policies.options import OptionError, Policy, num_devices, number, read_options
+from tierplan.planner.policies.options import OptionError, Policy, choice, num_devices, number, read_options
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -36,6 +38,7 @@ OPTIONS: dict[str, object] = {
     "memory_bytes": 0,  # 0: what the device has
     "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
+    "host_memory": "shared",  # own: each device's process has its own, as ranks have that execute the plan
 }
 SEARCHED, SEARCHED_ALONE = 9, 4
 """Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
@@ -63,6 +66,7 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             backward=backward,
             cleanup_s=number(name, options, "task_cleanup_s", low=0),
             host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
+            own_memory=choice(name, options, "host_memory", ("shared", "own")) == "own",
         )
         return PackPlan(policy=name, packs=packs, options={**options, "devices": devices})
 

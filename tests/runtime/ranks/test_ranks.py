@@ -80,7 +80,7 @@ class Case:
 
     @property
     def is_pipeline(self) -> bool:
-        return self.policy == "megatron-pp"
+        return self.policy in ("megatron-pp", "harmony-pp")
 
     @property
     def divides(self) -> bool:
@@ -102,7 +102,8 @@ def several(num: int) -> Machine:
 
 
 def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
-    training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=case.accumulation, max_grad_norm=case.clip)  # type: ignore[arg-type]
+    count = case.num_batches(num) if case.policy.startswith("harmony") else case.accumulation  # of all together
+    training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=count, max_grad_norm=case.clip)  # type: ignore[arg-type]
     num_blocks = 4 if case.is_pipeline else 2
     model = make_model(case.family, num_blocks=num_blocks, dropout=0.1, dtype=case.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
@@ -188,7 +189,9 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
 HOST: dict[str, object] = {"optimizer": "host"}
 STATES_IN_HOST = Case("zero-2", HOST, dtype="bf16", clip=0.5)
 ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
+OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
 PAIR = [
+    Case("harmony-dp", OWN_MEMORY, dtype="bf16", accumulation=2),
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-1", accumulation=2, clip=0.5),
     Case("zero-2", HOST, accumulation=2, clip=0.5),
@@ -206,6 +209,10 @@ EVERY = [
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (2, 0.5)]
 ] + [Case.random(seed) for seed in range(40)] + [
+    Case("harmony-dp", {**OWN_MEMORY, "pack": pack}, family, dtype, accumulation)
+    for pack in (1, 2) for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
+    for accumulation in (1, 3)
+] + [
     Case("megatron-pp", {}, family, dtype, accumulation, clip)
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
     for accumulation, clip in [(4, None), (5, 0.5)]
