@@ -274,14 +274,17 @@ def _peak_bytes(question: Question, steady: SteadyState, rule: Facts) -> float:
 
 
 def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> list[Row]:
-    """The point's time, and its other quantities that the rule names."""
+    """All that was published of the point: its time, and peaks of one that fine-tunes; each answered, or why not."""
     role = "calibrate" if point.id in rule.get("fitted", ()) else "check"
-    peaks = (name for name in PEAKS if system == "finetuning" and name in point.facts)
-    quantities = rule.get("quantities", ("step_s", *peaks))
-    note = str(rule.get("note", ""))
+    peaks = [name for name in PEAKS if system == "finetuning" and name in point.facts]
+    note, no_answer = str(rule.get("note", "")), rule.get("no_answer", {})
     if "cannot" in rule:
         why_not = f"cannot be expressed: {rule['cannot']}"
-        return [Row(system, role, "step_s", point.id, None, None, None, why_not, note)]
+        of_peaks = ((name, float(point.facts[name])) for name in peaks)
+        return [
+            Row(system, role, name, point.id, value, value, None, why_not, note)
+            for name, value in (("step_s", None), *of_peaks)
+        ]
     question = question_of(point, rule, models)
     steps = int(rule.get("steps", 1))  # theirs in one of ours
     tokens = question.sequences * question.training.sequence_length // steps
@@ -293,22 +296,25 @@ def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, s
     except (WorkloadError, PlanError) as error:
         why_not = str(error)
     rows = []
-    for quantity in quantities:
+    for quantity in ("step_s", *peaks):
+        told = None
         if quantity == "step_s":
             value = point.step_s(question.sequences, question.training.sequence_length)
             told = None if prediction is None or not prediction.step_s else prediction.step_s / steps
             if told is not None and "update_bytes" in rule:  # which an update without fused kernels moves besides
                 moved = {"elementwise_bytes": rule["update_bytes"] * question.workload().num_trained}
                 told += load_machine(question.machine, question.settings).cost(COMPUTE, moved).alone_s
-            rows.append(
-                Row(system, role, quantity, point.id, value, value, told, why_not, note, prediction, group, tokens)
-            )
         else:
+            value = float(point.facts[quantity])
             steady = None if prediction is None else prediction.steady
-            if "peak_seq" in rule:  # lengths vary: the peak is that of the longest
+            if "peak_seq" in rule and quantity not in no_answer:  # lengths vary: the peak is that of the longest
                 longest = replace(question, training=replace(question.training, sequence_length=rule["peak_seq"]))
                 steady = longest.answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
-            value = float(point.facts[quantity])
-            rows.append(Row(system, role, quantity, point.id, value, value, told, why_not, note))
+        row = Row(system, role, quantity, point.id, value, value, told, why_not, note)
+        if quantity in no_answer:
+            row = replace(row, predicted=None, why_not=str(no_answer[quantity]))
+        elif quantity == "step_s":
+            row = replace(row, prediction=prediction, group=group, tokens=tokens)
+        rows.append(row)
     return rows

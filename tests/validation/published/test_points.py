@@ -16,6 +16,7 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.published.points import (
     LAUNCH_S,
+    PEAKS,
     POINTS,
     PublishedStep,
     Question,
@@ -100,6 +101,18 @@ def test_every_row_that_fine_tunes_on_one_gpu_has_a_rule() -> None:
     rows = [p for p in load_points() if p.facts.get("gpus", 1) == 1 and any(word in p.id for word in words)]
     unmatched = [p.id for p in rows if not any(fnmatch(p.id, pattern) for pattern in patterns)]
     assert [name for name in unmatched if not name.startswith(("roundpipe-", "torchtitan"))] == []
+
+
+def test_every_published_quantity_is_a_row_answered_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    unanswered = Prediction(policy="p", model="m", machine="x", plan=None)
+    monkeypatch.setattr(Question, "answer", lambda self: unanswered)
+    rows = reproduce_points("finetuning").rows
+    facts = {point.id: point.facts for point in load_points()}
+    published = [(name, quantity) for name in dict.fromkeys(row.label for row in rows)
+                 for quantity in ("step_s", *(peak for peak in PEAKS if peak in facts[name]))]  # fmt: skip
+    assert [(row.label, row.quantity) for row in rows] == published
+    of_one_factor = {row.label: row.why_not for row in rows if row.quantity == "step_s"}
+    assert "mean length" in of_one_factor["peft-lora--llama-3.2-3B-rank32-lorafa"]
 
 
 def test_a_peak_stands_beside_its_time() -> None:
