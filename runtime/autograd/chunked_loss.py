@@ -96,7 +96,7 @@ def loss_in_chunks(model: nn.Module, num_chunks: int) -> Iterator[None]:
 
     Raises `ModelError` for a model whose loss is not the cross entropy of the next token behind an output matrix.
     """
-    old = vars(model).get("_loss_function")
+    old = vars(getattr(model, "get_base_model", lambda: model)()).get("_loss_function")
     set_loss_chunks(model, num_chunks)
     try:
         yield
@@ -106,6 +106,7 @@ def loss_in_chunks(model: nn.Module, num_chunks: int) -> Iterator[None]:
 
 def set_loss_chunks(model: Any, num_chunks: int) -> None:
     """The same from now on."""
+    model = getattr(model, "get_base_model", lambda: model)()  # inside of PEFT's
     old = vars(model).get("_loss_function")
     if isinstance(old, _Loss):
         old.head.__class__ = nn.Linear  # type: ignore[assignment]
@@ -114,7 +115,9 @@ def set_loss_chunks(model: Any, num_chunks: int) -> None:
         return
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if hasattr(head, "modules_to_save"):  # PEFT trains a copy of it
+        head = head.modules_to_save["default"]
     of_whole = getattr(model, "loss_function", None)
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if type(head) is not nn.Linear or head.bias is not None or of_whole is not ForCausalLMLoss or has_encoder:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tierplan.runtime.trainer import Trainer
 
 INDEX_NAME = "model.safetensors.index.json"
+SAVED_MODULE = ".modules_to_save.default."
+"""In the names of what PEFT trains a copy of."""
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -52,8 +54,6 @@ def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
     "real."""
     with _parameters_on_meta():
         model = build_model(config, training)
-    tie: Any = getattr(model, "tie_weights", lambda: None)
-    tie()
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -138,10 +138,13 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     is_adapted = hasattr(model, "peft_config")
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
 
     def key_of(name: str) -> str:
         if is_adapted:
             name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            name = name.replace(".original_module.", ".").replace(SAVED_MODULE, ".")
+            name = tied.get(name, name)  # its copy is a parameter of its own
         bare = name.removeprefix(prefix)
         for key in (name, bare, prefix + name):
             for candidate in (key, key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(".bias", ".beta")):
@@ -167,7 +170,7 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        if adapters := {id(p): p for _, p in unit.parameters if is_adapted}:
+        if adapters := {id(p): p for name, p in unit.parameters if is_adapted and SAVED_MODULE not in name}:
             for p in adapters.values():
                 p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
             with torch.random.fork_rng(devices=()):

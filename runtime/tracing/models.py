@@ -81,9 +81,11 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
         if "scaled_dot_product_attention" not in str(error):
             raise
         model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
-    set_loss_chunks(model, training.loss_chunks)
     model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
-    return tuned(model.train(), training)
+    model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
+    model = tuned(model.train(), training)
+    set_loss_chunks(model, training.loss_chunks)
+    return model
 
 
 def tuned(model: Any, training: Training) -> nn.Module:
@@ -92,6 +94,9 @@ def tuned(model: Any, training: Training) -> nn.Module:
         if training.base:
             code_base(model, training.base, whole=True)
         model = _with_adapters(model, read_adapters(training.lora))
+        unknown = {*training.saved_modules} - {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        if unknown:
+            raise WorkloadError(f"save has {'+'.join(sorted(unknown))}, which no module of the model is called")
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.data = parameter.data.to(TORCH_DTYPES[training.dtype_of_trained])
     for name in matching(model, filter(None, training.freeze.split(","))):
@@ -107,7 +112,7 @@ def _with_adapters(model: Any, adapters: Adapters) -> Any:
     except ImportError as error:
         raise WorkloadError("adapters are those of peft, which is not installed; install tierplan[adapters]") from error
     targets = (adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets)) or None
-    common: dict[str, Any] = {"target_modules": targets}
+    common: dict[str, Any] = {"target_modules": targets, "modules_to_save": list(adapters.save) or None}
     if not model.config.is_encoder_decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         common["task_type"] = "CAUSAL_LM"
     if adapters.method != "ia3":
@@ -120,7 +125,7 @@ def _with_adapters(model: Any, adapters: Adapters) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what peft sets by itself for the family
             return peft.get_peft_model(model, kind(**common))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # such as a copy of codes, which cannot be trained
         raise WorkloadError(f"peft cannot adapt {type(model).__name__}: {error}") from error
 
 

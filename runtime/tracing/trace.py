@@ -267,7 +267,8 @@ class _Tracer:
             results = [x for x in out_leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
             handed = [] if results else [x for x in out_leaves if _is_floating(x)][:1]
             del out, out_leaves
-            unit = self._finish(f"L{i}", "block", results, handed=handed)
+            inside = [f"{self.prefix}{name}" for name, _ in block.named_parameters()]
+            unit = self._finish(f"L{i}", "block", results, handed=handed, inside=inside)
             part = self.known[key] = _Part(unit, looks, out_structure)
         else:
             self.units.append(replace(part.unit, name=f"L{i}"))
@@ -306,11 +307,13 @@ class _Tracer:
         results: list[torch.Tensor],
         passed_on: Sequence[torch.Tensor] = (),
         handed: Sequence[torch.Tensor] = (),
+        inside: Iterable[str] = (),
     ) -> Unit:
         """Ends the part that is being recorded: runs its backward and adds its unit. Empties `results`.
 
         The first result goes to the next unit, or what is `handed` over where there is none that can be differentiated.
-        Others, and what is `passed_on` beside, are shared by the units to come.
+        Others, and what is `passed_on` beside, are shared by the units to come. Parameters that lie `inside` are its
+        own whether they were used or not.
         """
         recorder = self.recorder
         assert recorder is not None
@@ -341,9 +344,9 @@ class _Tracer:
             t.grad = None
         # Of what was passed on, that counts which is read later; with its gradient, if it has one.
         self.shared |= {at: self.candidates[at][1] for at in recorder.outside if at in self.candidates}
-        for parameter in recorder.parameters_used:
+        for parameter in (*recorder.parameters_used, *inside):
             self.owner.setdefault(parameter, name)
-        own = self._owned(p for p in self.of_name if p in recorder.parameters_used and self.owner[p] == name)
+        own = self._owned(p for p in self.of_name if self.owner.get(p) == name)
         own["shapes"] = tuple(in_flat_order(own["shapes"], lambda shape: shape))
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
         granted = before + out_bytes + shared_grad_bytes + grad_bytes

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 METHODS = ("lora", "dora", "ia3")
-FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora"
+FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +26,17 @@ class Adapters:
     dropout: float = 0.0
     feedforward: tuple[str, ...] = ()
     """Those of IA3's targets whose input is scaled, not their output; none for PEFT's choice for the family."""
+    save: tuple[str, ...] = ()
+    """Names of modules (PEFT's `modules_to_save`) of which a copy is trained in full, in the type of the model, and
+    saved; the original is kept beside it, and the adapters are of that type too."""
 
 
+@lru_cache(maxsize=256)
 def read_adapters(text: str) -> Adapters:
     """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
     given: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
-    kinds |= {"targets": _names, "feedforward": _names, "method": str}
+    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         try:
@@ -52,4 +57,4 @@ def read_adapters(text: str) -> Adapters:
 def _names(value: str) -> tuple[str, ...]:
     if not value:
         raise ValueError("no targets")
-    return tuple(value.split("+"))
+    return tuple(dict.fromkeys(value.split("+")))

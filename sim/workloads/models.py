@@ -36,8 +36,6 @@ SUPPORTED: Mapping[str, str] = {
     "qwen3": "llama",
 }
 """Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
-ADAPTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Those that have them with adapters too."""
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -146,11 +144,13 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     family, config = family_of(raw), Config(raw)
     adapters = read_adapters(training.lora or "targets=all-linear")
     is_known = adapters.targets == ("all-linear",) or {*adapters.targets} <= {*family.layers}
+    is_known &= {*adapters.save} <= {family.words, "lm_head"}
     is_plain = not training.lora or (adapters.method == "lora" and is_known and bool(family.layers))
     if not is_plain or training.freeze or training.base:
         raise NotCovered(
-            "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base in dtype, "
-            f"for {', '.join(ADAPTED)}; use tracing (--exact)"
+            "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base in dtype, with "
+            f"words and output saved: of {raw['model_type']}, on {', '.join(sorted(family.layers)) or 'none'}, and "
+            f"save={family.words}+lm_head; use tracing (--exact)"
         )
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
@@ -174,7 +174,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     head = measure_unit("head", "head", training, run_head, hidden)
     block = measure_unit("L0", "block", training, run_block, hidden)
     blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
-    if training.lora:  # nobody wants the gradient of what a frozen embedding makes
+    if embed.is_frozen:  # nobody wants the gradient of what it makes
         blocks[0] = measure_unit("L0", "block", training, run_block, hidden, passes_back=False)
     workload = Workload(
         name=name,

@@ -60,7 +60,7 @@ class Training:
     """Of parameters, activations and gradients."""
     trained_dtype: DType | None = None
     """Of the parameters that are trained and of their gradients, where it is another; None for `dtype`, and for fp32
-    where there are adapters, as PEFT has them."""
+    where there are adapters, as PEFT has them, and no modules of the model are saved beside them."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
     optimizer: str = "adamw"
@@ -105,6 +105,11 @@ class Training:
                 f"base is {self.base!r}, but weights in codes cannot be trained; give adapters to train, such as lora "
                 "r=16, or freeze those weights"
             )
+        if self.saved_modules and self.dtype_of_trained != self.dtype:
+            raise WorkloadError(
+                f"trained_dtype is {self.trained_dtype!r}, but save={'+'.join(self.saved_modules)} trains modules of a "
+                f"model in {self.dtype!r}; parameters that are trained are of one type: leave out trained_dtype"
+            )
         if not self.optim.keeps_master and self.dtype_of_trained != "bf16":
             raise WorkloadError(
                 f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but that of trained "
@@ -127,7 +132,12 @@ class Training:
     @property
     def dtype_of_trained(self) -> DType:
         """Of the parameters that are trained, and of their gradients."""
-        return self.trained_dtype or ("fp32" if self.lora else self.dtype)
+        return self.trained_dtype or ("fp32" if self.lora and not self.saved_modules else self.dtype)
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """Modules of the model that are trained in full beside adapters."""
+        return read_adapters(self.lora).save if self.lora else ()
 
     @property
     def updated_dtype(self) -> str:

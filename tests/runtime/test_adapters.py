@@ -16,6 +16,7 @@ from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.checkpoint.commits import CommitError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
@@ -66,6 +67,30 @@ def test_a_base_in_codes_is_trained_upon_as_plainly(base: str, family: str, whic
     changed = {n for n, p in model.named_parameters() if not p.equal(before[n])}
     assert changed
     assert all("lora" in name for name in changed)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("which", PLANS)
+@pytest.mark.parametrize(
+    ("family", "dtype", "chunks"), [("gpt2", "bf16", 1), ("llama", "bf16", 3), ("mixtral", "fp32", 1)]
+)
+def test_words_and_output_are_trained_in_full_beside_adapters(
+    family: str, dtype: str, chunks: int, which: str, tmp_path: Path
+) -> None:
+    words = "wte" if family == "gpt2" else "embed_tokens"
+    lora = f"r=4,save={words}+lm_head"
+    training = replace(CPU, dtype=dtype, lora=lora, gradient_accumulation_steps=2, loss_chunks=chunks)  # type: ignore[arg-type]
+    model = tuned(make_model(family, dtype=dtype), training)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    workload = trace_module(model, make_batches(1)[0], training)
+    with loss_in_chunks(model, chunks):
+        check(model, workload.training, PLANS[which], tmp_path, workload=workload)
+    changed = {n for n, p in model.named_parameters() if not p.equal(before[n])}
+    assert {n.partition(".modules_to_save.")[0].rpartition(".")[2] for n in changed if "lora" not in n} == {
+        words,
+        "lm_head",
+    }
+    assert not any("original_module" in n for n in changed)
 
 
 def test_a_resumed_run_takes_the_base_from_the_model(tmp_path: Path) -> None:

@@ -137,18 +137,20 @@ def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.C
 
 
 @pytest.mark.filterwarnings("ignore::Warning:peft")
-@pytest.mark.parametrize("base_format", ["", "nf4", "added"])
+@pytest.mark.parametrize(
+    ("base_format", "saved"), [("", ""), ("nf4", ""), ("added", ""), ("", ",save=wte+lm_head"), ("nf4", ",save=ln_f")]
+)
 def test_adapters_are_trained_and_saved_as_peft_does(
-    files: Path, base_format: str, monkeypatch: pytest.MonkeyPatch
+    files: Path, base_format: str, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a base in a format that is one entry more."""
+    """Also on a base in a format that is one entry more, and with modules that are trained in full beside them."""
     monkeypatch.setitem(FORMATS, "added", ADDED)
     from peft import PeftModel
     from transformers import GPT2LMHeadModel
 
     make = GPT2LMHeadModel(GPT2LMHeadModel.config_class(**json.loads((files / "config.json").read_text())))
     make.save_pretrained(files / "base")
-    write_plan(files, replace(CPU, lora="r=4", base=base_format))
+    write_plan(files, replace(CPU, lora=f"r=4{saved}", base=base_format))
     base = ["--model", str(files / "base")]
     assert main(arguments(files, 1, "start", *base, "--lr", "0", "--weight-decay", "0")) == 0
     assert main(arguments(files, 2, "out", *base, "--weight-decay", "0")) == 0
@@ -165,6 +167,7 @@ def test_adapters_are_trained_and_saved_as_peft_does(
     ours, theirs = weights_in(files / "out" / "model"), weights_in(files / "plain")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert sum("lora" not in key for key in ours) == (0 if not saved else 2)
 
 
 def test_a_model_with_codes_is_not_exported_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

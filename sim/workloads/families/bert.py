@@ -14,20 +14,20 @@ DROPOUT = 0.1
 def block(tape: Tape, config: Config, x: Value) -> Value:
     width = config.hidden
     tape.scope = "attention"
-    q, k, v = (linear(tape, x, width) for _ in range(3))
+    q, k, v = (linear(tape, x, width, name) for name in ("query", "key", "value"))
     drops = config.fraction("attention_probs_dropout_prob", DROPOUT) > 0
     attended = fused_attention(tape, q, k, v, heads=config.heads, head_dim=width // config.heads, drops=drops)
     del q, k, v
     attended = closed(tape, config, attended, x)
     tape.scope = "ffn"
-    inner = linear(tape, attended, config.number("intermediate_size"))
+    inner = linear(tape, attended, config.number("intermediate_size"), "dense")
     inner = activation(tape, inner, config.text("hidden_act", "gelu"))
     return closed(tape, config, inner, attended)
 
 
 def closed(tape: Tape, config: Config, x: Value, residual: Value) -> Value:
     """The end of each half: projection, dropout, residual, norm."""
-    hidden = linear(tape, x, config.hidden)
+    hidden = linear(tape, x, config.hidden, "dense")
     hidden = dropout(tape, hidden, config.fraction("hidden_dropout_prob", DROPOUT))
     return layer_norm(tape, add(tape, hidden, residual))
 
@@ -47,10 +47,11 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
 
 
 def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
-    hidden = linear(tape, x, config.hidden)
+    hidden = linear(tape, x, config.hidden, "dense")
     hidden = activation(tape, hidden, config.text("hidden_act", "gelu"))
     hidden = layer_norm(tape, hidden)
-    return cross_entropy(tape, product(tape, hidden, config.vocabulary, shared=config.tied), labels)
+    hidden = product(tape, hidden, config.vocabulary, shared=config.tied)
+    return cross_entropy(tape, hidden, labels)
 
 
 def check(config: Config, training: Training) -> None:
@@ -58,4 +59,4 @@ def check(config: Config, training: Training) -> None:
     check_attention(config, training, "attention_probs_dropout_prob", DROPOUT, "is_decoder", "add_cross_attention")
 
 
-FAMILY = Family(embed=embed, block=block, head=head, check=check)
+FAMILY = Family(embed=embed, block=block, head=head, check=check, layers={"query", "key", "value", "dense"})

@@ -36,7 +36,7 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 
 
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
-    words = embedding(tape, ids, config.vocabulary, config.hidden)
+    words = embedding(tape, ids, config.vocabulary, config.hidden, "wte")
     positions = position_ids(tape, ids.shape[1])
     tape.hold(positions)  # a local variable of the model's forward
     places = embedding(tape, positions, config.number("n_positions", 1024), config.hidden)
@@ -54,4 +54,4 @@ def check(config: Config, training: Training) -> None:
 
 
 LAYERS = {"c_attn", "c_proj", "c_fc"}
-FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS)
+FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="wte")

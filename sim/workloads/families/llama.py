@@ -66,7 +66,7 @@ def head_dim_of(config: Config) -> int:
 
 
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
-    words = embedding(tape, ids, config.vocabulary, config.hidden)
+    words = embedding(tape, ids, config.vocabulary, config.hidden, "embed_tokens")
     tape.hold(*rotary_tables(tape, position_ids(tape, ids.shape[1]), head_dim_of(config)))
     return words
 
@@ -118,4 +118,4 @@ def check(config: Config, training: Training) -> None:
 
 
 LAYERS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-FAMILY = Family(embed=embed, block=block, head=head, shared=shared, check=check, layers=LAYERS)
+FAMILY = Family(embed=embed, block=block, head=head, shared=shared, check=check, layers=LAYERS, words="embed_tokens")

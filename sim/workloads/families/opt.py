@@ -17,24 +17,25 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     residual = x
     tape.scope = "self_attn"
     hidden = layer_norm(tape, x, rank=1)
-    q = scale(tape, linear(tape, hidden, width))
-    k, v = linear(tape, hidden, width), linear(tape, hidden, width)
-    hidden = linear(tape, fused_attention(tape, q, k, v, heads=config.heads, head_dim=width // config.heads), width)
-    del q, k, v
+    q = scale(tape, linear(tape, hidden, width, "q_proj"))
+    k, v = (linear(tape, hidden, width, name) for name in ("k_proj", "v_proj"))
+    attended = fused_attention(tape, q, k, v, heads=config.heads, head_dim=width // config.heads)
+    hidden = linear(tape, attended, width, "out_proj")
+    del q, k, v, attended
     hidden = dropout(tape, hidden, config.fraction("dropout", DROPOUT))
     hidden = add(tape, residual, hidden)
     residual = hidden
     tape.scope, tape.rank = "ffn", 2
     hidden = layer_norm(tape, hidden, rank=3)
-    hidden = linear(tape, hidden, inner)
+    hidden = linear(tape, hidden, inner, "fc1")
     hidden = activation(tape, hidden, config.text("activation_function", "relu"))
-    hidden = linear(tape, hidden, width)
+    hidden = linear(tape, hidden, width, "fc2")
     hidden = dropout(tape, hidden, config.fraction("dropout", DROPOUT))
     return add(tape, residual, hidden)
 
 
 def embed(tape: Tape, config: Config, ids: Value) -> Value:
-    words = embedding(tape, ids, config.vocabulary, config.hidden)
+    words = embedding(tape, ids, config.vocabulary, config.hidden, "embed_tokens")
     mask = tape.made("ones", [], ids.shape, "fp32")
     counted = tape.made("cumsum", [mask], mask.shape, "fp32")
     product = tape.made("mul", [counted, mask], mask.shape, "fp32")
@@ -44,6 +45,7 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
     tape.hold(numbers)  # blocks get it
     moved_on = tape.made("add", [numbers], numbers.shape, "int64")
     places = embedding(tape, moved_on, config.number("max_position_embeddings") + OFFSET, config.hidden)
+    del moved_on
     return add(tape, words, places)
 
 
@@ -61,4 +63,5 @@ def check(config: Config, training: Training) -> None:
         raise NotCovered("attention_dropout is above 0, which takes tracing (--exact)")
 
 
-FAMILY = Family(embed=embed, block=block, head=head, check=check)
+LAYERS = {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
+FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="embed_tokens")

@@ -146,6 +146,11 @@ class Tape:
         leaf = None if is_frozen else Node((), None, size, dtype, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
 
+    def keep(self, num_parameters: int) -> None:
+        """Frozen parameters of this unit that no operation reads."""
+        self.num_parameters += num_parameters
+        self.num_frozen += num_parameters
+
     def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:
         """The unit's input: it belongs to the unit before."""
         dtype = dtype or self.training.dtype

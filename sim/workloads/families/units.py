@@ -78,6 +78,8 @@ class Family:
     """Raises `WorkloadError` for settings that the closed forms do not cover."""
     layers: Collection[str] = ()
     """Names of linear layers that may have adapters."""
+    words: str = ""
+    """The embedding of which, as of `lm_head`, a copy may be trained beside adapters."""
 
 
 def position_ids(tape: Tape, length: int) -> Value:
@@ -85,9 +87,9 @@ def position_ids(tape: Tape, length: int) -> Value:
     return tape.made("add", [tape.made("arange", [], (length,), "int64")], (1, length), "int64")
 
 
-def embedding(tape: Tape, ids: Value, rows: int, width: int, *, rank: int | None = None) -> Value:
+def embedding(tape: Tape, ids: Value, rows: int, width: int, name: str = "", *, rank: int | None = None) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
-    table = tape.parameter(rows, width, rank=rank)
+    table = tape.parameter(rows, width, rank=rank, adapts=name in tape.training.saved_modules)
     saved = tape.save(ids) if table.needs_grad else ()
     out = tape.empty((*ids.shape, width), table.dtype)
     tape.record("embedding", [ids, table], [out], tape.moved(ids, out, out))
@@ -125,10 +127,12 @@ def next_labels(tape: Tape, padded: Value) -> Value:
     return shifted
 
 
-def chunked_loss(tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, shared: bool) -> Value:
+def chunked_loss(
+    tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, shared: bool, adapts: bool = False
+) -> Value:
     """The same with the logits of a part of the tokens at a time, as `runtime.autograd.chunked_loss` computes it."""
     width, dtype = hidden.shape[-1], hidden.dtype
-    weight = tape.parameter(vocabulary, width, shared=shared)
+    weight = tape.parameter(vocabulary, width, shared=shared, adapts=adapts)
     shifted = next_labels(tape, padded_labels(tape, labels))
     tokens = shifted.numel
     each = -(-tokens // tape.training.loss_chunks)
@@ -210,10 +214,14 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
 
 def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tied: bool = True) -> Value:
     """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and their loss."""
-    shared = config.flag("tie_word_embeddings", default=tied)
+    tied, saved = config.flag("tie_word_embeddings", default=tied), tape.training.saved_modules
+    own, vocabulary = "lm_head" in saved, config.vocabulary
+    if saved:  # copies are no longer tied; where their originals have no use, they count here
+        tape.keep((len(saved) - tied) * vocabulary * hidden.shape[-1])
+    shared = tied and not saved
     if tape.training.loss_chunks > 1:
-        return chunked_loss(tape, hidden, config.vocabulary, labels, shared=shared)
-    return causal_loss(tape, product(tape, hidden, config.vocabulary, bias=False, shared=shared), labels)
+        return chunked_loss(tape, hidden, vocabulary, labels, shared=shared, adapts=own)
+    return causal_loss(tape, product(tape, hidden, vocabulary, bias=False, shared=shared, adapts=own), labels)
 
 
 def check_attention(config: Config, training: Training, dropout: str, default: float, *unusual: str) -> None:

@@ -43,6 +43,10 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, QLoRA": ("llama", {"lora": "r=4", "base": "nf4"}),
     "llama, int8 and DoRA": ("llama", {"lora": "r=4,method=dora", "base": "int8"}),
     "llama, fp8 and LoRA": ("llama", {"lora": "r=4", "base": "fp8"}),
+    "llama, LoRA beside words and output": ("llama", {"lora": "r=4,save=embed_tokens+lm_head"}),
+    "llama, QLoRA beside norms": ("llama", {"lora": "r=4,save=norm+input_layernorm", "base": "nf4"}),
+    "gpt2, LoRA beside words that were tied": ("gpt2", {"lora": "r=4,save=wte"}),
+    "mixtral, LoRA beside words and output": ("mixtral", {"lora": "r=4,save=embed_tokens+lm_head"}),
     "bert, LoRA": ("bert", {"lora": "r=4,targets=query+value"}),
 }
 

@@ -10,8 +10,8 @@ import pytest
 from tests.configs import config_of
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.sim.workloads.models import ADAPTED, SUPPORTED, load_workload, workload_of
-from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload
+from tierplan.sim.workloads.models import SUPPORTED, load_workload, workload_of
+from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
 
@@ -61,7 +61,7 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
 @pytest.mark.parametrize("lora", ["r=4", "r=3,alpha=5,dropout=0.1"])
 @pytest.mark.parametrize("more", [{}, {"trained_dtype": "bf16", "loss_chunks": 2}, {"loss_chunks": 5}], ids=str)
@@ -69,6 +69,7 @@ def test_closed_forms_are_exact_with_adapters(
     family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
 ) -> None:
     raw = {**config_of(family), "num_key_value_heads": 4}
+    more = {name: value for name, value in more.items() if (family, name) != ("bert", "loss_chunks")}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
     training = Training(per_device_train_batch_size=batch, **settings)
     closed = workload_of("x", raw, training)
@@ -82,7 +83,8 @@ def test_closed_forms_are_exact_with_adapters(
     ("family", "targets"),
     [("gpt2", "c_attn"), ("gpt2", "c_fc"), ("gpt2", "c_proj"), ("llama", "q_proj+v_proj"), ("llama", "o_proj"),
      ("llama", "gate_proj+up_proj+down_proj"), ("llama", "down_proj"), ("qwen2", "k_proj"),
-     ("qwen3", "v_proj+up_proj")],
+     ("qwen3", "v_proj+up_proj"), ("opt", "q_proj+fc2"), ("opt", "out_proj"), ("bert", "query+value"),
+     ("bert", "dense")],
 )  # fmt: skip
 @pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
 def test_closed_forms_are_exact_with_named_targets(
@@ -94,6 +96,32 @@ def test_closed_forms_are_exact_with_named_targets(
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("family", "save"),
+    [("gpt2", "wte"), ("gpt2", "lm_head"), ("gpt2", "wte+lm_head"), ("opt", "embed_tokens+lm_head"),
+     ("llama", "embed_tokens"), ("llama", "lm_head"), ("llama", "embed_tokens+lm_head")],
+)  # fmt: skip
+@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_closed_forms_are_exact_with_words_and_output_saved(
+    family: str, save: str, backend: str, dtype: str, batch: int, changes: dict[str, Any], chunks: int
+) -> None:
+    raw = {**config_of(family), "num_key_value_heads": 4, **changes}
+    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "loss_chunks": chunks}
+    training = Training(per_device_train_batch_size=batch, lora=f"r=4,save={save}", **settings)
+    assert training.dtype_of_trained == dtype
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+def test_modules_that_are_saved_beside_adapters_have_their_type_and_a_name() -> None:
+    with pytest.raises(WorkloadError, match="parameters that are trained are of one type"):
+        Training(lora="r=4,save=lm_head", trained_dtype="fp32")
+    with pytest.raises(WorkloadError, match="save has lm_heads, which no module"):
+        trace_config("x", config_of("llama"), Training(sequence_length=8, lora="r=4,save=lm_heads"))
+
+
 @pytest.mark.parametrize(("model", "num_trained"), [("llama-3.1-8b", 41_943_040), ("llama-3.3-70b", 207_093_760)])
 def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_trained: int) -> None:
     workload = load_workload(model, Training(lora="r=16,targets=all-linear"))
@@ -101,8 +129,8 @@ def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_t
     assert all(unit.num_frozen == unit.num_parameters for unit in (workload.units[0], workload.units[-1]))
 
 
-@pytest.mark.parametrize("tuning", [{"lora": "r=4,targets=lm_head"}, {"lora": "method=dora"}, {"freeze": "*.wte.*"},
-                                    {"lora": "r=4", "base": "nf4"}])  # fmt: skip
+@pytest.mark.parametrize("tuning", [{"lora": "r=4,targets=lm_head"}, {"lora": "r=4,save=norm"}, {"freeze": "*.wte.*"},
+                                    {"lora": "method=dora"}, {"lora": "r=4", "base": "nf4"}])  # fmt: skip
 def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
     with pytest.raises(NotCovered, match="LoRA on linear layers"):
         workload_of("x", config_of("llama"), Training(**tuning))

@@ -75,7 +75,7 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(what, "--optimizer NAME[:OPTIONS]", kept, optimizer, "adamw")
     option(
         what, "--lora ADAPTERS", "train adapters of PEFT's on a frozen model, such as r=16,targets=all-linear (also "
-        "method=dora or ia3, alpha=, dropout=)",
+        "method=dora or ia3, alpha=, dropout=, and save=embed_tokens+lm_head for copies that are trained in full)",
     )  # fmt: skip
     option(
         what, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
