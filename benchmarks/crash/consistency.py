@@ -74,7 +74,20 @@ RAW: dict[str, object] = {
     "eos_token_id": 0,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
 }
-ADAPTERS = "adapters, base on NVMe"
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+LLAMA: dict[str, object] = {"model_type": "llama", "num_key_value_heads": 1, "max_position_embeddings": 16, **SIZES}
+SHAPES: Mapping[str, tuple[dict[str, object], str]] = {
+    "GPT-2": (RAW, "r=4,dropout=0.1"),
+    "Llama": (LLAMA, "r=4,dropout=0.1,save=embed_tokens+lm_head"),
+    "Mixtral": ({**LLAMA, "model_type": "mixtral", "num_local_experts": 2}, "r=4"),
+}
+ADAPTERS: Mapping[str, tuple[str, str]] = {
+    f"adapters of {shape}, base {where}": (shape, tier)
+    for shape in SHAPES
+    for where, tier in (("in memory", "host"), ("on NVMe", "nvme"))
+}
+"""Shapes, and where the frozen base lies."""
+EIGHT_BITS = "states in 8 bits"
 POLICIES: Mapping[str, tuple[str, dict[str, object]]] = {
     "in-memory": ("in-memory", {}),
     "full-recompute": ("full-recompute", {}),
@@ -96,9 +109,13 @@ UNITWISE: Mapping[str, UnitPlan] = {
     "everything on NVMe": UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme"),
     "states in parts": UnitPlan(params="host", grads="host", states="nvme", state_shards=3),
     "everything in memory": UnitPlan(params="device", states="host"),
-    ADAPTERS: UnitPlan(params="host", frozen="nvme", grads="host", states="nvme", acts="recompute"),
+    **{
+        name: UnitPlan(params="host", frozen=tier, grads="host", states="nvme", acts="recompute")  # type: ignore[arg-type]
+        for name, (_, tier) in ADAPTERS.items()
+    },
+    EIGHT_BITS: UnitPlan(params="host", grads="host", states="nvme"),
 }
-RECORDED = (*(name for name in UNITWISE if name != ADAPTERS), "two drives", "fuyou, delayed")
+RECORDED = ("everything on NVMe", "states in parts", "everything in memory", "two drives", "fuyou, delayed")
 STEPS = 4
 RECORDED_STEPS = 3
 
@@ -113,6 +130,7 @@ class Case:
 
     name: str
     schedule: Schedule
+    raw: Mapping[str, object]
     num_drives: int = 1
 
     @property
@@ -125,18 +143,18 @@ class Case:
 
 @cache
 def case(name: str) -> Case:
-    training = replace(TRAINING, lora="r=4,dropout=0.1") if name == ADAPTERS else TRAINING
-    workload = trace_config("tiny", RAW, training)
+    raw, lora = SHAPES[ADAPTERS[name][0]] if name in ADAPTERS else (RAW, "")
+    training = replace(TRAINING, lora=lora, optimizer="adamw:states=8bit" if name == EIGHT_BITS else "adamw")
+    workload = trace_config("tiny", raw, training)
     place = machine(1 << 30, 1 << 30)
     if name in POLICIES:
-        return Case(
-            name=name, schedule=lower(decide(POLICIES[name][0], workload, place, POLICIES[name][1]), workload, place)
-        )
+        plan = decide(POLICIES[name][0], workload, place, POLICIES[name][1])
+        return Case(name=name, schedule=lower(plan, workload, place), raw=raw)
     choice = UNITWISE.get(name, UNITWISE["everything on NVMe"])
     kept = replace(choice, acts="keep")
     units = tuple(choice if u.kind == "block" else kept for u in workload.units)
     schedule = lower(UnitwisePlan(policy=name, units=units), workload, place)
-    return Case(name=name, schedule=schedule, num_drives=2 if name == "two drives" else 1)
+    return Case(name=name, schedule=schedule, raw=raw, num_drives=2 if name == "two drives" else 1)
 
 
 def batches(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
@@ -147,14 +165,14 @@ def batches(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
 
 def trainer_for(one: Case, folder: Path, **settings: Any) -> Trainer:
     """Commits every step."""
-    model = hollow_model(RAW, one.training)
+    model = hollow_model(one.raw, one.training)
     settings = {"out_dir": folder / "out", "resume": True, "checkpoint_every": 1, **settings}
     return Trainer(
         one.schedule,
         model,
         nvme_dir=one.drives(folder),
         nvme_weights=(2.0, 1.0)[: one.num_drives],
-        optimizer=OptimizerSettings(lr=1e-2),
+        optimizer=OptimizerSettings(name=one.training.optimizer, lr=1e-2),
         weights=random_weights(model, seed=0),
         num_threads=1,
         **settings,

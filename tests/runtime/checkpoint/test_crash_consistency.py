@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.consistency import case, faults, kills, lines, prefixes
+from benchmarks.crash.consistency import ADAPTERS, EIGHT_BITS, case, faults, kills, lines, prefixes
 from benchmarks.crash.mistakes import PLANTED
 from benchmarks.crash.states import Disk, Event, Recorder, crashes
 from tierplan.runtime.memory import files
@@ -107,7 +107,8 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     assert len(found["broken"]) == 1
 
 
-@pytest.mark.parametrize("name", ["zero-infinity, all on NVMe", "fuyou, delayed", "adapters, base on NVMe"])
+@pytest.mark.filterwarnings("ignore::Warning:peft")
+@pytest.mark.parametrize("name", ["zero-infinity, all on NVMe", "fuyou, delayed", EIGHT_BITS, *ADAPTERS])
 def test_kills_and_faults(name: str, tmp_path: Path) -> None:
     killed = kills(name, 4, tmp_path / "kills", 0)
     failed = faults(name, 4, tmp_path / "faults", 0)
