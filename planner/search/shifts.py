@@ -15,7 +15,7 @@ from itertools import chain
 from math import ceil
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, MODES, Problem, SlotGroup, UnitAmounts
+from tierplan.planner.milp.amounts import GB, MODES, Mode, Problem, SlotGroup, UnitAmounts
 from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
@@ -32,6 +32,7 @@ from tierplan.planner.search.moves import (
     with_host_shards,
     with_windows,
 )
+from tierplan.sim.step import Action
 
 ORDERS: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
     lambda units: [units[k] for k in spread(len(units))],
@@ -58,29 +59,21 @@ class Shift:
     """One choice taken to another, in any number of units."""
 
     name: str
-    change: Callable[[int, UnitPlan], UnitPlan | None]
-    """From a unit's number and choice to the new choice; None where the unit does not have the old one."""
+    units: Sequence[int]
+    """Units that have the old choice and may have the new one."""
+    change: Callable[[int, UnitPlan], UnitPlan]
+    """From such a unit's number and choice to the new choice."""
     frees_gb: dict[str, float] = field(default_factory=dict)
     """By kind of tier: about what one unit's change frees there."""
     cost_s: float = 0.0
     """About what one unit's change adds to the step, at the prices of what streams are asked for."""
-
-    def units(self, plan: UnitwisePlan) -> list[int]:
-        """Units to which it applies."""
-        return [u for u, choice in enumerate(plan.units) if self.change(u, choice) is not None]
-
-    def applies(self, plan: UnitwisePlan) -> bool:
-        """Whether there are any."""
-        return any(self.change(u, choice) is not None for u, choice in enumerate(plan.units))
 
 
 def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwisePlan:
     """The plan with the shift made in these units."""
     choices = list(plan.units)
     for u in units:
-        changed = shift.change(u, choices[u])
-        if changed is not None:
-            choices[u] = changed
+        choices[u] = shift.change(u, choices[u])
     return replace(plan, units=tuple(choices))
 
 
@@ -140,36 +133,37 @@ class StreamPrices:
 
 def shifts(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> list[Shift]:
     """All shifts from choices that the plan has somewhere."""
-    return [
-        *_placements(problem, plan, prices),
-        *_actions(problem, plan, prices),
-        *_lateness(problem, plan),
-        *_host_shards(problem, plan, prices),
-    ]
+    kinds = (
+        _placements(problem, plan, prices),
+        _actions(problem, plan, prices),
+        _lateness(problem, plan),
+        _host_shards(problem, plan, prices),
+    )
+    return [shift for shift in chain.from_iterable(kinds) if shift.units]
 
 
 def reliefs(problem: Problem, plan: UnitwisePlan, tier_kind: str, prices: StreamPrices) -> list[Shift]:
     """Shifts that free memory of this kind of tier, those that cost least for it first."""
-    freeing = [s for s in shifts(problem, plan, prices) if s.frees_gb.get(tier_kind, 0.0) > 0 and s.applies(plan)]
+    freeing = [s for s in shifts(problem, plan, prices) if s.frees_gb.get(tier_kind, 0.0) > 0]
     return sorted(freeing, key=lambda s: (s.cost_s / s.frees_gb[tier_kind], s.name))
 
 
 def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
-    present = dict.fromkeys(placement_of(choice) for choice in plan.units)
+    present: dict[Placement, list[int]] = {}
+    for u, choice in enumerate(plan.units):
+        present.setdefault(placement_of(choice), []).append(u)
     allowed = dict.fromkeys(chain.from_iterable(problem.modes(u) for u in range(len(problem.units))))
     able = [set(problem.modes(u)) for u in range(len(problem.units))]
     unit = max(problem.units, key=lambda u: u.gparams)
-    for old in present:
+    for old, units in present.items():
         for k in allowed:
             mode = MODES[k]
             new = placement_of(mode)
             if new == old:
                 continue
 
-            def change(u: int, choice: UnitPlan, old: Placement = old, k: int = k) -> UnitPlan | None:
-                if placement_of(choice) != old or k not in able[u]:
-                    return None
-                return placed(plan, choice, MODES[k])
+            def change(u: int, choice: UnitPlan, mode: Mode = mode) -> UnitPlan:
+                return placed(plan, choice, mode)
 
             frees: dict[str, float] = {}
             homes = [(params, states, frozen or params, update) for params, states, _, frozen, update in (old, new)]
@@ -179,50 +173,59 @@ def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> I
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
             cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])
-            yield Shift(f"place {old} {k}", change, frees, cost_s)
+            yield Shift(f"place {old} {k}", [u for u in units if k in able[u]], change, frees, cost_s)
 
 
 def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
     num_groups = max((len(unit.groups) for unit in problem.units), default=0)
     for g in range(num_groups):
-        with_group = [u for u, unit in enumerate(problem.units) if g < len(unit.groups)]
-        group = max((problem.units[u].groups[g] for u in with_group), key=lambda group: group.gb)
+        with_group = [(u, unit.groups[g]) for u, unit in enumerate(problem.units) if g < len(unit.groups)]
+        group = max((own for _, own in with_group), key=lambda group: group.gb)
+        present: dict[str, list[int]] = {}
+        for u, own in with_group:
+            present.setdefault(_action_on(plan.units[u], own), []).append(u)
         for new in ACTIONS:
             if (new == "nvme" and not problem.has_nvme) or (new in ("host", "nvme") and not problem.host_gb):
                 continue
+            able = {u for u, own in with_group if _may_be(own, new)}
             for old in ACTIONS:
-                if old == new:
+                if old == new or old not in present:
                     continue
 
-                def change(u: int, choice: UnitPlan, g: int = g, old: str = old, new: str = new) -> UnitPlan | None:
-                    groups = problem.units[u].groups
-                    if g >= len(groups):
-                        return None
-                    own = groups[g]
-                    now = choice.action(own.slots[0]) if own.slots else choice.input
-                    able = {"keep": True, "recompute": own.recomputable and bool(own.slots)}.get(new, own.movable)
-                    return acting(choice, problem, u, g, new) if now == old and able else None
+                def change(u: int, choice: UnitPlan, g: int = g, new: str = new) -> UnitPlan:
+                    return acting(choice, problem, u, g, new)
 
                 frees: dict[str, float] = {}
                 for action, sign in ((old, 1.0), (new, -1.0)):
                     if action in HOLDS:
                         frees[HOLDS[action]] = frees.get(HOLDS[action], 0.0) + sign * group.gb * problem.turn
                 cost_s = prices.of_action(group, new) - prices.of_action(group, old)
-                yield Shift(f"act {g} {old} {new}", change, frees, cost_s)
+                yield Shift(f"act {g} {old} {new}", [u for u in present[old] if u in able], change, frees, cost_s)
+
+
+def _action_on(choice: UnitPlan, group: SlotGroup) -> Action:
+    """What is done with a unit's tensors of this group; one without slots is the unit's input."""
+    return choice.action(group.slots[0]) if group.slots else choice.input
+
+
+def _may_be(group: SlotGroup, action: str) -> bool:
+    if action == "recompute":
+        return group.recomputable and bool(group.slots)
+    return action == "keep" or group.movable
 
 
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
     if plan.semantics != "in-backward":
         return
     grads_gb = max(unit.grads_gb for unit in problem.units)
+    able = [u for u, choice in enumerate(plan.units) if not choice.updates_here and choice.grads != "nvme"]
     for late in (True, False):
 
-        def change(u: int, choice: UnitPlan, late: bool = late) -> UnitPlan | None:
-            if choice.updates_here or choice.grads == "nvme" or choice.late_update == late:
-                return None
+        def change(u: int, choice: UnitPlan, late: bool = late) -> UnitPlan:
             return replace(choice, late_update=late)
 
-        yield Shift(f"late {late}", change, {} if late else {"host": grads_gb}, 0.0)
+        units = [u for u in able if plan.units[u].late_update != late]
+        yield Shift(f"late {late}", units, change, {} if late else {"host": grads_gb}, 0.0)
 
 
 def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
@@ -234,12 +237,13 @@ def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> 
     saved_s = prices.of_placement(unit, "device", "nvme") - prices.of_placement(unit, "device", "host")
     for more in (1, 4, -1):
 
-        def change(u: int, choice: UnitPlan, more: int = more) -> UnitPlan | None:
-            return with_host_shards(choice, more)
+        def change(u: int, choice: UnitPlan, more: int = more) -> UnitPlan:
+            return with_host_shards(choice, more) or choice
 
         part = more / num_shards
         frees = {"host": -part * unit.states_gb, "nvme": part * unit.states_gb}
-        yield Shift(f"host shards {more}", change, frees, -part * saved_s)
+        units = [u for u, choice in enumerate(plan.units) if with_host_shards(choice, more) is not None]
+        yield Shift(f"host shards {more}", units, change, frees, -part * saved_s)
 
 
 BROUGHT_ONE_IN = (2, 3, 4, 6)
@@ -274,7 +278,6 @@ class _Descent:
         self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
         self.of_plan: UnitwisePlan | None = None
         self.menu: list[Shift] = []
-        self.units: dict[str, list[int]] = {}
         self.freeing: dict[str, list[Shift]] = {}
         self.capacity_gb: dict[str, float] = {
             t.kind: t.capacity_bytes / GB for t in reversed(simulate_plan.machine.tiers)
@@ -316,19 +319,20 @@ class _Descent:
     def _of_some(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         """One shift of some units, and as long as it helps of more."""
         ranked = sorted(self._menu(best.plan), key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
-        able = [shift for shift in ranked if shift.applies(best.plan)]
-        shift = able[min(int(self.rng.expovariate(len(ORDERS) / len(able))), len(able) - 1)]
+        shift = ranked[min(int(self.rng.expovariate(len(ORDERS) / len(ranked))), len(ranked) - 1)]
         part = 2 ** self.rng.randint(1, len(self.problem.units).bit_length())
         order = self.rng.choice([*ORDERS, self._from_somewhere])
-        while units := self._units(best.plan, shift):
+        again: Shift | None = shift
+        while again:
             before = best
-            for tried in self._tries(before, shift, order(units)[: max(1, len(units) // part)]):
+            for tried in self._tries(before, again, order(again.units)[: max(1, len(again.units) // part)]):
                 best = tried
                 yield best
             if best is before:
                 self.gains[shift.name] = self.gains.get(shift.name, 0.0) * FORGETS
                 return
             self.gains[shift.name] = _step_s(before) - _step_s(best)
+            again = next((s for s in self._menu(best.plan) if s.name == shift.name), None)
 
     def _from_somewhere(self, units: Sequence[int]) -> Sequence[int]:
         at = self.rng.randrange(len(units))
@@ -354,7 +358,7 @@ class _Descent:
         kind = short[0]
         num_tried = 0
         for relief in self._reliefs(best.plan, kind):
-            able = ORDERS[0]([u for u in self._units(best.plan, relief) if u not in units])
+            able = ORDERS[0]([u for u in relief.units if u not in units])
             num = max(1, ceil(-room_gb[kind] / relief.frees_gb[kind]))
             if len(able) < num or any(
                 room_gb[of] + num * gb < -MISJUDGED * self.capacity_gb[of]
@@ -399,14 +403,8 @@ class _Descent:
         """All shifts of a plan; what is known of the one before it is forgotten."""
         if plan is not self.of_plan:
             self.of_plan, self.menu = plan, shifts(self.problem, plan, self.prices)
-            self.units, self.freeing = {}, {}
+            self.freeing = {}
         return self.menu
-
-    def _units(self, plan: UnitwisePlan, shift: Shift) -> list[int]:
-        self._menu(plan)
-        if shift.name not in self.units:
-            self.units[shift.name] = shift.units(plan)
-        return self.units[shift.name]
 
     def _reliefs(self, plan: UnitwisePlan, kind: str) -> list[Shift]:
         self._menu(plan)
@@ -419,7 +417,7 @@ class _Descent:
         room_gb = dict(best.room_gb)
         for u in units:
             before = best.plan.units[u]
-            for choice, sign in ((before, 1.0), (shift.change(u, before) or before, -1.0)):
+            for choice, sign in ((before, 1.0), (shift.change(u, before), -1.0)):
                 for kind, gb in self._held_gb(u, choice):
                     room_gb[kind] = room_gb.get(kind, 0.0) + sign * gb
         return room_gb
@@ -436,8 +434,7 @@ class _Descent:
             if choice.late_update:
                 parts.append(("host", unit.grads_gb))
             for group in unit.groups:
-                action = choice.action(group.slots[0]) if group.slots else choice.input
-                if action in HOLDS:
+                if (action := _action_on(choice, group)) in HOLDS:
                     parts.append((HOLDS[action], group.gb * self.problem.turn))
             self.held[u, choice] = tuple(parts)
         return self.held[u, choice]

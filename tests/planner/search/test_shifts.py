@@ -27,7 +27,7 @@ def test_a_shift_changes_the_units_that_it_is_given_and_no_other():
     plan = uniform_plan(workload, EVERYTHING_OUT)
     seen = 0
     for shift in shifts(p, plan, StreamPrices(p, lower_bound(p).shares)):
-        units = shift.units(plan)
+        units = shift.units
         changed = applied(plan, shift, units[:3])
         different = [u for u, (a, b) in enumerate(zip(plan.units, changed.units, strict=True)) if a != b]
         assert different == units[:3], shift.name
@@ -50,7 +50,7 @@ def test_one_of_the_reliefs_that_are_tried_lowers_the_peak(kind: str):
 
     before = peak_bytes(plan)
     tried = reliefs(p, plan, kind, StreamPrices(p, lower_bound(p).shares))[:NUM_RELIEFS]
-    assert any(peak_bytes(applied(plan, shift, shift.units(plan))) < 0.95 * before for shift in tried)
+    assert any(peak_bytes(applied(plan, shift, shift.units)) < 0.95 * before for shift in tried)
 
 
 def test_the_descent_is_never_worse_and_ends_where_nothing_in_memory_is_left_out():
