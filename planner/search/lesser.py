@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierplan.hwmodels.catalog import catalog_names, load_machine
 from tierplan.hwmodels.machine import Machine
@@ -41,16 +41,24 @@ class Known:
 def lesser_of_catalog(machine: Machine) -> Machine | None:
     """The machine without what it has more of than the catalog's of this name; None where it has nothing more.
 
-    None, too, where that would be a card that nobody has: as slow as one at small amounts, as the other at large ones.
+    Where a device would be a card that nobody has, as slow as one at small amounts, as the other at large ones, it is
+    the machine's own: only what is beside it is less.
     """
     if machine.name not in catalog_names():
         return None
     less = lesser(machine, base := load_machine(machine.name))
     of_base = {s.name: s.rates for s in base.streams}
-    for one, own in zip(less.streams, machine.streams, strict=True):
-        others = of_base.get(one.name, {})
-        if any(rate not in (own.rates[kind], others.get(kind)) for kind, rate in one.rates.items()):
-            return None
+    mixed = {
+        one.name.split(".")[0]
+        for one, own in zip(less.streams, machine.streams, strict=True)
+        for kind, rate in one.rates.items()
+        if rate not in (own.rates[kind], of_base.get(one.name, {}).get(kind))
+    }
+    tiers = tuple(own if own.name in mixed else one for one, own in zip(less.tiers, machine.tiers, strict=True))
+    streams = tuple(
+        own if own.name.split(".")[0] in mixed else one for one, own in zip(less.streams, machine.streams, strict=True)
+    )
+    less = replace(less, tiers=tiers, streams=streams)
     return None if less == machine else less
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.planner.instances import random_chain, random_machine, random_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_capacity, with_faster, with_parts
 from tierplan.planner import planning
 from tierplan.planner.lowering import Lowering
@@ -104,6 +104,23 @@ def test_the_catalog_has_lesser_machines_of_its_own_names_only() -> None:
     assert less is not None
     assert less.tier("host") == mixed.tier("host")
     assert less.stream("host.adam").rates == base.stream("host.adam").rates
+
+
+def test_beside_a_card_that_mixes_with_none_the_rest_is_still_less() -> None:
+    """An L40S is quicker than an RTX 4090 at small products and slower at others: no card has the lesser of both."""
+    base = load_machine("desktop-4090")
+    less = lesser(card := load_machine("desktop-4090", ["gpu.part=l40s"]), base)
+    assert any(
+        rate not in (card.stream(COMPUTE).rates[kind], base.stream(COMPUTE).rates.get(kind))
+        for kind, rate in less.stream(COMPUTE).rates.items()
+    )
+    found = lesser_of_catalog(load_machine("desktop-4090", ["gpu.part=l40s", "nvme.drives=2", "host.adam=9 G/s"]))
+    assert found is not None
+    assert (found.tier("gpu0"), found.stream(COMPUTE)) == (card.tier("gpu0"), card.stream(COMPUTE))
+    for name in (HOST_ADAM, NVME_READ, NVME_WRITE):
+        assert found.stream(name) == base.stream(name)
+    assert found.tier("nvme") == base.tier("nvme")
+    assert lesser_of_catalog(found) is None
 
 
 def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
