@@ -15,6 +15,9 @@ from tierplan.planner.plan_rules import ACTIONS, Place, UpdatePlace
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 SHORT_CHAIN = 6
+BROUGHT_ONE_IN = (2, 3, 4, 6)
+"""States of one in so many units come to the device. They come whole: evenly spread, they are out of each other's
+way."""
 
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
@@ -82,6 +85,12 @@ def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """States on NVMe in larger or smaller shards, at once for all units."""
     for num_shards in STATE_SHARDS:
         yield lambda plan, num_shards=num_shards: with_shards(plan, num_shards)  # type: ignore[misc]
+
+
+def _brought(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
+    """States of one in so many units come to the device, and of no others."""
+    for every in BROUGHT_ONE_IN if problem.brings_states else ():
+        yield lambda plan, every=every: with_windows(with_brought_states(plan, every), (1, 1, 0))  # type: ignore[misc]
 
 
 def _host_shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -198,7 +207,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _joint,
 )
 
-GENERAL_FAMILIES = (_loosened, _windows, _shards)
+GENERAL_FAMILIES = (_loosened, _windows, _shards, _brought)
 """Families whose moves change all units alike."""
 
 

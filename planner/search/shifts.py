@@ -28,9 +28,7 @@ from tierplan.planner.search.moves import (
     placed,
     placement_of,
     spread,
-    with_brought_states,
     with_host_shards,
-    with_windows,
 )
 from tierplan.sim.step import Action
 
@@ -246,11 +244,6 @@ def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> 
         yield Shift(f"host shards {more}", units, change, frees, -part * saved_s)
 
 
-BROUGHT_ONE_IN = (2, 3, 4, 6)
-"""States of one in so many units come to the device, in plans that are tried first. They come whole: evenly spread,
-they are out of each other's way."""
-
-
 def descend_by_shifts(
     problem: Problem,
     start: Candidate[UnitwisePlan],
@@ -286,12 +279,6 @@ class _Descent:
         """By shift: what it has saved lately, in seconds."""
 
     def run(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
-        start = best.plan
-        for every in BROUGHT_ONE_IN if self.problem.brings_states else ():
-            found = self.simulate_plan(with_windows(with_brought_states(start, every), (1, 1, 0)))
-            if found.fits and _step_s(found) < _step_s(best):
-                best = found
-                yield best
         for better in self._of_all_units(best):
             best = better
             yield best

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.instances import MB, chain, small_machine
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -15,6 +16,7 @@ from tierplan.planner.search import shifts as module
 from tierplan.planner.search.batches import divisors
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.moves import BROUGHT_ONE_IN, with_brought_states
 from tierplan.planner.search.shifts import NUM_RELIEFS, StreamPrices, applied, descend_by_shifts, reliefs, shifts
 from tierplan.sim.compiled.simulation import simulate_columns
 
@@ -76,6 +78,22 @@ def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monk
     monkeypatch.setattr(module, "reliefs", lambda *args: [])
     *_, alone = descend_by_shifts(p, start, PlanSimulator(workload, machine, Budget(600)), bound=lower_bound(p))
     assert best.step_s < 0.99 * alone.step_s
+
+
+def test_states_come_to_the_device_once_the_descent_has_made_room_for_them(monkeypatch: pytest.MonkeyPatch):
+    """The host is slow, and what is kept fills the device: no plan beside the start has room for states that come."""
+    workload = chain(forward_s=[0.1] * 10, parameters=[10 * MB] * 10, saved_mb=[[20]] * 10)
+    machine = small_machine(device_mb=320, nvme_mb=0, adam_m_per_s=10, link_mb_per_s=600)
+    p = problem(workload, machine, semantics="in-backward")
+    evaluate = PlanSimulator(workload, machine, Budget(1e9))
+    kept = UnitPlan(params="host", grads="host", states="host", input="host")
+    start = evaluate(replace(uniform_plan(workload, kept), prefetch_states_units=2, prefetch_acts_units=2))
+    assert start.fits
+    assert not any(evaluate(with_brought_states(start.plan, every)).fits for every in (1, *BROUGHT_ONE_IN))
+    *_, best = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
+    monkeypatch.setattr(module, "GENERAL_FAMILIES", module.GENERAL_FAMILIES[:-1])
+    *_, alone = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
+    assert best.step_s < 0.6 * alone.step_s
 
 
 def test_a_step_of_too_many_turns_is_refused_by_arithmetic():
