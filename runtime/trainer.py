@@ -45,7 +45,7 @@ from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.run_result import RunResult
-from tierplan.sim.ranks import ends_of_sends, rank_schedule, stages
+from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages, turns
 from tierplan.sim.schedule import Schedule
 
 STEPS_TO_STOP = 10
@@ -155,6 +155,7 @@ class Trainer:
         self._threads_before = torch.get_num_threads()
         self._threads = self.num_threads or self._threads_before
         self._losses: dict[int, list[float]] = {}
+        self._had: dict[tuple[int, int], Batch] = {}
         self.units: Sequence[ModelUnit] = ()
         """The model's; none before the first `run`."""
         self._store: Store | None = None
@@ -433,6 +434,7 @@ class Trainer:
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
             stages=self._stages,
+            turns=turns(self.schedule),
             sends=self._sends,
         )
         if self.ranks is not None:
@@ -475,14 +477,24 @@ class Trainer:
         if self._committing is not None and self._committing.done():
             self._end_commit()
 
-    def _begin_micro_batch(self, step: int, m: int) -> MicroBatchRun:
-        if self.reference_work is not None:
-            self.reference_work.on_step(step)
-        batch = self._batches.next()
+    def _batch(self, step: int, m: int, turn: Turn) -> Batch:
+        """The next micro-batch, or one that has been here in this step: packs that visit the device take it again."""
+        if (batch := self._had.get((step, m))) is None:
+            batch = self._batches.next()
         if batch is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )
+        if turn.is_visit:
+            self._had = {key: one for key, one in self._had.items() if key[0] == step} | {(step, m): batch}
+        return batch
+
+    def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
+        if self.reference_work is not None:
+            self.reference_work.on_step(step)
+        batch, specs = self._batch(step, m, turn), self._step.units
+        if turn.is_visit:
+            specs = tuple(spec.all("keep" if turn.goes_back else "recompute") for spec in specs)
         moved = {k: self._device.to_device(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
         def forward() -> torch.Tensor:
@@ -492,11 +504,11 @@ class Trainer:
         return MicroBatchRun(
             hooks=self._hooks,
             units=self.units,
-            specs=self._step.units,
+            specs=specs,
             forward=forward,
             external=batch_addresses(moved, self._modules),
             device=self._device,
-            own=self._bodies.own,
+            own=turn.units,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )
 

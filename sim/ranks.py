@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,17 +75,51 @@ def is_pipeline(schedule: Schedule) -> bool:
 
 
 def stages(schedule: Schedule) -> dict[str, int]:
-    """By unit, the rank that has it; nothing where all ranks have all."""
-    forwards = [op for op in schedule.ops if op.kind == "forward"] if is_pipeline(schedule) else []
-    return {op.unit: parse_stream(op.stream).device or 0 for op in forwards}
+    """By unit, the rank that updates it; nothing where all ranks have all."""
+    updates = [op for op in schedule.ops if op.kind == "update"] if is_pipeline(schedule) else []
+    return {op.unit: _owner(op.key, op.stream) or 0 for op in updates}
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """What a rank of a pipeline does with a micro-batch in one go."""
+
+    units: range
+    """Indices of those that it runs, forward first."""
+    is_visit: bool = False
+    """The units leave afterwards, and with them all that is not in a buffer."""
+    goes_back: bool = False
+    """Backward follows in the same turn."""
+
+
+def turns(schedule: Schedule) -> dict[str, Turn]:
+    """By key of each op that computes units in a rank's part of a pipeline, its turn.
+
+    What a pack does not leave behind when it goes (`leave`) is not there when it comes again: then its recomputation is
+    the forward that backward follows.
+    """
+    index = {unit.name: k for k, unit in enumerate(schedule.step.units)} if schedule.step else {}
+    found: dict[str, Turn] = {}
+    begun: dict[int, Turn] = {}
+    for op in schedule.ops if any(op.kind == SEND for op in schedule.ops) else ():
+        if op.kind == "leave":
+            for turn in begun.values():
+                turn.is_visit = True
+            begun.clear()
+        elif op.kind in ("forward", "recompute", "backward") and op.unit in index:
+            unit, turn = index[op.unit], begun.setdefault(op.micro_batch, Turn(range(index[op.unit], index[op.unit])))
+            turn.units = range(turn.units.start, max(turn.units.stop, unit + 1))
+            turn.goes_back |= op.kind == "backward"
+            found[op.key] = turn
+    return found
 
 
 def ends_of_sends(schedule: Schedule) -> dict[str, tuple[int, int]]:
     """By key of each op that sends, from which rank to which."""
-    tiers, ends = {b.name: device_index(b.tier) for b in schedule.buffers}, {}
+    owners, ends = {b.name: _owner(b.name, b.tier) for b in schedule.buffers}, {}
     for op in schedule.ops:
         if op.kind == SEND:
-            source, target = (tiers[names[0]] if names else None for names in (op.reads, op.writes))
+            source, target = (owners[names[0]] if names else None for names in (op.reads, op.writes))
             if source is None or target is None or source == target or len(op.writes) > 1:
                 raise _unlike(schedule, f"op {op.key!r} does not send from one device to another")
             ends[op.key] = source, target
@@ -103,7 +137,7 @@ def _stage(schedule: Schedule, rank: int, num: int) -> Schedule:
     local = {
         b.name: replace(b, tier=here(b.tier))
         for b in schedule.buffers
-        if b.tier == device(rank) or (device_index(b.tier) is None and b.name in written)
+        if (owner := _owner(b.name, b.tier)) == rank or (owner is None and b.name in written)
     }
     kept = {op.key for op in own}
     ops = (replace(_own_part(schedule, op, local, kept, num), stream=here(op.stream)) for op in own)
@@ -187,5 +221,5 @@ def _unlike(schedule: Schedule, why: str) -> RankError:
     return RankError(
         f"schedule {schedule.name!r} does not do the same on each of its devices, which only the simulator executes "
         f"({why}); the runtime executes data parallelism (ddp, zero-1, zero-2, zero-3, fsdp), megatron-pp, "
-        "and harmony-dp with option host_memory=own"
+        "and harmony-dp and harmony-pp with option host_memory=own"
     )

@@ -7,7 +7,7 @@ is said here and nowhere else: which buffers there are for it follows, for whoev
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tierplan.hwmodels.records import Whole
@@ -51,6 +51,10 @@ class UnitSpec:
     def recomputed(self) -> tuple[int, ...]:
         """Indices of those that are dropped, and made again before backward (`contents.RecomputedActs`)."""
         return tuple(k for k, tensor in enumerate(self.saved) if tensor.action == "recompute")
+
+    def all(self, action: Action) -> UnitSpec:
+        """The same unit, to all of whose saved tensors this happens."""
+        return replace(self, saved=tuple(replace(tensor, action=action) for tensor in self.saved))
 
     def bytes_of(self, action: Action) -> int:
         """Bytes of the saved tensors with this action."""

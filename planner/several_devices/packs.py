@@ -23,7 +23,6 @@ from tierplan.hwmodels.names import (
     compute,
     d2h,
     device,
-    device_index,
     h2d,
     p2p,
     parse_stream,
@@ -267,9 +266,12 @@ class PackLowering:
             if what == "y" and task.is_last:
                 self.brought["dx", task.first, m] = source
             return self.builder.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
-        peer = device_index(tier)
+        return self._from_peer(copy_key("send", label), source, task.device, after, m)
+
+    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
+        peer = self.builder.owner(source)
         assert peer is not None
-        return self.builder.copy(copy_key("send", label), p2p(peer, task.device), source, gpu, after=after, m=m)
+        return self.builder.copy(key, p2p(peer, target), source, device(target), after=after, m=m)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
@@ -421,10 +423,13 @@ class PackLowering:
                     homes[unit.name] = self.builder.over(homes[unit.name])
                     writes.append(homes[unit.name])
             work = self.training.host_work(unit)
-            key = States(unit.name).update_key
+            key = self._update_key(task, unit)
             self.builder.op(
                 key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
             )
+
+    def _update_key(self, task: Task, unit: Unit) -> str:
+        return States(unit.name).update_key
 
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""

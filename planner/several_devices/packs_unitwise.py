@@ -7,17 +7,20 @@ gradients are buffers of one unit each. The last backward pack's forward is the 
 A tied head's share of the embedding's gradient waits in host memory where the two are in different packs.
 
 With data parallelism each rank has all parameters in its host memory and fetches them whole, as in Harmony. It takes a
-shard of the gradients and of the states, updates that, and gathers what the others have updated.
+shard of the gradients and of the states, updates that, and gathers what the others have updated. In a pipeline packs
+go round the ranks (`_Pipeline`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST
+from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
 from tierplan.planner.plan import PackPlan, Sharing
+from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.contents import (
@@ -27,10 +30,13 @@ from tierplan.sim.contents import (
     KeptActs,
     Params,
     RecomputedActs,
+    States,
     TiedGradients,
     backward_key,
     copy_key,
+    device_name,
     forward_key,
+    op_key,
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
@@ -46,7 +52,8 @@ def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine)
         workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
         one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload).schedule(machine)
         return partition(one, packs.devices, Sharing(divided="gradients"))
-    return _UnitwiseLowering(plan, workload).schedule(machine)
+    lowering = _UnitwiseLowering if packs.devices == 1 else _Pipeline
+    return lowering(plan, workload).schedule(machine)
 
 
 class _UnitwiseLowering(PackLowering):
@@ -58,6 +65,7 @@ class _UnitwiseLowering(PackLowering):
         self.tied: dict[tuple[str, int], str] = {}
         self.may_begin: list[str] = []
         self.by_name = {unit.name: unit for unit in self.units}
+        self.at, self.first = 0, 0  # the turn's device and first unit
 
     def step(self) -> StepSpec:
         kept_from = self.packs.backward[-1][0]
@@ -75,6 +83,18 @@ class _UnitwiseLowering(PackLowering):
             return super()._stash_arrives(task, m, after)
         self.may_begin = after  # nothing to bring, but the turn is the same
         return None
+
+    def _turn(self, task: Task, before: list[Task]) -> str | None:
+        self.at, self.first = task.device, task.first
+        return super()._turn(task, before)
+
+    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
+        """Takes what the turn has made to host memory, for the backward of a unit."""
+        return self.builder.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
+
+    def _beside(self, u: int) -> int:
+        """Bytes that a unit's forward has beside its own."""
+        return 0
 
     # ---- compute ----
 
@@ -98,17 +118,19 @@ class _UnitwiseLowering(PackLowering):
         key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
         writes, acts, y = [], "", None
         if hands_over and u + 1 < len(self.units):
-            y = self.builder.buffer(Input(self.units[u + 1].name, m), DEVICE, unit.output_bytes, "acts")
+            y = self.builder.buffer(Input(self.units[u + 1].name, m), device(self.at), unit.output_bytes, "acts")
             writes.append(y)
         if saved and unit.saved_bytes:
             content = saved(unit.name, m)
-            acts = self.builder.buffer(content, DEVICE, unit.saved_bytes, "acts")
+            acts = self.builder.buffer(content, device(self.at), unit.saved_bytes, "acts")
             writes.append(acts)
-        writes += self.builder.work(key, unit.forward_work_bytes + (0 if saved else unit.saved_bytes))
+        work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u))
+        writes += self.builder.work(key, work_bytes, device(self.at))
         reads = [*self._params_of(unit, params), *([x] if x else [])]
         after, self.may_begin = self.may_begin, []
+        stream = compute(self.at)
         self.builder.op(
-            key, COMPUTE, kind, work=unit.forward, reads=reads, writes=writes, after=after, unit=unit.name, m=m
+            key, stream, kind, work=unit.forward, reads=reads, writes=writes, after=after, unit=unit.name, m=m
         )
         return key, y, acts
 
@@ -121,7 +143,7 @@ class _UnitwiseLowering(PackLowering):
                 key, x, _ = self._run("forward", u, m, x, params)
         task.computes.append(key)
         assert x is not None
-        self._leaves("y", task.end, m, x, task, 0)
+        self._leaves("y", task.end, m, x, task, self._device_after(task))
 
     def _backward(
         self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
@@ -138,31 +160,31 @@ class _UnitwiseLowering(PackLowering):
             key, dy = self._unit_backward(u, m, [inputs[u] or "", acts[u], dy or ""], params)
         task.computes.append(key)
         if dy:
-            self._leaves("dx", task.first, m, dy, task, 0)
-        for owner, batch in [k for k in self.tied if k[1] == m]:
-            if self.builder.buffers[self.tied[owner, batch]].tier == DEVICE:
-                label = copy_key("offload", TiedGradients(owner, m))
-                self.tied[owner, batch] = self.builder.copy(label, D2H, self.tied[owner, batch], HOST, m=m)
+            self._leaves("dx", task.first, m, dy, task, self._device_after(task))
+        for (owner, batch), tied in self.tied.items():
+            if batch == m and self.builder.buffers[tied].tier != HOST:
+                label, u = copy_key("offload", TiedGradients(owner, m)), self.units.index(self.by_name[owner])
+                self.tied[owner, batch] = self._to_host(label, tied, u, m=m)
         return None
 
     def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
         """A unit's backward: the op's key, and the gradient of its input."""
-        unit, t = self.units[u], self.training
+        unit, t, gpu = self.units[u], self.training, device(self.at)
         key = backward_key(unit.name, m)
         reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
         writes, dx, work_bytes = [], None, unit.backward_work_bytes
         if u > 0:
-            dx = self.builder.buffer(InputGradient(unit.name, m), DEVICE, unit.input_bytes, "acts")
+            dx = self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares:
             size = self.by_name[unit.shares].num_parameters * t.grad_bytes
-            self.tied[unit.shares, m] = self.builder.buffer(TiedGradients(unit.shares, m), DEVICE, size, "grads")
+            self.tied[unit.shares, m] = self.builder.buffer(TiedGradients(unit.shares, m), gpu, size, "grads")
             writes.append(self.tied[unit.shares, m])
         if unit.num_parameters:
             tied = self.tied.pop((unit.name, m), "")
             if tied and self.builder.buffers[tied].tier == HOST:
                 key_of_copy = copy_key("fetch", TiedGradients(unit.name, m))
-                tied = self.builder.copy(key_of_copy, H2D, tied, DEVICE, m=m)
+                tied = self.builder.copy(key_of_copy, h2d(self.at), tied, gpu, m=m)
             old = self.grads.get(unit.name)
             reads += [name for name in (tied, old) if name]
             if old or tied:  # gradients are added to: the earlier ones are there throughout, the new beside them
@@ -170,21 +192,22 @@ class _UnitwiseLowering(PackLowering):
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
                 size = unit.num_parameters * t.grad_bytes
-                grads = self.builder.buffer(Gradients(unit.name, m), DEVICE, size, "grads")
+                grads = self.builder.buffer(Gradients(unit.name, m), gpu, size, "grads")
             self.grads[unit.name] = grads
             writes.append(grads)
-        writes += self.builder.work(key, work_bytes)
-        self.builder.op(key, COMPUTE, "backward", work=unit.backward, reads=reads, writes=writes, unit=unit.name, m=m)
+        writes += self.builder.work(key, work_bytes, gpu)
+        work, stream = unit.backward, compute(self.at)
+        self.builder.op(key, stream, "backward", work=work, reads=reads, writes=writes, unit=unit.name, m=m)
         return key, dx
 
     # ---- the end of a turn ----
 
     def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
         (task,) = tasks
-        for unit in self.between(task.first, task.end):
+        for u, unit in enumerate(self.between(task.first, task.end), task.first):
             if unit.num_parameters:
                 label, on_device = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
-                self.grads[unit.name] = self.builder.copy(label, D2H, on_device, HOST, after=task.computes[-1:])
+                self.grads[unit.name] = self._to_host(label, on_device, u, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
         units = self.between(task.first, task.end)
@@ -192,3 +215,67 @@ class _UnitwiseLowering(PackLowering):
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         return [self.grads[unit.name]], self._gradients_gone(task)
+
+
+class _Pipeline(_UnitwiseLowering):
+    """On devices whose processes have host memory of their own.
+
+    The one that makes a unit's gradients has its parameters and states, and updates it; others that compute with it
+    have a copy of the parameters, and are sent them anew. What goes from turn to turn is sent to the device that wants
+    it, or into its process's memory where it waits there: inputs from which a pack is made again, a tied head's share.
+    """
+
+    def _declare_homes(self) -> None:
+        rounds = self._rounds()
+        self.wanted_by: dict[str, list[int]] = {}  # unit -> devices that compute with its parameters, its own first
+        for (task,) in sorted(rounds, key=lambda tasks: tasks[0].phase):
+            for name in self.shared_params(task):
+                self.wanted_by.setdefault(name, []).append(task.device)
+        self.homes: list[dict[str, str]] = [{} for _ in range(self.packs.devices)]
+        self.own = [self.takes_backward[a] for a, b in self.packs.backward for _ in range(a, b)]
+        for unit, own in zip(self.units, self.own, strict=True):
+            if size := unit.num_trained * self.training.param_bytes:
+                for d in dict.fromkeys((own, *self.wanted_by[unit.name])):
+                    self.homes[d][unit.name] = self.builder.home(Params(unit.name), HOST, size, "params", owner=d)
+            if size := self.training.states_bytes(unit):
+                self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states", owner=own)
+
+    def schedule(self, machine: Machine) -> Schedule:
+        self.links = {stream.name for stream in machine.streams}
+        return super().schedule(machine)
+
+    def _turn(self, task: Task, before: list[Task]) -> str | None:
+        self.params_home = self.homes[task.device]
+        return super()._turn(task, before)
+
+    def _beside(self, u: int) -> int:
+        embed = self.units[0]  # by which the model's own forward leads to the turn's first unit
+        return embed.forward_work_bytes + embed.saved_bytes + embed.output_bytes if u == self.first > 0 else 0
+
+    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
+        return add_send(self.builder, self.links, key, source, target, m=m, after=after)
+
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
+        self.handed[what, unit, m] = buffer
+
+    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
+        if (own := self.own[u]) != self.at:
+            return add_send(self.builder, self.links, key, buffer, own, tier=HOST, m=m, after=after)
+        return self.builder.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
+
+    def _stash(self, task: Task, unit: int, i: int, m: int, x: str, left: Task | None) -> None:
+        before = task.computes[i - 1 : i] if i else [left.gone] if left else []
+        key, after = copy_key("offload", self._label("stash", unit, m)), before if unit == task.first else []
+        self.stash[unit, m] = self._to_host(key, x, unit, m=m, after=after)
+
+    def _update_key(self, task: Task, unit: Unit) -> str:
+        return device_name(super()._update_key(task, unit), task.device)
+
+    def _update(self, task: Task) -> None:
+        super()._update(task)
+        for unit in self.between(task.first, task.end):
+            for d, homes in enumerate(self.homes):
+                if d != task.device and unit.name in homes:
+                    key = copy_key("send", op_key(Params(unit.name), f"for{d}"))
+                    new = self.params_home[unit.name]
+                    homes[unit.name] = add_send(self.builder, self.links, key, new, d, over=homes[unit.name])

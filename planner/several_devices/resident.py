@@ -13,9 +13,10 @@ from __future__ import annotations
 from itertools import product
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOPS, HOST, HOST_ADAM, collective, compute, device, device_index, p2p, ring
+from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, device
 from tierplan.planner.lowering.turns import NORM_BYTES
 from tierplan.planner.plan import PackPlan, facts_of
+from tierplan.planner.several_devices.collectives import add_send
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Clip,
@@ -34,7 +35,6 @@ from tierplan.sim.contents import (
     device_name,
     forward_key,
     op_key,
-    parse_content,
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
@@ -176,16 +176,8 @@ class _Resident:
 
     def _send(self, buffer: str, target: int, m: int = 0, *, over: str = "") -> str:
         """To another device, over what it had of the same; the buffer there."""
-        b = self.builder.buffers[buffer]
-        source, content = device_index(b.tier) or 0, parse_content(b.content)
-        arrived = self.builder.over(over) if over else self.builder.like(buffer, device(target))
-        size = float(b.size_bytes)
-        stream, work = p2p(source, target), {"bytes": size}
-        if stream not in self.links:
-            stream, work = collective(source), {ring(2): size, HOPS: 1.0}
-        key, reads = copy_key("send", content), filter(None, (buffer, over))
-        self.sent[source] = self.builder.op(key, stream, "send", work=work, reads=reads, writes=(arrived,), m=m)
-        return arrived
+        key = self.sent[self.builder.owner(buffer) or 0] = copy_key("send", self.builder.buffers[buffer].content)
+        return add_send(self.builder, self.links, key, buffer, target, over=over or None, m=m)
 
     def update(self) -> None:
         """Each device updates its units, clipped by the norm of all gradients where that is wanted."""

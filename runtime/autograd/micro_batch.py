@@ -463,8 +463,12 @@ class MicroBatchRun:
                 empty = placeholder(t.shape, t.dtype, self.device.torch_device)
                 leaves[id(t)] = empty.detach().requires_grad_()
         if index + 1 == self.own.start:
-            self.runs[index + 1].leaves = list(leaves.values())
+            following = self.runs[index + 1]
+            following.leaves = list(leaves.values())
             self._yield()
+            if self.units[index + 1].block is None:
+                following.read = following.leaves
+                self._open(index + 1, following.read)
         return nested([leaves.get(id(t), t) for t in results])
 
     def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:

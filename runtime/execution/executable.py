@@ -107,7 +107,7 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
     for tier in schedule.tiers:
         if tier.name not in (DEVICE, HOST, NVME) and any(b.tier == tier.name for b in schedule.buffers):
             yield f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}"
-    yield from _check_step(schedule, step)
+    yield from _check_step(schedule, step, num)
     units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
     for b in schedule.buffers:
         yield from _check_content(b, step, units, rank, num)
@@ -117,13 +117,15 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
     yield from _check_memory(schedule)
 
 
-def _check_step(schedule: Schedule, step: StepSpec) -> Wrongs:
+def _check_step(schedule: Schedule, step: StepSpec, num: int) -> Wrongs:
     """The settings, which are numbers beside the ops, must be those of the ops."""
     unit_names = [unit.name for unit in step.units]
     if len(set(unit_names)) < len(unit_names):
         yield "two units of the step have one name; names are unique"
     training = step.training
     first = next((op.unit for op in schedule.ops if op.kind == "forward"), "")  # of a stage
+    if num > 1 and not first:  # packs come to it for backward alone, or none does
+        return
     forwards = [op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == first]
     declared = training.gradient_accumulation_steps
     if sorted(forwards) != list(range(min(declared, len(forwards) + 1))):

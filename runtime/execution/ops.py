@@ -55,7 +55,7 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
 )
-from tierplan.sim.ranks import COLLECTIVES, SEND
+from tierplan.sim.ranks import COLLECTIVES, SEND, Turn
 
 
 @dataclass(eq=False)
@@ -71,8 +71,8 @@ class Bodies:
     max_grad_norm: float | None
     learning_rate: Callable[[int], float]
     """By step, from 0."""
-    begin_micro_batch: Callable[[int, int], MicroBatchRun]
-    """Starts micro-batch m of a step."""
+    begin_micro_batch: Callable[[int, int, Turn], MicroBatchRun]
+    """Starts micro-batch m of a step, for a turn of this process."""
     while_computing: Callable[[], None]
     """Called when the device has been told to run a forward, and may still be at it."""
     num_threads: int
@@ -85,6 +85,8 @@ class Bodies:
     """The processes that execute the other devices of the schedule."""
     stages: Mapping[str, int] = field(default_factory=dict)
     """Of a pipeline: by unit, the rank that has it."""
+    turns: Mapping[str, Turn] = field(default_factory=dict)
+    """Of a pipeline: by key of an op that computes, the turn that it belongs to."""
     sends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By key of an op that sends, from which rank to which."""
     grad_norm: torch.Tensor | None = None
@@ -101,14 +103,9 @@ class Bodies:
 
     def __post_init__(self) -> None:
         self._index = {u.name: i for i, u in enumerate(self.units)}
-        own = [
-            i
-            for i, u in enumerate(self.units)
-            if self.ranks is None or self.stages.get(u.name, self.ranks.rank) == self.ranks.rank
-        ]
-        self.own = range(own[0], own[-1] + 1) if own else range(0)
-        """Indices of the units that this process runs."""
-        self._first_trained = max(first_trained(self.units), self.own.start)
+        self._whole = Turn(range(len(self.units)))
+        """Where this process runs all units."""
+        self._first_trained = first_trained(self.units)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
         dtype, spec = {dtype: name for name, dtype in TORCH_DTYPES.items()}.get(self.dtype, ""), self.optimizer.name
@@ -178,6 +175,8 @@ class Bodies:
             return
         new = self.places.place(target)
         new.handle, new.filled, new.is_absent = old.handle, old.filled, old.is_absent
+        if self.stages and old.rng:  # for another turn, in which autograd knows it as another input
+            new.handle, new.rng = None, old.rng
         if old.gradients is not None:
             content = content_of(source)
             assert isinstance(content, Gradients | TiedGradients)
@@ -271,13 +270,13 @@ class Bodies:
         self._running = batch_run if self.num_threads > 1 else None
 
     def _forward(self, call: Call) -> None:
-        index = self._index[call.op.unit]
+        index, turn = self._index[call.op.unit], self._turn(call)
         key = call.step, call.op.micro_batch
-        if index == self.own.start:
-            self._runs[key] = self.begin_micro_batch(*key)
+        if index == turn.units.start:
+            self._runs[key] = self.begin_micro_batch(*key, turn)
         batch_run = self._runs[key]
         self._compute_with(batch_run)
-        if index == self.own.start:
+        if index == turn.units.start:
             self._arrive(call, batch_run, Input, index)
         self._bind(call)
         run = batch_run.run_forward(index)
@@ -291,8 +290,8 @@ class Bodies:
                     leaves = batch_run.hand_over(index + 1, instance.buffer.size_bytes)
                     expect(instance, sum(leaf.nbytes for leaf in leaves))
                     instance.value = value = InputHandle(leaves).begin()
-                    value.rng = batch_run.rng if index + 1 == self.own.stop else ()
-                case KeptActs():
+                    value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
+                case KeptActs() | RecomputedActs():
                     expect(instance, kept)
                     kept = 0
                 case SavedActs(index=k):
@@ -308,8 +307,16 @@ class Bodies:
         if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
             loss, step, m = batch_run.loss, call.step, call.op.micro_batch
             call.at_end.append(lambda: self.on_loss(step, m, loss.item()))
+        if turn.is_visit and not turn.goes_back and index + 1 == turn.units.stop:
+            self._runs.pop(key).cancel()
+
+    def _turn(self, call: Call) -> Turn:
+        return self.turns.get(call.op.key, self._whole)
 
     def _recompute(self, call: Call) -> None:
+        if self._turn(call).is_visit:
+            self._forward(call)
+            return
         index, batch_run = self._index[call.op.unit], self._runs[call.step, call.op.micro_batch]
         self._bind(call)
         outputs = [x for x in call.writes if isinstance(content_of(x), Input)]
@@ -323,10 +330,10 @@ class Bodies:
             instance.value = InputHandle(leaves).begin()
 
     def _backward(self, call: Call) -> None:
-        index = self._index[call.op.unit]
+        index, units = self._index[call.op.unit], self._turn(call).units
         key = call.step, call.op.micro_batch
         batch_run = self._runs[key]
-        if index + 1 == self.own.stop:
+        if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
         self._bind(call)
         self._prepare_gradients(call)
@@ -337,9 +344,9 @@ class Bodies:
                 expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
                 instance.value = InputHandle(leaves, is_gradient=True).begin()
         self._finish_gradients(call)
-        if index == self._first_trained:
+        if index == max(self._first_trained, units.start):
             self._runs.pop(key)
-            if self.own.stop < len(self.units):
+            if units.stop < len(self.units):
                 batch_run.cancel()
 
     # ---- gradients ----

@@ -91,12 +91,19 @@ def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_are_whole_and_complete_together(tied: bool) -> None:
-    ring, workload = devices(3), toy_workload(6, tied=tied, gradient_accumulation_steps=4, max_grad_norm=1.0)
+@pytest.mark.parametrize(
+    ("policy", "options", "clip"),
+    [("megatron-pp", {}, 1.0)]
+    + [("harmony-pp", {"host_memory": "own", "pack": b, "pack_forward": f}, None) for b, f in [(1, 1), (2, 1), (2, 3)]],
+)
+def test_stages_are_whole_and_complete_together(
+    policy: str, options: dict[str, object], clip: float | None, tied: bool
+) -> None:
+    ring, workload = devices(3), toy_workload(6, tied=tied, gradient_accumulation_steps=4, max_grad_norm=clip)
     names = ("gpu1.p2p.gpu0", "gpu2.p2p.gpu1", "gpu0.p2p.gpu2")  # the other way round
     links = [replace(ring.stream("gpu0.p2p.gpu1"), name=name) for name in names]
     machine = replace(ring, streams=(*ring.streams, *links))
-    schedule = lower(decide("megatron-pp", workload, machine), workload, machine)
+    schedule = lower(decide(policy, workload, machine, options), workload, machine)
     parts, sends = [rank_schedule(schedule, r) for r in range(3)], set(ends_of_sends(schedule))
     keys = [op.key for part in parts for op in part.ops]
     assert set(keys) == {op.key for op in schedule.ops}

@@ -172,7 +172,8 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
             if abs(peak[f"gpu{ranks.rank}"] / own - 1) > 0.03:
                 found.append(f"{case}: the device held {own} bytes, not {peak[f'gpu{ranks.rank}']}")
         local = rank_schedule(schedule, ranks.rank)
-        work, streams = (2, local.streams) if case.is_pipeline else (ranks.size, ("gpu0.collective",))
+        work, streams = ranks.size, [s for s in local.streams if s.endswith(".collective")]
+        work = 2 if case.is_pipeline else work
         size = sum(op.work.get(f"ring{work}_bytes", 0) for op in local.ops)
         moved, planned = (
             sum(row[0] for row in ranks.share([own], "steps"))
@@ -192,6 +193,7 @@ ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
 OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
 PAIR = [
     Case("harmony-dp", OWN_MEMORY, dtype="bf16", accumulation=2),
+    Case("harmony-pp", {**OWN_MEMORY, "pack": 1, "pack_forward": 2}, family="llama", dtype="bf16", accumulation=3),
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-1", accumulation=2, clip=0.5),
     Case("zero-2", HOST, accumulation=2, clip=0.5),
@@ -212,6 +214,10 @@ EVERY = [
     Case("harmony-dp", {**OWN_MEMORY, "pack": pack}, family, dtype, accumulation)
     for pack in (1, 2) for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
     for accumulation in (1, 3)
+] + [
+    Case("harmony-pp", {**OWN_MEMORY, "pack": pack, "pack_forward": forward}, family, dtype, accumulation)
+    for pack, forward in [(1, 1), (2, 1), (1, 2), (2, 3)]
+    for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")] for accumulation in (1, 3)
 ] + [
     Case("megatron-pp", {}, family, dtype, accumulation, clip)
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
@@ -271,6 +277,7 @@ MOVED = [
     Case("zero-3", family="llama", dtype="bf16", accumulation=4),
     Case("zero-2", accumulation=4),
     Case("megatron-pp", accumulation=4),
+    Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4),
 ]
 """Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, or by as many stages: plain training on all of them."""
 
@@ -311,7 +318,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
     for wrong in run_ranks(resume_and_train_all, 2, tmp_path):
         assert wrong == []
     check_moved(tmp_path, 6)
-    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1, 1]
+    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1, 1, 1]
 
 
 def check_moved(folder: Path, steps: int) -> None:
@@ -332,7 +339,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "case", [*map(Case.random, [0, 5, 32]), Case("megatron-pp", dtype="bf16", accumulation=3, clip=0.5)], ids=str
+    "case",
+    [
+        *map(Case.random, [0, 5, 32]),
+        Case("megatron-pp", dtype="bf16", accumulation=3, clip=0.5),
+        Case("harmony-dp", OWN_MEMORY, family="llama", dtype="bf16", accumulation=2),
+        Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, dtype="bf16", accumulation=3),
+    ],
+    ids=str,
 )
 def test_updates_that_are_late_and_pipelines_are_resumed(case: Case, tmp_path: Path) -> None:
     run_ranks(train_and_resume, 2, tmp_path, (1, 3), case)
