@@ -18,7 +18,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.tracing.models import build_model, example_batch
-from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.sim.contents import Frozen, Gradients, Params, States, parse_content
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -90,6 +90,15 @@ def test_planned_bytes_are_those_that_pytorch_holds(which: str, dtype: str) -> N
     if dtype == "fp32" and "mixtral" not in which:
         flops = [amount for u in workload.units for kind, amount in u.backward.items() if kind.startswith("matmul_")]
         assert sum(flops) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("which", TUNED)
+def test_a_module_in_memory_is_traced_as_its_config_is(which: str) -> None:
+    """PEFT's own model as `trace_module` sees it: also DoRA, IA3, Mixtral and bases in codes."""
+    model, workload = described(which, per_device_train_batch_size=1)
+    module = trace_module(model, example_batch(model.config, workload.training), workload.training)
+    assert module.units == workload.units
+    assert module.shared_bytes == workload.shared_bytes
 
 
 def test_adapters_have_the_type_of_trained_parameters() -> None:

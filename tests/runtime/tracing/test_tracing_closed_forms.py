@@ -130,7 +130,8 @@ def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_t
 
 
 @pytest.mark.parametrize("tuning", [{"lora": "r=4,targets=lm_head"}, {"lora": "r=4,save=norm"}, {"freeze": "*.wte.*"},
-                                    {"lora": "method=dora"}, {"lora": "r=4", "base": "nf4"}])  # fmt: skip
+                                    {"lora": "method=dora"}, {"lora": "method=ia3"},
+                                    {"lora": "r=4", "base": "nf4"}])  # fmt: skip
 def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
     with pytest.raises(NotCovered, match="LoRA on linear layers"):
         workload_of("x", config_of("llama"), Training(**tuning))
