@@ -9,9 +9,10 @@ import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from tierplan.sim.output.text import columns, markdown_table
-from tierplan.validation.published.reproduce import Report, Row, is_step_time
+from tierplan.validation.published.reproduce import Report, Row, is_step_time, ninth_decile
 
 BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
 END = "<!-- end of published figures -->"
@@ -34,7 +35,20 @@ def summary_text(report: Report) -> str:
     if report.rankings and report.median_abs_error is not None:
         parts.append(f"median {report.median_abs_error:.1%}, nine in ten within {report.ninth_decile:.1%}")
         parts += [f"Kendall tau by speed on {name} {tau:.2f}" for name, tau in report.rankings.items()]
+    elif spread := _spread(report):
+        parts.append(spread)
     return "; ".join(parts)
+
+
+def _spread(report: Report) -> str:
+    """Of a system with peaks of memory: what half of the rows and nine in ten do not exceed."""
+    of = {"step times": report.abs_errors, "peaks of memory": report.peak_errors}
+    if not all(of.values()):
+        return ""
+    half, most = ({name: f"{told(errors):.1%}" for name, errors in of.items()} for told in (median, ninth_decile))
+    return "; ".join(
+        f"{name} of {len(of[name])} rows: median error {half[name]}, nine in ten within {most[name]}" for name in of
+    )
 
 
 def table_text(report: Report) -> str:
@@ -52,6 +66,7 @@ def markdown(reports: Sequence[Report]) -> str:
     lines = markdown_table(head, [_summary_cells(report) for report in reports])
     for report in reports:
         lines += ["", f"### {report.system}", "", f"Source: {report.source}.", ""]
+        lines += [f"{spread[0].upper()}{spread[1:]}.", ""] if (spread := _spread(report)) else []
         if report.constants:
             lines += ["Calibrated constants, the same for all rows of the machine:", ""]
             lines += [f"- `{constant}`" for constant in report.constants] + [""]

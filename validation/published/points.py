@@ -27,7 +27,7 @@ from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import NotCovered, SavedTensor, Training, Unit, Workload, WorkloadError, total_work
-from tierplan.validation.published.reproduce import Report, Row, constants_of, peak_of
+from tierplan.validation.published.reproduce import PEAKS, Report, Row, constants_of, peak_of
 
 Facts = Mapping[str, Any]
 POINTS = ("points", "finetuning")
@@ -80,7 +80,8 @@ class Question:
     """What the system trained instead of the model's own sizes."""
 
     launch_s: float = 0.0
-    """Of one process that drives all devices, for a block's forward; 0 where its launches are no limit."""
+    """Of the process that drives the devices, for a block's forward (and, of a block without measured times, for its
+    backward); 0 where its launches are no limit."""
 
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
@@ -98,6 +99,11 @@ class Question:
             forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
             forward |= {LAUNCH_S: self.launch_s} if self.launch_s else {}
             blocks = [replace(u, forward=forward, backward=backward, recompute=None) for u in workload.blocks]
+            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
+        elif self.launch_s:
+            work = {LAUNCH_S: self.launch_s}
+            blocks = [replace(u, forward={**u.forward, **work}, backward={**u.backward, **work}, recompute=None)
+                      for u in workload.blocks]  # fmt: skip
             workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
         if self.compiled:
             workload = replace(workload, units=tuple(_compiled(u, workload) for u in workload.units))
@@ -257,10 +263,6 @@ def reproduce_points(name: str, *, only: str = "*", progress: Callable[[str], No
             rows += _rows(name, point, rule, table["models"])
     machines = dict.fromkeys(rule["machine"] for rule in table["rule"] if "machine" in rule)
     return Report(name, table["source"], tuple(rows), tuple(c for machine in machines for c in constants_of(machine)))
-
-
-PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
-"""Published peaks of one GPU's memory, in bytes."""
 
 
 def _peak_bytes(question: Question, steady: SteadyState, rule: Facts) -> float:

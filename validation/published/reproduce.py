@@ -95,6 +95,8 @@ class Row:
 
 SAME_SPEED = 0.01
 """Measured speeds that differ by less may be in another order in the next run: such a pair has none."""
+PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
+"""Published peaks of one GPU's memory, in bytes."""
 DIFFERENCES = ("activation_peak_reduction", "step_overhead", "peak_below_recompute", "fits")
 """Quantities that are shares of something, or yes (1) or no (0): their error is the difference."""
 
@@ -138,7 +140,12 @@ class Report:
     @property
     def ninth_decile(self) -> float | None:
         """The error that nine in ten rows do not exceed."""
-        return self.abs_errors[ceil(0.9 * len(self.abs_errors)) - 1] if self.abs_errors else None
+        return ninth_decile(self.abs_errors) if self.abs_errors else None
+
+    @property
+    def peak_errors(self) -> list[float]:
+        """Of check rows that are peaks of a GPU's memory."""
+        return sorted(abs(r.error) for r in self.checked if r.quantity in PEAKS and r.error is not None)
 
     @property
     def rankings(self) -> dict[str, float]:
@@ -168,6 +175,11 @@ class Report:
         from scipy.stats import kendalltau
 
         return float(kendalltau([row.value for row in rows], [row.predicted for row in rows]).statistic)
+
+
+def ninth_decile(errors: Sequence[float]) -> float:
+    """Of sorted errors, the one that nine in ten do not exceed."""
+    return errors[ceil(0.9 * len(errors)) - 1]
 
 
 def is_step_time(row: Row) -> bool:

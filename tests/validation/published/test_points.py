@@ -16,7 +16,6 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.published.points import (
     LAUNCH_S,
-    PEAKS,
     POINTS,
     PublishedStep,
     Question,
@@ -26,7 +25,7 @@ from tierplan.validation.published.points import (
     question_of,
     reproduce_points,
 )
-from tierplan.validation.published.reproduce import Report, Row
+from tierplan.validation.published.reproduce import PEAKS, Report, Row
 
 
 def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
@@ -138,6 +137,15 @@ def test_autocast_runs_products_of_fp32_adapters_in_the_type_of_the_base() -> No
     before, after = (replace(plain, autocast=on).workload().blocks[0].forward for on in (False, True))
     assert "matmul_fp32_flops" not in after
     assert after["matmul_bf16_flops"] == before["matmul_bf16_flops"] + before["matmul_fp32_flops"]
+
+
+def test_a_block_takes_no_less_than_its_process_takes_to_issue_it() -> None:
+    plain = Question("dgx-8xa100-80gb", ("gpu.count=1",), "full-recompute", {}, "llama-3.2-1b", Training(lora="r=4"), 1)
+    launched = replace(plain, training=replace(plain.training, sequence_length=16), launch_s=0.01)
+    step_s = launched.answer().step_s
+    assert step_s is not None
+    assert 16 * 3 * 0.01 < step_s < 16 * 3 * 0.01 + 0.05
+    assert replace(plain, launch_s=1e-6).answer().step_s == pytest.approx(plain.answer().step_s, rel=1e-6)
 
 
 def test_a_loss_in_16_bits_holds_logits_softmax_and_a_copy() -> None:
