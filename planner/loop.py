@@ -20,7 +20,7 @@ from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
-from tierplan.planner.policies import POLICIES
+from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, SHARED
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
@@ -34,8 +34,6 @@ from tierplan.planner.search.race import OrderSearch, Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
-    NEED_SEVERAL_DEVICES,
-    SHARED,
     bound_by_compute,
     bound_of_packs,
     on_all_devices,

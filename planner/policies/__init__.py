@@ -4,7 +4,7 @@
 
 A policy decides; it does not simulate, and it does not promise that its plan fits: that is the simulator's answer. A
 module here or in `several` that defines `NAME` and `policy`, or `VARIANTS` (policies by name), is found without being
-registered; `docs/policies.md` is the guide to writing one.
+registered, with what it says of several devices; `docs/policies.md` is the guide to writing one.
 
 in_memory        everything on the device
 full_recompute   activations made again in backward
@@ -31,7 +31,7 @@ from tierplan.planner.plan import Plan
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["POLICIES", "Policy", "check_name", "decide"]
+__all__ = ["NEED_SEVERAL_DEVICES", "POLICIES", "SHARED", "Policy", "check_name", "decide"]
 
 
 ORDER = (
@@ -42,11 +42,12 @@ ORDER = (
 """Of modules, in tables and in the search; others come last, by name."""
 
 
-def _find() -> dict[str, Policy]:
-    """The policies of all modules here, by their names."""
+def _find() -> tuple[dict[str, Policy], set[str], set[str]]:
+    """The policies of all modules here, by their names; those that need several devices, and those that share."""
     found = (module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg)
     modules = {name.rpartition(".")[2]: name for name in found}
     policies: dict[str, Policy] = {}
+    several, shared = set[str](), set[str]()
     for name in [*ORDER, *sorted(modules.keys() - {*ORDER})]:
         module = import_module(modules[name])
         variants = getattr(module, "VARIANTS", None) or (
@@ -54,11 +55,16 @@ def _find() -> dict[str, Policy]:
         )
         assert not variants.keys() & policies.keys(), f"{modules[name]} has the name of another policy"
         policies |= variants
-    return policies
+        if ".several." in modules[name]:
+            several |= variants.keys() - {*getattr(module, "ON_ONE_DEVICE", ())}
+        if getattr(module, "SHARES_BATCHES", False):
+            shared |= variants.keys()
+    return policies, several, shared
 
 
-POLICIES = _find()
-"""By the name that the command line takes."""
+POLICIES, NEED_SEVERAL_DEVICES, SHARED = _find()
+"""By the name that the command line takes; of these, the ones in `several` that do not say `ON_ONE_DEVICE`, which have
+nothing of their own there; and the ones whose devices share the micro-batches of one step (`SHARES_BATCHES`)."""
 
 
 def check_name(name: str) -> None:

@@ -16,16 +16,6 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_search import improve_packs
 
-NEED_SEVERAL_DEVICES = (
-    "harmony-dp", "harmony-pp", "zero-1", "zero-2", "zero-3", "ddp", "fsdp", "fsdp-offload", "megatron-tp",
-    "roundpipe", "roundpipe-sync", "mobius", "megatron-pp",
-)  # fmt: skip
-"""Policies that have nothing of their own on one device."""
-SHARED = (
-    "harmony", "harmony-dp", "harmony-pp", "virtual-memory", "megatron-tp", "megatron-pp", "roundpipe",
-    "roundpipe-sync", "mobius",
-)  # fmt: skip
-"""Policies whose devices share the micro-batches of one step; with the others each has its own."""
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 

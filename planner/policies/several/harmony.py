@@ -32,6 +32,9 @@ from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Unit, Workload
 
+SHARES_BATCHES = True
+"""Its devices share the micro-batches of one step."""
+ON_ONE_DEVICE = ("harmony",)
 OPTIONS: dict[str, object] = {
     "pack": 0,
     "pack_forward": 0,

@@ -17,6 +17,8 @@ from tierplan.planner.plan_rules import PlanError, Runs
 from tierplan.planner.policies.options import Policy, data_parallel, num_devices, read_options
 from tierplan.sim.workloads.workload import Workload
 
+SHARES_BATCHES = True
+"""Its devices share the micro-batches of one step."""
 OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 
 

@@ -16,6 +16,8 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.policies.options import num_devices, number, read_options
 from tierplan.sim.workloads.workload import Workload
 
+SHARES_BATCHES = True
+"""Its devices share the micro-batches of one step."""
 NAME = "mobius"
 OPTIONS: Mapping[str, object] = {"stages": None}
 

@@ -24,6 +24,8 @@ from tierplan.planner.policies.options import Policy, num_devices, number, read_
 from tierplan.planner.policies.several.harmony import backward_bytes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
+SHARES_BATCHES = True
+"""Its devices share the micro-batches of one step."""
 OPTIONS: Mapping[str, object] = {"rounds": 1}
 
 

@@ -15,6 +15,9 @@ from tierplan.planner.plan import PagedPlan
 from tierplan.planner.policies.options import num_devices, read_options
 from tierplan.sim.workloads.workload import Workload
 
+SHARES_BATCHES = True
+"""Its devices share the micro-batches of one step."""
+ON_ONE_DEVICE = ("virtual-memory",)
 NAME = "virtual-memory"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.policies import POLICIES, decide
-from tierplan.planner.several_devices.search import SHARED
+from tierplan.planner.policies import POLICIES, SHARED, decide
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -22,4 +21,4 @@ def test_policies_are_as_they_are_named() -> None:
             shared |= {name} if decide(name, workload, machine).num_batches == 1 else set()
         except PlanError as error:
             pytest.fail(f"{name}: {error}")
-    assert shared == set(SHARED)
+    assert shared == SHARED
