@@ -26,7 +26,7 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, parse_stre
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import batch_addresses
+from tierplan.runtime.autograd.nests import batch_addresses, shapes_of
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
@@ -212,8 +212,7 @@ class Trainer:
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
         before, self._source = self._source, iter(batches)
-        is_same = self._source is before  # it goes on
-        source = self._batches.rest() if is_same else self._of_rank(self._source)
+        source = self._batches.rest() if self._source is before else self._of_rank(self._source)
         if not self._is_set_up:
             used = 0 if self.start is not None else self.num_steps_done * self._num_micro_batches
             if used and hasattr(batches, "starting_at"):
@@ -331,9 +330,8 @@ class Trainer:
 
     def result(self) -> RunResult:
         """What has been done so far."""
-        ends_ns = self._executor.step_ends_ns
+        ends_ns, num_done = self._executor.step_ends_ns, self.num_steps_done
         before = self._resumed.losses if self._resumed else ()
-        num_done = (self._resumed.num_steps if self._resumed else 0) + len(ends_ns)
         per_step = {name: moved / max(1, len(ends_ns)) for name, moved in self._bodies.moved_bytes.items()}
         counted: dict[str, object] = {"num_steps": num_done, "bytes_per_step": per_step, "num_threads": self._threads}
         if self.reference_work is not None:
@@ -368,8 +366,7 @@ class Trainer:
         return self._bodies.places.read(self._executor.carried[name])
 
     def close(self) -> None:
-        """Gives back memory, files and the model's own forward. A model that was not restored has no parameters
-        left."""
+        """Gives back memory, files and the model's own forward. A model that was not restored has no parameters."""
         self._is_closed = True
         self._commits.shutdown()
         self._set_back.close()
@@ -409,7 +406,6 @@ class Trainer:
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
-        lr = self.optimizer.lr
         places = Places(
             units=self.units,
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
@@ -424,12 +420,14 @@ class Trainer:
             has_master=self._step.training.has_master,
             dtype=self._dtype,
             max_grad_norm=self._step.training.max_grad_norm,
-            learning_rate=self.learning_rate or (lambda step: lr),
+            learning_rate=self.learning_rate or (lambda step: self.optimizer.lr),
             begin_micro_batch=self._begin_micro_batch,
             # without a seed, fetching and forward draw from the same generators, in turns
             while_computing=lambda: None if self.seed is None else self._batches.fetch(),
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
+            go_on=lambda stream: self._executor.go_on(stream),
+            schedule=self.schedule,
             updates_of_step_before=self._step.updates_of_step_before,
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
@@ -509,6 +507,8 @@ class Trainer:
             external=batch_addresses(moved, self._modules),
             device=self._device,
             own=turn.units,
+            flow=self._bodies.flow,
+            shapes=shapes_of(moved.values()),
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )
 

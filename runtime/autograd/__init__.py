@@ -2,7 +2,9 @@
 
 units   a model's units, with their parameters in flat buffers
 hooks   where the model is caught: each block's `forward`
-micro_batch  one micro-batch on its way through the units, as a coroutine
+micro_batch  one micro-batch on its way through the units, as a coroutine where other ops come in between
+flow    how the schedule's ops follow each other
+cuts    cuts in autograd's graph between units
 nests   the tensors in what blocks get and give
 saved   what autograd saves in a unit, as storages that may be moved away
 chunked_loss  cross entropy over a part of the tokens at a time

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tierplan.runtime.autograd.replay import Recipe
+from tierplan.runtime.autograd.saved import Recorder
 from tierplan.runtime.autograd.units import ModelUnit
 
 RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
@@ -29,6 +30,8 @@ class ModelHooks:
         self.are_replays_timed = False
         self.results: dict[object, tuple[list[Any], Any]] = {}
         """What blocks give that other ranks run, without the numbers: by block and shapes."""
+        self.recorders: dict[object, Recorder] = {}
+        """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
         for index, unit in enumerate(units):

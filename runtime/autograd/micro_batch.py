@@ -1,9 +1,10 @@
 """Runs an unmodified model unit by unit: forward, recompute and backward of one micro-batch.
 
-The model's own `forward` runs as a coroutine: in a thread for each micro-batch. Each block's `forward` is replaced on
-the instance; at every boundary (embed | L0 | L1 | ... | head with loss) it stops and hands the baton back to the thread
-that executes the schedule's compute stream. Only the holder of the baton runs, so the order of the compute
-stream's ops is the order of execution, horizontal or vertical.
+Each block's `forward` is replaced on the instance; at every boundary (embed | L0 | L1 | ... | head with loss) an op
+ends. Where the next op of the compute stream is the next unit's forward, it begins there and then. Else the model's own
+`forward` runs as a coroutine, in a thread for each micro-batch: it stops and hands the baton back to the thread that
+executes the compute stream. Only the holder of the baton runs, so the order of the compute stream's ops is the order of
+execution, horizontal or vertical.
 
 Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
 backward of the unit. A leaf that several units read (an encoder's states) takes their gradients one by one, in the
@@ -14,7 +15,6 @@ through `saved.Recorder`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
+from tierplan.runtime.autograd.cuts import Cuts, Root, check_cut, handed_over
+from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.nests import addresses, flatten
+from tierplan.runtime.autograd.nests import addresses, flatten, shapes_of
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
@@ -34,9 +36,6 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Baton, let_helpers_go
 from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.step import UnitSpec
-
-Root = tuple[GradientEdge, torch.Tensor]
-"""An output's place in the unit's graph, and the leaf that the next units see instead of it."""
 
 
 @dataclass(eq=False)
@@ -77,16 +76,19 @@ class MicroBatchRun:
     external: set[int]
     """Addresses of the batch's tensors and the model's buffers."""
     device: Device
-    own: range = range(0)
-    """Indices of the units that this process runs, where there are ranks with others; set by `__post_init__` to all."""
+    own: range
+    """Indices of the units that this process runs."""
+    flow: Flow = field(default_factory=Flow)
+    """How the schedule's ops follow each other."""
     seed: int | None = None
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
+    shapes: object = ()
+    """Of the batch's tensors."""
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
     """In host memory, when the device is done with the forward."""
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
-    _leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    """By identity of a tensor that the model may pass to several blocks, the leaf that stands for it."""
+    _cuts: Cuts = field(default_factory=Cuts)
     _rng: tuple[torch.Tensor, ...] = ()
     _recording: Any = None
     _error: BaseException | None = None
@@ -94,12 +96,12 @@ class MicroBatchRun:
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
-        self.own = self.own or range(len(self.units))
         outside = [
             spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
         ]
         self._holds_results = any(outside)
         self._baton = Baton()
+        self._goes_on: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
 
     # ---- called by the thread that executes the compute stream ----
@@ -118,22 +120,29 @@ class MicroBatchRun:
         """The random numbers with which the next unit goes on."""
         return self._rng
 
-    def run_forward(self, index: int) -> UnitRun:
-        """Runs the model up to the end of this unit."""
+    def run_forward(self, index: int, goes_on: Callable[[], bool] = lambda: False, *, is_in_one: bool = False) -> None:
+        """Runs the model up to the end of this unit, and of those with which it goes on.
+
+        `goes_on` is called behind each but the model's last: it ends the unit's op, and begins that of the next unit,
+        if this comes next. If it does behind each (`is_in_one`), the model needs no thread of its own.
+        """
+        self._goes_on = goes_on
         assert index == self._at, "the schedule runs a micro-batch's units out of order"
-        if index == 0:
-            self._thread.start()
         if self.seed is not None and index == 0:
             self.device.seed(self.seed)
         elif self.seed is not None:
             self.device.set_rng_state(self._rng)
-        self._baton.hand_over()
+        if is_in_one:
+            self._run_model()
+        else:
+            if index == 0:
+                self._thread.start()
+            self._baton.hand_over()
         if self.seed is not None:
             self._rng = self.device.rng_state()
         if self._error is not None:
             raise self._error
         self._at += 1
-        return self.runs[index]
 
     def rest(self) -> None:
         """Another computes now: the model's thread keeps no helpers."""
@@ -193,7 +202,7 @@ class MicroBatchRun:
         flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         recipes = self.hooks.recipes
-        key = (index, tuple((t.shape, t.dtype) for t in flat))
+        key = (index, shapes_of(flat))
         if makes_output:
             self._rerun(index, wanted, inputs, flat, makes_output=True)
         elif key not in recipes:
@@ -335,14 +344,24 @@ class MicroBatchRun:
         if self._thread.ident is not None:
             self._thread.join()
 
-    # ---- called in the model's own thread ----
+    # ---- called by the thread that runs the model ----
 
     def _main(self) -> None:
         torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
         self._baton.take()
         try:
-            if self._is_cancelled:
-                return
+            if not self._is_cancelled:
+                self._run_model()
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            let_helpers_go()
+            self._baton.give_back()
+
+    def _run_model(self) -> None:
+        try:
             with self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad():
                 self._open(0)
                 loss = self.forward()
@@ -355,45 +374,57 @@ class MicroBatchRun:
                 head.roots = [(get_gradient_edge(loss), loss.detach())]
                 self._check_cut(len(self.runs) - 1, head.roots)
                 self.loss = self.device.to_host(loss.detach())
-        except _Cancelled:
-            pass
-        except BaseException as error:
-            self._error = error
         finally:
-            if self._recording is not None:
-                self._close()
-            let_helpers_go()
-            self._baton.give_back()
+            self._close()
 
     def _yield(self) -> None:
+        if self._goes_on():
+            self._at += 1
+            return
         self._baton.give_back()
         self._baton.take()
         if self._is_cancelled:
             raise _Cancelled
 
-    def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), external: set[int] | None = None) -> None:
-        run, spec = self.runs[index], self.specs[index]
-        run.recorder = Recorder(
+    def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), flat: Sequence[object] = ()) -> None:
+        """Records what the unit saves; of one of which nothing moves, once for all of these shapes.
+
+        It saves as much then whatever the numbers are: the model has run on fake tensors, which have none.
+        """
+        run, spec, recorders = self.runs[index], self.specs[index], self.hooks.recorders
+        key = (index, self.shapes, shapes_of(flat)) if index in self.flow.unmoved else None
+        run.recorder = recorders.get(key)
+        if run.recorder is not None:
+            return
+        run.recorder = self._recorder = Recorder(
             self._params_of(index),
             leaves,
-            external or self.external,
+            self.external | addresses(flat) if flat else self.external,
             recomputed=frozenset(spec.recomputed),
             moved=frozenset(spec.moved),
         )
+        if key is not None:
+            recorders[key] = run.recorder
         if spec.recomputed:
             run.rng = self.device.rng_state()
         self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
         self._recording.__enter__()
-        self._recorder = run.recorder
 
     def _close(self) -> None:
-        self._recording.__exit__(None, None, None)
-        self._recording = None
-        self._recorder.close()
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+            self._recording = None
+            self._recorder.close()
 
     def _params_of(self, index: int) -> list[FlatParameters]:
         unit = self.units[index]
         return [part for u in (unit, *(u for u in self.units if u.name == unit.shares)) for part in u.parts]
+
+    def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
+        """Looks once where a unit's graph ends, since each step is alike."""
+        if roots and (index, len(roots)) not in self.hooks.checked:
+            check_cut(self.units[index].name, roots, (root for run in self.runs for root in (*run.roots, *run.glue)))
+            self.hooks.checked.add((index, len(roots)))
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
@@ -408,14 +439,14 @@ class MicroBatchRun:
         run = self.runs[index]
         flat, nested = flatten((args, kwargs))
         if is_behind_block:
-            flat = self._cut(flat, run.glue, is_passed_on=True)
+            flat = self._cuts.cut(flat, run.glue, is_passed_on=True)
             self._check_cut(index, run.glue)
         else:
             self._close()
             roots = self.runs[index - 1].roots
-            flat = self._cut(flat, roots, is_passed_on=True)
+            flat = self._cuts.cut(flat, roots, is_passed_on=True)
             self._check_cut(index - 1, roots)
-            run.leaves = _handed(roots, flat)
+            run.leaves = handed_over(roots, flat)
             if index == self.own.start:  # another rank has run what is before
                 self.runs[index - 1] = UnitRun()
             self._yield()
@@ -424,15 +455,15 @@ class MicroBatchRun:
         if self.specs[index].recomputed:
             run.call = (original, args, kwargs)
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
-        self._open(index, run.read, self.external | addresses(flat))
+        self._open(index, run.read, flat)
         out = original(*args, **kwargs)
         self._close()
         flat, nested = flatten(out)
         del out
-        flat = self._cut(flat, run.roots)
+        flat = self._cuts.cut(flat, run.roots)
         self._check_cut(index, run.roots)
         following = self.runs[index + 1]
-        following.leaves = _handed(run.roots, flat)
+        following.leaves = handed_over(run.roots, flat)
         if self._holds_results:
             run.result = (flat, nested)
         self._yield()
@@ -443,11 +474,10 @@ class MicroBatchRun:
 
     def _pass(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What a block returns that another rank runs: tensors without numbers, which are leaves."""
-        if self._recording is not None:
-            self._close()
-            self.runs[index - 1] = UnitRun()
+        self._close()
+        self.runs[index - 1] = UnitRun()
         flat, _ = flatten((args, kwargs))
-        key = (index, *((t.shape, t.dtype) for t in flat if isinstance(t, torch.Tensor)))
+        key = (index, shapes_of(flat))
         if key not in self.hooks.results:
             with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
                 self.hooks.results[key] = flatten(original(*args, **kwargs))
@@ -470,50 +500,3 @@ class MicroBatchRun:
                 following.read = following.leaves
                 self._open(index + 1, following.read)
         return nested([leaves.get(id(t), t) for t in results])
-
-    def _cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
-        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
-
-        What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
-        """
-        cut: dict[int, torch.Tensor] = {}
-        out: list[object] = []
-        for t in flat:
-            if not isinstance(t, torch.Tensor) or t.grad_fn is None:
-                out.append(t)
-                continue
-            known = self._leaf_of.get(id(t))
-            if known is not None and known[0]() is t:
-                cut[id(t)] = known[1]
-            elif id(t) not in cut:
-                cut[id(t)] = t.detach().requires_grad_()
-                roots.append((get_gradient_edge(t), cut[id(t)]))
-                if is_passed_on:
-                    self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
-            out.append(cut[id(t)])
-        return out
-
-    def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
-        """Raises `ModelError` where a unit's graph goes past its boundary; looks once, since each step is alike."""
-        if not roots or (index, len(roots)) in self.hooks.checked:
-            return
-        own = {edge.node for edge, _ in roots}
-        other = {edge.node for run in self.runs for edge, _ in (*run.roots, *run.glue)} - own
-        seen, waiting = set(own), list(own)
-        while waiting:
-            node = waiting.pop()
-            if node in other:
-                raise ModelError(
-                    f"the model uses what it gave to an earlier block again at {self.units[index].name!r}, such as a "
-                    "residual that is added outside of the blocks; let blocks do that, and return what is needed later"
-                )
-            following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-            seen.update(following)
-            waiting += following
-        self.hooks.checked.add((index, len(roots)))
-
-
-def _handed(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]:
-    """The leaves that a unit hands over; where all before is frozen, its first result, of which none has a gradient."""
-    first = (t for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point())
-    return [leaf for _, leaf in roots] or [next(first)]

@@ -16,6 +16,11 @@ def addresses(values: object) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in flatten(values)[0] if isinstance(t, torch.Tensor)}
 
 
+def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
+    """Shapes and types of the tensors among some values."""
+    return tuple((t.shape, t.dtype) for t in values if isinstance(t, torch.Tensor))
+
+
 def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """The leaves of a nest of values, and what makes such a nest of others.
 

@@ -84,7 +84,7 @@ class Executor:
     ) -> None:
         self.schedule = schedule
         self._body, self._on_grant, self._release = body, on_grant, release
-        self._on_free, self._device, self._await_others = on_free, device, await_others
+        self._on_free, self._device, self._await_others = on_free, device or Device(), await_others
         self._on_thread_start, self._on_step_end, self._on_failure = on_thread_start, on_step_end, on_failure
         self._trace_end = None if trace_steps is None else first_step + trace_steps
         self.ledger = Ledger(schedule)
@@ -92,7 +92,7 @@ class Executor:
         self._wakeup = {stream: threading.Condition(self._lock) for stream in schedule.streams}
         self._news = threading.Condition(self._lock)
         """A step or a worker has ended."""
-        is_ahead = device is not None and device.is_asynchronous
+        is_ahead = self._device.is_asynchronous
         self._issued = {stream: deque[OpRun]() for stream in schedule.streams if is_ahead and stream in DEVICE_STREAMS}
         """By stream that runs ahead, ops that have not ended, in order."""
         self._moves = {stream: threading.Condition(self._lock) for stream in self._issued}
@@ -101,6 +101,9 @@ class Executor:
         self._last_end_ns = dict.fromkeys(self._issued, 0)
         self._latest_ns: dict[int, int] = {}
         self._queue: dict[str, deque[OpRun]] = {stream: deque() for stream in schedule.streams}
+        self._at: dict[str, OpRun] = {}
+        self._waited_ns: dict[str, int] = {}
+        """By stream, the op that it is at, or was at last; and its waits for a core by then."""
         self._grants: dict[str, deque[OpRun]] = {name: deque() for name in self.ledger.capacity_bytes}
         self._ops_left: dict[int, int] = {}
         self._first_step = self._num_opened = self._num_begun = self._end = first_step
@@ -240,24 +243,14 @@ class Executor:
     # ---- the four rules ----
 
     def _work(self, stream: str) -> None:
-        node = None
         try:
             self._on_thread_start(stream)
-            waited_ns = coreless_ns()
-            while (node := self._next(stream)) is not None:
-                if stream in self._issued:
-                    self._issue(node)
-                    continue
-                begin_ns = coreless_ns()
+            self._waited_ns[stream] = coreless_ns()
+            while (node := self._begin(stream)) is not None:
                 self._body(node)
-                node.late_ns, waited_ns = begin_ns - waited_ns, coreless_ns()
-                node.coreless_ns = waited_ns - begin_ns
-                with self._lock:
-                    self._take_over(node)
-                    node.end_ns = self._now_ns()
-                    self._finish(node)
+                self._end_of(stream)
         except BaseException as error:
-            if node is not None:
+            if (node := self._at.get(stream)) is not None:
                 error.add_note(f"in op {node.op.key!r} of step {node.step}")
             with self._lock:
                 self._fail(error)
@@ -271,20 +264,50 @@ class Executor:
                 self._check_stalled()
                 self._news.notify()
 
-    def _issue(self, node: OpRun) -> None:
-        """Puts an op on its stream of the device, behind what it waits for."""
-        device, stream = self._device, node.op.stream
-        assert device is not None
+    def go_on(self, stream: str) -> Call:
+        """For a body that does the stream's next op, too, in whatever thread: ends its own, and begins that one."""
+        self._end_of(stream)
+        if (node := self._begin(stream)) is None:
+            raise ExecutionError("this execution has failed")
+        return node
+
+    def _begin(self, stream: str) -> OpRun | None:
+        """The stream's next op, begun; None when there is no more to do."""
+        node = self._next(stream)
+        if node is None:
+            return None
+        self._at[stream] = node
+        if stream in self._issued:
+            with self._lock:
+                while len(self._issued[stream]) >= MOST_ISSUED and self._failure is None:
+                    self._moves[stream].wait()
+            for earlier in node.behind:
+                if earlier.op.stream != stream:
+                    assert earlier.ended is not None
+                    self._device.wait_for(stream, earlier.ended)
+            node.begun = self._device.record(stream)
+        else:
+            begin_ns = coreless_ns()
+            node.late_ns, self._waited_ns[stream] = begin_ns - self._waited_ns[stream], begin_ns
+        return node
+
+    def _end_of(self, stream: str) -> None:
+        """The body of the stream's op is done."""
+        node = self._at[stream]
+        if stream in self._issued:
+            self._note_issued(node)
+            return
+        end_ns = coreless_ns()
+        node.coreless_ns, self._waited_ns[stream] = end_ns - self._waited_ns[stream], end_ns
         with self._lock:
-            while len(self._issued[stream]) >= MOST_ISSUED and self._failure is None:
-                self._moves[stream].wait()
-        for earlier in node.behind:
-            if earlier.op.stream != stream:
-                assert earlier.ended is not None
-                device.wait_for(stream, earlier.ended)
-        node.begun = device.record(stream)
-        self._body(node)
-        node.ended = device.record(stream)
+            self._take_over(node)
+            node.end_ns = self._now_ns()
+            self._finish(node)
+
+    def _note_issued(self, node: OpRun) -> None:
+        """An op has been put on its stream of the device, behind what it waits for."""
+        stream = node.op.stream
+        node.ended = self._device.record(stream)
         with self._lock:
             node.is_issued = True
             self._take_over(node)
@@ -337,15 +360,8 @@ class Executor:
             first = self._issued[node.op.stream].popleft()
             for earlier in first.behind:
                 self._end_issued(earlier)
-            assert first.begun is not None
-            assert first.ended is not None
             assert self._zero_ns is not None
-            first.free_ns = max(first.free_ns, self._last_end_ns[first.op.stream])
-            first.ready_ns = max(first.ready_ns, *(earlier.end_ns for earlier in first.behind), 0)
-            first.start_ns = max(first.begun.time_ns() - self._zero_ns, first.free_ns, first.ready_ns)
-            first.end_ns = max(first.ended.time_ns() - self._zero_ns, first.start_ns)
-            first.granted_ns = min(max(first.granted_ns, first.free_ns, first.ready_ns), first.start_ns)
-            first.behind = []
+            first.take_times(self._zero_ns, self._last_end_ns[first.op.stream])
             self._last_end_ns[first.op.stream] = first.end_ns
             self._num_running -= 1
             for instance in first.freed:

@@ -92,3 +92,14 @@ class OpRun(Call):
     end_ns: int = 0
     coreless_ns: int = 0
     late_ns: int = 0
+
+    def take_times(self, zero_ns: int, last_end_ns: int) -> None:
+        """Of an op that was issued and has ended, by its events; times count from the first one."""
+        assert self.begun is not None
+        assert self.ended is not None
+        self.free_ns = max(self.free_ns, last_end_ns)
+        self.ready_ns = max(self.ready_ns, *(earlier.end_ns for earlier in self.behind), 0)
+        self.start_ns = max(self.begun.time_ns() - zero_ns, self.free_ns, self.ready_ns)
+        self.end_ns = max(self.ended.time_ns() - zero_ns, self.start_ns)
+        self.granted_ns = min(max(self.granted_ns, self.free_ns, self.ready_ns), self.start_ns)
+        self.behind = []

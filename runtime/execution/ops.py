@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE
+from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
@@ -56,6 +57,7 @@ from tierplan.sim.contents import (
     TiedGradients,
 )
 from tierplan.sim.ranks import COLLECTIVES, SEND, Turn
+from tierplan.sim.schedule import Schedule
 
 
 @dataclass(eq=False)
@@ -78,6 +80,9 @@ class Bodies:
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
     """In the model's order, which is that of the global norm."""
+    schedule: Schedule
+    go_on: Callable[[str], Call]
+    """Ends the op of a stream, and begins the next one, which is returned."""
     updates_of_step_before: frozenset[str] = frozenset()
     """Units whose update in a step takes the gradients of the step before."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
@@ -95,7 +100,6 @@ class Bodies:
     """Streams inside an op."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that copies have moved, by stream."""
-
     frozen_sums: dict[str, str] = field(default_factory=dict)
     """By content, checksums of what is not trained: it is no part of commits, which name them alone."""
     commits_after: int | None = None
@@ -105,6 +109,7 @@ class Bodies:
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self._whole = Turn(range(len(self.units)))
         """Where this process runs all units."""
+        self.flow = Flow() if self.stages else flow_of(self.schedule, [*self._index])
         self._first_trained = first_trained(self.units)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
@@ -279,9 +284,24 @@ class Bodies:
         if index == turn.units.start:
             self._arrive(call, batch_run, Input, index)
         self._bind(call)
-        run = batch_run.run_forward(index)
-        assert run.recorder is not None
-        sizes, spec = run.recorder.sizes, batch_run.specs[index]
+
+        def goes_on() -> bool:
+            nonlocal call
+            if call.op.key not in self.flow.followed:
+                return False
+            self._end_forward(call, batch_run)
+            call = self.go_on(call.op.stream)
+            self._bind(call)
+            return True
+
+        batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
+        self._end_forward(call, batch_run)
+
+    def _end_forward(self, call: Call, batch_run: MicroBatchRun) -> None:
+        index, turn = self._index[call.op.unit], self._turn(call)
+        recorder, spec = batch_run.runs[index].recorder, batch_run.specs[index]
+        assert recorder is not None
+        sizes = recorder.sizes
         elsewhere = {*spec.recomputed, *spec.moved}
         kept = sum(size for k, size in enumerate(sizes) if k not in elsewhere)
         for instance in call.writes:
@@ -295,7 +315,7 @@ class Bodies:
                     expect(instance, kept)
                     kept = 0
                 case SavedActs(index=k):
-                    saved = run.recorder.away.pop(k, None)
+                    saved = recorder.away.pop(k, None)
                     expect(instance, saved.size_bytes if saved else 0)
                     assert saved is not None
                     instance.value = SavedTensorHandle(saved).begin()
@@ -308,7 +328,7 @@ class Bodies:
             loss, step, m = batch_run.loss, call.step, call.op.micro_batch
             call.at_end.append(lambda: self.on_loss(step, m, loss.item()))
         if turn.is_visit and not turn.goes_back and index + 1 == turn.units.stop:
-            self._runs.pop(key).cancel()
+            self._runs.pop((call.step, call.op.micro_batch)).cancel()
 
     def _turn(self, call: Call) -> Turn:
         return self.turns.get(call.op.key, self._whole)

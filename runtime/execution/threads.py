@@ -57,8 +57,11 @@ def let_helpers_go() -> None:
 
 @contextmanager
 def threads_here(num_threads: int) -> Iterator[None]:
-    """So many threads for a while."""
+    """So many threads for a while. One that has so many keeps its helpers: to start others takes some 50 us."""
     before = torch.get_num_threads()
+    if before == num_threads:
+        yield
+        return
     limit_this_thread(num_threads)
     try:
         yield
@@ -91,7 +94,7 @@ _own = _Own()
 def coreless_ns() -> int:
     """Nanoseconds that this thread could have run and no core was free, as the kernel counts them; 0 where it does not.
 
-    What others waited while they worked for this thread is in it (`Baton`). A reading takes 2 us.
+    What others waited while they had its work is in it (`Baton`). A reading takes 2 us.
     """
     return _own.clock.read_ns()
 
@@ -99,30 +102,28 @@ def coreless_ns() -> int:
 class Baton:
     """Work that one thread hands to another and back, of which one works at a time.
 
-    The first one's `coreless_ns` grows by what the work has waited for a core, whoever had it: not by what a thread
-    waits that has handed it over and is about to sleep.
+    `coreless_ns` of whoever has it goes on from where the other's was: it grows by what the work has waited for a core,
+    and not by what a thread waits that has handed it over and is about to sleep.
     """
 
     def __init__(self) -> None:
         self._there, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._handed_ns = self._mark_ns = self._waited_ns = 0
-        """When the work was last handed over; the other thread's clock since; and its waits."""
+        self._handed_ns = self._waited_ns = 0
+        """When the work was last handed over, and what it had waited by then."""
+        self._mark_ns = 0
+        """The other thread's clock when it went to sleep."""
         self._is_for_rest = False
 
     def hand_over(self) -> None:
         """The other thread works, until it gives back."""
         let_helpers_go()
-        before_ns = coreless_ns()
-        self.let_go()
+        mark_ns = self.let_go()
         self._back.acquire()
-        own_ns = coreless_ns() - before_ns
-        true_ns = min(own_ns, time.perf_counter_ns() - self._handed_ns)
-        _own.clock.helpers_ns += self._waited_ns + true_ns - own_ns
+        self._set_clock(mark_ns)
 
-    def let_go(self) -> None:
-        """The other thread works; this one does not wait for it."""
-        self._handed_ns = time.perf_counter_ns()
-        self._there.release()
+    def let_go(self) -> int:
+        """The other thread works; this one does not wait for it. This one's clock."""
+        return self._pass(self._there)
 
     def let_helpers_go(self) -> None:
         """The other thread's, which waits to be handed the work."""
@@ -138,13 +139,20 @@ class Baton:
             let_helpers_go()
             self._back.release()
             self._there.acquire()
-        now_ns = coreless_ns()
-        self._waited_ns = min(now_ns - self._mark_ns, time.perf_counter_ns() - self._handed_ns)
-        self._mark_ns = now_ns
+        self._set_clock(self._mark_ns)
 
     def give_back(self) -> None:
         """In the other thread: the first one works again."""
+        self._mark_ns = self._pass(self._back)
+
+    def _pass(self, to: threading.Semaphore) -> int:
+        now_ns = self._waited_ns = coreless_ns()
+        self._handed_ns = time.perf_counter_ns()
+        to.release()
+        return now_ns
+
+    def _set_clock(self, mark_ns: int) -> None:
+        """This thread has the work now."""
         now_ns = coreless_ns()
-        self._waited_ns += now_ns - self._mark_ns
-        self._mark_ns, self._handed_ns = now_ns, time.perf_counter_ns()
-        self._back.release()
+        waited_ns = min(now_ns - mark_ns, time.perf_counter_ns() - self._handed_ns)
+        _own.clock.helpers_ns += self._waited_ns + waited_ns - now_ns

@@ -130,6 +130,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         forward=lambda: loss_of(model, batch, None),
         external=batch_addresses(batch, model.modules()),
         device=Device(),
+        own=range(len(units)),
         seed=1,
     )
     for unit in units:
@@ -137,7 +138,9 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
             unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
         if frozen := [p.detach().reshape(-1).view(torch.uint8) for _, p in unit.frozen.parameters]:
             unit.frozen.bind(torch.cat(frozen))
-    runs = [batch_run.run_forward(i) for i in range(len(units))]
+    for i in range(len(units)):
+        batch_run.run_forward(i)
+    runs = list(batch_run.runs)
     handed, shared_bytes = [], 0
     for i, run in enumerate(runs):
         later = {id(leaf) for other in runs[i + 1 :] for leaf in other.read}

@@ -54,6 +54,7 @@ def gradients(
             forward=lambda: loss_of(model, batch, None),
             external=batch_addresses(batch, model.modules()),
             device=Device(),
+            own=range(len(units)),
             seed=11,
         )
         for i in range(len(units)):

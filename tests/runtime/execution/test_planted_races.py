@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 ON_HOST = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
 RACES: dict[str, tuple[Any, str, str, str]] = {
-    "streams do not wait for each other": (Executor, "_issue", "device.wait_for(stream, earlier.ended)", "pass"),
+    "streams do not wait for each other": (Executor, "_begin", "self._device.wait_for(stream, earlier.ended)", "pass"),
     "the event is recorded before the work": (
-        Executor, "_issue", "node.ended = device.record(stream)", "node.ended = node.begun",
+        Executor, "_note_issued", "node.ended = self._device.record(stream)", "node.ended = node.begun",
     ),
     "the host goes on when an op is issued": (
-        Executor, "_issue", "if later.op.stream in self._issued", "if True",
+        Executor, "_note_issued", "if later.op.stream in self._issued", "if True",
     ),
     "memory that another stream reads is private": (
         Unrolling, "open", "instance.private_to = None", "pass",
@@ -55,7 +55,7 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Bodies, "__call__", "self.device.on(call.op.stream)", "self.device.on('nvme.read')",
     ),
     "a loss is read when its forward is issued": (
-        Bodies, "_forward", "call.at_end.append(lambda: ", "(lambda f: f())(lambda: ",
+        Bodies, "_end_forward", "call.at_end.append(lambda: ", "(lambda f: f())(lambda: ",
     ),
     "an op uses the copy that is on its way out": (
         Bodies, "_bind", "value.handle.use(value)", "value.handle._at or value.handle.use(value)",

@@ -1,0 +1,67 @@
+"""Cuts in autograd's graph, where one unit ends and the next one begins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tierplan.runtime.autograd.units import ModelError
+
+Root = tuple[GradientEdge, torch.Tensor]
+"""An output's place in the unit's graph, and the leaf that the next units see instead of it."""
+
+
+class Cuts:
+    """Those of one micro-batch."""
+
+    def __init__(self) -> None:
+        self._leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """By identity of a tensor that the model may pass to several blocks, the leaf that stands for it."""
+
+    def cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
+        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
+
+        What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
+        """
+        cut: dict[int, torch.Tensor] = {}
+        out: list[object] = []
+        for t in flat:
+            if not isinstance(t, torch.Tensor) or t.grad_fn is None:
+                out.append(t)
+                continue
+            known = self._leaf_of.get(id(t))
+            if known is not None and known[0]() is t:
+                cut[id(t)] = known[1]
+            elif id(t) not in cut:
+                cut[id(t)] = t.detach().requires_grad_()
+                roots.append((get_gradient_edge(t), cut[id(t)]))
+                if is_passed_on:
+                    self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
+            out.append(cut[id(t)])
+        return out
+
+
+def check_cut(name: str, roots: Sequence[Root], others: Iterable[Root]) -> None:
+    """Raises `ModelError` where the graph of a unit with these roots goes past its boundary, to those of others."""
+    own = {edge.node for edge, _ in roots}
+    other = {edge.node for edge, _ in others} - own
+    seen, waiting = set(own), list(own)
+    while waiting:
+        node = waiting.pop()
+        if node in other:
+            raise ModelError(
+                f"the model uses what it gave to an earlier block again at {name!r}, such as a residual that is added "
+                "outside of the blocks; let blocks do that, and return what is needed later"
+            )
+        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(following)
+        waiting += following
+
+
+def handed_over(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]:
+    """The leaves that a unit hands over; where all before is frozen, its first result, of which none has a gradient."""
+    first = (t for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return [leaf for _, leaf in roots] or [next(first)]

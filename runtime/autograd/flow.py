@@ -1,0 +1,48 @@
+"""How the ops of a schedule's compute stream follow each other: what a micro-batch's run of the model may rely on."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tierplan.hwmodels.names import COMPUTE
+from tierplan.sim.contents import Frozen, Input, Params, RecomputedActs, SavedActs, Shared, parse_content
+from tierplan.sim.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Of a process that runs all units, which are known by their index; for others nothing is known."""
+
+    followed: Collection[str] = ()
+    """Keys of the forwards behind which the next op is the next unit's forward of the same micro-batch."""
+    in_one: Collection[int] = ()
+    """Micro-batches in which all units follow each other so."""
+    unmoved: Collection[int] = ()
+    """Units of which nothing that backward reads has been elsewhere since forward: autograd may hold it by itself."""
+
+
+def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
+    """That of a process which runs all of these units."""
+    ops = [op for op in schedule.ops if op.stream == COMPUTE]
+    followed = {
+        op.key: op.micro_batch
+        for op, later in itertools.pairwise(ops)
+        if (op.kind, later.kind) == ("forward", "forward") and op.micro_batch == later.micro_batch
+    }
+    count = Counter(followed.values())
+    contents = {b.name: parse_content(b.content) for b in schedule.buffers}
+    read: dict[tuple[str, int], list[set[str]]] = {}
+    for op in ops:
+        if op.kind in ("forward", "backward"):
+            wanted = (n for n in op.reads if isinstance(contents[n], Params | Frozen | Input | Shared | SavedActs))
+            read.setdefault((op.unit, op.micro_batch), []).append(set(wanted))
+    moved = {unit for (unit, _), reads in read.items() if len(reads) != 2 or reads[0] != reads[1]}
+    moved |= {content.unit for content in contents.values() if isinstance(content, RecomputedActs)}
+    return Flow(
+        frozenset(followed),
+        frozenset(m for m, n in count.items() if n + 1 == len(units)),
+        frozenset(i for i, name in enumerate(units) if name not in moved),
+    )
