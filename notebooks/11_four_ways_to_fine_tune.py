@@ -19,11 +19,11 @@
 # %%
 import matplotlib.pyplot as plt
 
-import tierplan as tp
 from tierplan.sim.output.text import format_s
-from tierplan.sim.workloads.workload import NotCovered
+from tierplan.studies.evaluate import best_plan
+from tierplan.studies.study import Point
 
-machine = tp.load_machine("desktop-4090")
+MODELS = ("llama-3.1-8b", "llama-3.3-70b")
 LORA = "r=16,targets=all-linear"
 WAYS = {
     "full": {},
@@ -32,31 +32,30 @@ WAYS = {
     "QLoRA": {"lora": LORA, "base": "nf4-double"},
 }
 
+# %% [markdown]
+# The question of `tierplan plan --sequences 16` for each, as on the page about fine-tuning: the planner divides a
+# step's sequences into micro-batches as is quickest. It takes some minutes.
 
-def workload_of(model, way):
-    """By closed forms where there are some, which takes no time; else traced."""
-    training = tp.Training(per_device_train_batch_size=16, sequence_length=1024, loss_chunks=8, **WAYS[way])
-    try:
-        return tp.load_workload(model, training)
-    except NotCovered:
-        return tp.trace_workload(model, training)
-
+# %%
+best = {
+    (model, way): best_plan(Point(model=model, machine="desktop-4090", sequences=16, **WAYS[way]))
+    for model in MODELS
+    for way in WAYS
+}
 
 # %% [markdown]
 # How much has to be trained, and how much only read? Adapters are less than 1 % of the parameters. The rest is frozen:
 # it has no gradient and no optimizer states.
 
 # %%
-workloads = {(model, way): workload_of(model, way) for model in ("llama-3.1-8b", "llama-3.3-70b") for way in WAYS}
-for (model, way), workload in workloads.items():
-    trained = sum(u.num_trained for u in workload.units)
-    print(f"{model:14} {way:13} trains {trained / 1e6:9,.1f} M parameters")
+for (model, way), one in best.items():
+    print(f"{model:14} {way:13} trains {one.workload.num_trained / 1e6:9,.1f} M parameters")
 
 # %% [markdown]
-# The planner's plan for each. A plan fills what there is, so look at the drive to see what does not fit beside the GPU:
+# A plan fills what there is, so look at the drive to see what does not fit beside the GPU:
 
 # %%
-planned = {key: tp.plan(workload, machine, orders=("horizontal",)) for key, workload in workloads.items()}
+planned = {key: one.result for key, one in best.items()}
 tokens = 16 * 1024
 hours = {key: p.step_s * 10e6 / tokens / 3600 for key, p in planned.items()}
 drive_gib = {key: p.steady.peak_bytes.get("nvme", 0) / 2**30 for key, p in planned.items()}
@@ -70,7 +69,7 @@ for (model, way), p in planned.items():
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-for ax, model in zip(axes, ("llama-3.1-8b", "llama-3.3-70b"), strict=True):
+for ax, model in zip(axes, MODELS, strict=True):
     bars = ax.bar(list(WAYS), [hours[model, way] for way in WAYS], color="tab:orange")
     ax.bar_label(bars, fmt="%.1f")
     ax.set_title(model)
@@ -83,7 +82,7 @@ for ax, model in zip(axes, ("llama-3.1-8b", "llama-3.3-70b"), strict=True):
 # LoRA where the base can be streamed; it saves memory, which a plan uses for activations.
 
 # %%
-for model in ("llama-3.1-8b", "llama-3.3-70b"):
+for model in MODELS:
     assert hours[model, "LoRA"] < hours[model, "8-bit states"] < hours[model, "full"]
     assert drive_gib[model, "LoRA"] < drive_gib[model, "full"]
 assert hours["llama-3.1-8b", "full"] < 2.5 * hours["llama-3.1-8b", "LoRA"]
