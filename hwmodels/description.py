@@ -251,9 +251,11 @@ LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
     "flops/s": (1e9, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
 }  # fmt: skip
 """By unit: what no part is below, and the unit that was probably meant."""
+DRIVES_SAY_MB = ("nvme.read", "nvme.write")
+"""Data sheets of drives give these in MB/s."""
 MOST_PLAUSIBLE: Mapping[str, float] = {
     "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
-    "nvme.recovery": 1e5,
+    "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
 }  # fmt: skip
 
 
@@ -262,6 +264,8 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
     least, meant = LEAST_PLAUSIBLE.get(key.unit, (0.0, ""))
     if 0 < amount < least:
         number = str(value).split()[0].rstrip("BFLOPS/s")
+        if key.name in DRIVES_SAY_MB and float(number) >= 100:
+            number = f"{float(number) / 1000:g}"
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
     if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
         raise MachineError(
