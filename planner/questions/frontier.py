@@ -57,7 +57,7 @@ def plot_frontier(
     """Writes the frontier as a picture."""
     from matplotlib.figure import Figure
 
-    from tierplan.sim.output.plots import round_ticks
+    from tierplan.sim.output.plots import round_ticks, save_figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -82,4 +82,4 @@ def plot_frontier(
     )
     round_ticks(axes)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

@@ -7,7 +7,10 @@ left behind. Place or hatch repeats what colours say.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,7 +38,7 @@ from tierplan.sim.output.drawn import (
     what_of,
 )
 from tierplan.sim.output.text import format_bytes
-from tierplan.sim.trace import Trace
+from tierplan.sim.trace import Trace, write_atomically
 
 NARROW_FRAC = 4e-4
 """Of the picture's width: bars of one colour that are closer than that, and as narrow, are drawn as one."""
@@ -272,6 +275,13 @@ def _beside(ax: Axes, lane: float, text: str) -> None:
         text, (1, lane), xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points",
         va="center", fontsize="small",
     )  # fmt: skip
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> None:
+    """Writes the picture in the format that its name says, in a folder that need not be there yet; all or nothing."""
+    content = BytesIO()
+    figure.savefig(content, format=Path(path).suffix[1:].lower(), dpi=dpi)
+    write_atomically(path, content.getvalue())
 
 
 def round_ticks(ax: Axes) -> None:

@@ -81,12 +81,11 @@ def run(args: argparse.Namespace) -> int:
         schedule=schedule,
     )
     if args.plot:
-        from tierplan.sim.output.plots import plot_timelines
+        from tierplan.sim.output.plots import plot_timelines, save_figure
         from tierplan.validation.report.pictures import typical_steps
 
-        plot_timelines(typical_steps(steady.trace, run_folder.trace, comparison.warmup_steps)).savefig(
-            args.plot, dpi=120
-        )
+        steps = typical_steps(steady.trace, run_folder.trace, comparison.warmup_steps)
+        save_figure(plot_timelines(steps), args.plot, dpi=120)
     if args.perfetto:
         from tierplan.sim.output.perfetto import write_perfetto
 

@@ -117,11 +117,11 @@ def write_timeline(prediction: Prediction, path: str) -> None:
         step = {"": Excerpt(steady.trace, *steady.window_s)}
         write_page(path, title, [timeline(step, title, schedule=prediction.schedule, focus=True)])
         return
-    from tierplan.sim.output.plots import plot_timeline
+    from tierplan.sim.output.plots import plot_timeline, save_figure
 
     figure = plot_timeline(steady.trace, window_s=steady.window_s)
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def limited_text(limits: Sequence[Sensitivity]) -> str:

@@ -29,7 +29,7 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tierplan.sim.output.plots import round_ticks
+    from tierplan.sim.output.plots import round_ticks, save_figure
 
     fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: p.tokens_per_s or 0.0)
     missing = [p.policy for p in predictions if p.step_s is None]
@@ -58,7 +58,7 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
         figure.legend(fontsize=8, loc="outside lower center", ncols=len(COLOURS))
     title = f"{predictions[0].model} on {predictions[0].machine}"
     figure.suptitle(title + (f"\ndoes not run: {', '.join(missing)}" if missing else ""), fontsize=10)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     plt.close(figure)
 
 

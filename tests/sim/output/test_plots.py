@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -19,6 +20,7 @@ from tierplan.sim.output.plots import (
     plot_step_time,
     plot_timeline,
     plot_timelines,
+    save_figure,
 )
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Span, Trace
@@ -212,3 +214,12 @@ def test_what_a_tier_could_hold_is_drawn_and_ticks_are_round() -> None:
         assert (low < line.get_ydata()[0] < high) if near else "x the peak" in text.get_text()
         steps = {float(f"{tick:.6e}".split("e")[0]) for tick in np.diff(ax.get_yticks())}
         assert steps <= {1.0, 2.0, 5.0}
+
+
+def test_a_picture_is_written_into_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    figure = plt.figure()
+    for name in ("a.png", "a.SVG", "a.pdf"):
+        save_figure(figure, path := tmp_path / name / "deep" / name)
+        assert path.stat().st_size > 0
+    assert b"<svg" in (tmp_path / "a.SVG/deep/a.SVG").read_bytes()
+    plt.close(figure)
