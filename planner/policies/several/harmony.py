@@ -21,7 +21,7 @@ from functools import partial
 from itertools import islice, pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import DEVICE
+from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Policy, choice, num_devices, number, read_options
@@ -94,7 +94,12 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
 
 
 def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine) -> PackPlan:
-    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: _seconds(plan, workload, machine))
+    """The first where none can run: all keep parameters and states in host memory, whatever their packs."""
+    t = workload.training
+    homes_bytes = sum(t.states_bytes(u) + u.num_trained * t.param_bytes + u.frozen_bytes for u in workload.units)
+    if len(plans) == 1 or homes_bytes > machine.tier(HOST).capacity_bytes:
+        return plans[0]
+    return min(plans, key=lambda plan: _seconds(plan, workload, machine))
 
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:

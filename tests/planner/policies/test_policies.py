@@ -12,12 +12,14 @@ from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.commands import compare_policies
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
+from tierplan.planner.policies.several import harmony
 from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.questions.largest import family, largest_model
@@ -454,3 +456,23 @@ def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_g
     update_s = machine.cost("host.adam", {"parameters": float(workload.num_trained)}).work_s
     assert hides.step_s < waits.step_s
     assert few.step_s > 100 * update_s
+
+
+def test_harmony_simulates_no_packs_where_host_memory_is_too_small_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, machine, simulated = toy_workload(gradient_accumulation_steps=2), toy_machine(), []
+    seconds, quickest = harmony._seconds, harmony._quickest
+
+    def counted(plan: Any, *rest: Any) -> float:
+        simulated.append(seconds(plan, *rest))
+        return simulated[-1]
+
+    monkeypatch.setattr(harmony, "_seconds", counted)
+    for host in (2**20, 2**40):
+        on = with_capacity(machine, {"host": host})
+        simulated.clear()
+        plan = decide("harmony", workload, on)
+        assert bool(simulated) == (host == 2**40)
+        monkeypatch.setattr(harmony, "_quickest", lambda plans, *rest: min(plans, key=lambda p: counted(p, *rest)))
+        assert decide("harmony", workload, on) == plan, "by simulating all"
+        assert (min(simulated) == float("inf")) == (host == 2**20)
+        monkeypatch.setattr(harmony, "_quickest", quickest)
