@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound
-from tierplan.planner.plan import plain_semantics
+from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.sim.output.text import format_bytes
@@ -95,7 +95,10 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):
-                if simulate_plan(POLICIES[name](workload, machine, {})).fits:
+                tried = POLICIES[name](workload, machine, {})
+                if isinstance(tried, UnitwisePlan):
+                    tried = replace(tried, sums_tied=False)  # as `plan` asks them
+                if simulate_plan(tried).fits:
                     return True
         chosen = plain_semantics(workload.training)
         parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,6 @@ def test_wrong_usage_is_one_line_and_status_2(
         ([*SIMULATE, "--set", "host.capacity=64"], 'did you mean "64 GiB"?'),
         ([*SIMULATE, "--set", "host.capacity=64000000000000GiB"], "which nothing reaches; check its unit"),
         ([*SIMULATE, "-o", "/dev/full"], "/dev/full: cannot be written: no space left on device; give another file"),
-        (["compare-policies", "--policies", "fuyou", *SCENARIO, "--plot", "none/x.png"], "none/x.png: no such file"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_1(
@@ -149,6 +149,15 @@ def test_a_batch_that_fits_nothing_is_one_line_with_what_would(capsys: pytest.Ca
     fits = int(re.search(r"sequences per micro-batch that fit: up to (\d+)", error)[1])  # type: ignore[index]
     point = Point(model="gpt-13b", machine="desktop-4090", policy="fuyou", batch=fits)
     assert predict_point(point).fits, "the largest batch that is named does fit"
+
+
+def test_of_the_largest_batch_that_is_named_one_more_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, error = refused(["plan", *SCENARIO, "--seq", "8192", "--batch", "4096"], capsys)
+    assert status == 1
+    fits = int(re.search(r"sequences per micro-batch that fit: up to (\d+)$", error.strip())[1])  # type: ignore[index]
+    point = Point(model="gpt-13b", machine="desktop-4090", seq=8192, batch=fits, planner_s=1.0)
+    assert predict_point(point).fits
+    assert not predict_point(replace(point, batch=fits + 1)).fits
 
 
 def test_cuda_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
