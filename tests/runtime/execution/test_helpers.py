@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,14 @@ from tierplan.sim.workloads.workload import Training
 TASKS = Path("/proc/self/task")
 
 
-def helpers() -> int:
-    """Threads of this process that are not Python's."""
-    return len(list(TASKS.iterdir())) - len(threading.enumerate())
+def helpers(most: int = 1) -> int:
+    """Threads of this process that are not Python's. A thread that is about to end is neither for a moment: more than
+    `most` are counted again."""
+    for _ in range(100):
+        if (num := len(list(TASKS.iterdir())) - len(threading.enumerate())) <= most:
+            break
+        time.sleep(0.005)
+    return num
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="this kernel does not list threads")
@@ -43,13 +49,13 @@ def test_one_thread_has_helpers_at_a_time(order: Order, monkeypatch: pytest.Monk
 
     def counted(self: Bodies, call: object) -> None:
         plainly(self, call)  # type: ignore[arg-type]
-        found.append(helpers() - others)
+        found.append(helpers(others + 1) - others)
 
     monkeypatch.setattr(Bodies, "__call__", counted)
     try:
         torch.set_num_threads(2)
         threads.let_helpers_go()
-        others = helpers()
+        others = helpers(0)
         train(schedule, model, batches, steps=2, num_threads=2)
     finally:
         torch.set_num_threads(before)
