@@ -99,7 +99,7 @@ def turns(schedule: Schedule) -> dict[str, Turn]:
     the forward that backward follows.
     """
     index = {unit.name: k for k, unit in enumerate(schedule.step.units)} if schedule.step else {}
-    found: dict[str, Turn] = {}
+    turn_of: dict[str, Turn] = {}
     begun: dict[int, Turn] = {}
     for op in schedule.ops if any(op.kind == SEND for op in schedule.ops) else ():
         if op.kind == "leave":
@@ -110,8 +110,8 @@ def turns(schedule: Schedule) -> dict[str, Turn]:
             unit, turn = index[op.unit], begun.setdefault(op.micro_batch, Turn(range(index[op.unit], index[op.unit])))
             turn.units = range(turn.units.start, max(turn.units.stop, unit + 1))
             turn.goes_back |= op.kind == "backward"
-            found[op.key] = turn
-    return found
+            turn_of[op.key] = turn
+    return turn_of
 
 
 def ends_of_sends(schedule: Schedule) -> dict[str, tuple[int, int]]:

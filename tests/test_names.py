@@ -30,6 +30,7 @@ OF_NAMES = re.compile(r"(^|\W|_)(content|key|stream|tier|(buffer|b|instance)\.na
 ALLOWED = (
     "hwmodels/build.py",
     "hwmodels/catalog.py",
+    "hwmodels/description.py",
     "hwmodels/detect.py",
     "hwmodels/importers/fio.py",
     "runtime/measure/report.py",

@@ -89,7 +89,7 @@ def _relieved(p: Problem, plan: UnitwisePlan, kind: str, short_gb: float, prices
     """The plan with less in a tier; nothing goes back to the device."""
     for relief in reliefs(p, plan, kind, prices) if kind else ():
         if kind == "device" or relief.frees_gb.get("device", 0.0) >= 0:
-            units = relief.units(plan)
+            units = relief.units
             num = min(len(units), max(1, ceil(short_gb / relief.frees_gb[kind])))
             return applied(plan, relief, [units[i] for i in spread(len(units))[:num]])
     return None

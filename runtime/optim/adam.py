@@ -280,8 +280,8 @@ def _check_finite(grads: Sequence[torch.Tensor], label: str, chunk_elements: int
     """
     chunks = (grad[k : k + chunk_elements] for grad in grads for k in range(0, grad.numel(), chunk_elements))
     extremes = [extreme for chunk in chunks for extreme in torch.aminmax(chunk)]
-    wrong = next((x for x in torch.stack(extremes).tolist() if not isfinite(x)), None) if extremes else None
-    if wrong is not None:
+    if extremes and not isfinite(torch.stack(extremes).sum(dtype=torch.float64).item()):
+        wrong = next(x for extreme in extremes if not isfinite(x := extreme.item()))
         raise NonFiniteGradientError(
             f"the gradient of {label or 'a unit'} holds {wrong}; the update was not made and the last "
             "committed step is intact. Lower the learning rate, clip gradients, or look at the data of this step"

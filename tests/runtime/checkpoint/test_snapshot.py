@@ -18,6 +18,7 @@ from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block
 from tierplan.runtime.memory.files import StoreError
+from tierplan.sim.ranks import Turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,10 +83,10 @@ def test_steps_go_on_while_a_commit_is_made(tmp_path: Path, choice: str) -> None
     with mock.patch.object(CommitLog, "write", write), new_trainer(tmp_path, schedule) as trainer:
         real_forward = trainer._begin_micro_batch
 
-        def begin(step: int, m: int) -> Any:
+        def begin(step: int, m: int, turn: Turn) -> Any:
             if step == 1:
                 has_gone_on.set()
-            return real_forward(step, m)
+            return real_forward(step, m, turn)
 
         with mock.patch.object(trainer, "_begin_micro_batch", begin):
             trainer.run(make_batches(3), 3)
