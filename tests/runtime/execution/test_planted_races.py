@@ -33,6 +33,8 @@ from tierplan.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
+LATENESS_S = (0.001, 0.2)
+"""By the parity of the seed. An op that has ended long ago, and of which the host knows nothing, shows other mistakes."""
 ON_HOST = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
 RACES: dict[str, tuple[Any, str, str, str]] = {
     "streams do not wait for each other": (Executor, "_begin", "self._device.wait_for(stream, earlier.ended)", "pass"),
@@ -88,7 +90,7 @@ def train_twice(seed: int, *, stops: bool = False) -> None:
     losses = train_plainly(
         plain, batches, steps=STEPS, optimizer=settings, gradient_accumulation_steps=2, max_grad_norm=0.5
     )
-    device = FakeCuda(seed)
+    device = FakeCuda(seed, lateness_s=LATENESS_S[seed % 2])
     for _ in range(2):
         here = copy.deepcopy(model)
         with Trainer(schedule, here, optimizer=settings, device=device) as trainer:
@@ -106,7 +108,7 @@ def train_twice(seed: int, *, stops: bool = False) -> None:
 
 
 def train_until_found(*, stops: bool) -> None:
-    for seed in range(300):  # most show in the first; one in some twenty, since it rests on threads, too
+    for seed in range(60):  # nearly all show in the first two
         train_twice(seed, stops=stops)
 
 
