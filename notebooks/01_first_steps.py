@@ -43,7 +43,7 @@ print(in_short(plain.why_not))
 
 # %%
 fuyou = predict("fuyou", workload, machine)
-best = tp.plan(workload, machine, time_limit_s=2).prediction
+best = tp.plan(workload, machine).prediction
 for p in (fuyou, best):
     print(f"{p.policy:8} step {p.step_s:.1f} s, {p.tokens_per_s:.0f} tokens/s, limited by {p.limited_by}")
 

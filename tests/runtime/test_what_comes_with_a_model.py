@@ -92,7 +92,7 @@ def test_compiled_modules_inside_of_blocks_work() -> None:
 
 
 class Source:
-    """Batches, and when each was taken: after how many of them had begun to be used."""
+    """Batches, and when each was taken: after how many of them had begun their backward."""
 
     def __init__(self, batches: list[Any], fails_at: int | None = None) -> None:
         self.batches, self.fails_at = batches, fails_at
@@ -107,8 +107,11 @@ class Source:
             yield batch
 
     def loss(self, output: Any, batch: Any) -> Any:
-        self.num_used += 1
+        output.loss.register_hook(self.use)
         return output.loss
+
+    def use(self, gradient: Any) -> None:
+        self.num_used += 1
 
 
 @pytest.mark.parametrize("seed", [0, None])
