@@ -204,6 +204,8 @@ class Packs:
     """A pack's parameters come while the pack before computes, and its gradients leave while the next one does."""
     late_updates: bool = False
     """Updates run during the next step, whose passes use the parameters of before (another algorithm)."""
+    hold_updates: bool = False
+    """Gradients wait in host memory for the norm of all of them, by which they are clipped; then come the updates."""
     own_memory: bool = False
     """Each device's process has host memory of its own, as ranks have, and is sent what another has made. Else all see
     one host memory, as Harmony's processes do."""
@@ -225,8 +227,8 @@ class PackPlan:
     """Packs of units visit one or several devices in turn, which share the micro-batches (Harmony).
 
     Parameters, gradients and optimizer states live in host memory. A pack is updated as soon as its gradients are
-    there, so nothing can wait for the norm of all gradients or for the next step. Stages that stay on their devices
-    have everything there, and are updated in the end.
+    there, or all are in the end (`hold_updates`). Stages that stay on their devices have everything there, and are
+    updated in the end.
     """
 
     policy: str
@@ -245,7 +247,7 @@ class PackPlan:
 
     @property
     def semantics(self) -> Semantics:
-        if self.packs.stays:
+        if self.packs.stays or self.packs.hold_updates:
             return "exact-clip"
         return "delayed-1" if self.packs.late_updates else "in-backward"
 
@@ -272,7 +274,14 @@ class PackPlan:
                     f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches"
                 )
         else:
-            refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+            if not packs.hold_updates:
+                refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
+            elif packs.late_updates or workload.training.max_grad_norm is None:
+                raise PlanError(
+                    f"plan {self.policy!r} holds updates until the norm of all gradients is known, but has "
+                    f"late_updates={packs.late_updates} and max_grad_norm {workload.training.max_grad_norm}; hold "
+                    "updates where training clips, and never late ones"
+                )
             if packs.is_executed:
                 refuse_frozen(f"plan {self.policy!r} runs in packs, unit by unit", workload)
         if packs.own_memory and not packs.is_executed:

@@ -84,7 +84,7 @@ def refuse_clipping(whose: str, training: Training) -> None:
         raise PlanError(
             f"{whose}, which updates each unit in backward, before the norm of all gradients is known, but training "
             f"asks for clipping at norm {training.max_grad_norm}; use a unit-wise plan with semantics 'exact-clip', or "
-            "drop max_grad_norm"
+            "packs that hold updates, or drop max_grad_norm"
         )
 
 

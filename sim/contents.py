@@ -169,6 +169,10 @@ class Shared:
         return _path("shared", micro_batch_name(self.micro_batch))
 
 
+NORM_BYTES = 4096
+"""Room for the norms of one unit's parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """The norm of each parameter's gradient in one unit."""

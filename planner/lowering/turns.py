@@ -23,6 +23,7 @@ from tierplan.planner.lowering.sketch import (
     Sketch,
 )
 from tierplan.sim.contents import (
+    NORM_BYTES,
     CastGradients,
     Clip,
     Content,
@@ -56,8 +57,6 @@ USES = (
 """Parameters that a turn may compute with: the cell, its content, and whether they are those of the unit it shares."""
 FP32_BYTES = 4
 """Bytes per parameter of a gradient in fp32."""
-NORM_BYTES = 4096
-"""Room for the norms of one unit's parameters."""
 
 
 def declare(s: Sketch) -> None:

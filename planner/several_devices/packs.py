@@ -31,10 +31,13 @@ from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
+    NORM_BYTES,
+    Clip,
     Frozen,
     Gradients,
     Input,
     InputGradient,
+    Norm,
     PackActs,
     Params,
     States,
@@ -101,6 +104,9 @@ class PackLowering:
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
         self.has_peer_links = True
+        self.norms: list[str] = []
+        self.coefficients: list[str] = []  # of clipping, one in each host memory
+        self.num_memories = 1
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
 
     # ---- tasks and their order ----
@@ -144,7 +150,11 @@ class PackLowering:
                 self._clean_up(task)
                 before[task.device].append(task)
             if tasks[0].phase == "bwd" and tasks[0].is_final and not self.packs.late_updates:
-                self._update(tasks[0])
+                (self._norms if self.packs.hold_updates else self._update)(tasks[0])
+        if self.packs.hold_updates:
+            self._coefficients()
+            for task in reversed([tasks[0] for tasks in rounds if tasks[0].phase == "bwd" and tasks[0].is_final]):
+                self._update(task)  # the next step needs the first pack first
         name = f"{self.plan.policy} {self.workload.name}"
         return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
@@ -410,8 +420,27 @@ class PackLowering:
         """Keys of the ops that have taken the gradients of a turn to host memory."""
         return [self._offload_key(task)]
 
+    def _norms(self, task: Task) -> None:
+        """The norms of the pack's gradients in host memory, which wait there."""
+        for unit in self.between(task.first, task.end):
+            if unit.num_trained:
+                reads, after = self._arrived(task, unit)
+                self.norms.append(self.builder.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
+                work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
+                key, writes = self._key_on(task.device, op_key("norm", unit.name)), self.norms[-1:]
+                self.builder.op(
+                    key, HOST_ADAM, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
+                )
+
+    def _coefficients(self) -> None:
+        """The coefficient of exact clipping, from the norms of all units."""
+        for d in range(self.num_memories):
+            self.coefficients.append(self.builder.buffer(Clip(), HOST, NORM_BYTES, "work"))
+            key, writes = self._key_on(d, op_key("clip")), self.coefficients[-1:]
+            self.builder.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
+
     def _update(self, task: Task) -> None:
-        """Updates the pack's units one by one in host memory, while the next turns run."""
+        """Updates the pack's units one by one in host memory, while the next turns run, or after all where it clips."""
         for unit in self.between(task.first, task.end):
             if not unit.num_trained:
                 continue
@@ -422,14 +451,17 @@ class PackLowering:
                     reads.append(homes[unit.name])
                     homes[unit.name] = self.builder.over(homes[unit.name])
                     writes.append(homes[unit.name])
+            if self.coefficients:
+                reads.append(self.coefficients[task.device % self.num_memories])
             work = self.training.host_work(unit)
-            key = self._update_key(task, unit)
+            key = self._key_on(task.device, States(unit.name).update_key)
             self.builder.op(
                 key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
             )
 
-    def _update_key(self, task: Task, unit: Unit) -> str:
-        return States(unit.name).update_key
+    def _key_on(self, device: int, key: str) -> str:
+        """What the host does for a device: said where each has host memory of its own."""
+        return key if self.num_memories == 1 else device_name(key, device)
 
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""

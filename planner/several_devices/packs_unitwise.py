@@ -34,7 +34,6 @@ from tierplan.sim.contents import (
     TiedGradients,
     backward_key,
     copy_key,
-    device_name,
     forward_key,
     op_key,
     recompute_key,
@@ -231,7 +230,8 @@ class _Pipeline(_UnitwiseLowering):
         for (task,) in sorted(rounds, key=lambda tasks: tasks[0].phase):
             for name in self.shared_params(task):
                 self.wanted_by.setdefault(name, []).append(task.device)
-        self.homes: list[dict[str, str]] = [{} for _ in range(self.packs.devices)]
+        self.num_memories = self.packs.devices
+        self.homes: list[dict[str, str]] = [{} for _ in range(self.num_memories)]
         self.own = [self.takes_backward[a] for a, b in self.packs.backward for _ in range(a, b)]
         for unit, own in zip(self.units, self.own, strict=True):
             if size := unit.num_trained * self.training.param_bytes:
@@ -268,10 +268,8 @@ class _Pipeline(_UnitwiseLowering):
         key, after = copy_key("offload", self._label("stash", unit, m)), before if unit == task.first else []
         self.stash[unit, m] = self._to_host(key, x, unit, m=m, after=after)
 
-    def _update_key(self, task: Task, unit: Unit) -> str:
-        return device_name(super()._update_key(task, unit), task.device)
-
     def _update(self, task: Task) -> None:
+        self.params_home = self.homes[task.device]
         super()._update(task)
         for unit in self.between(task.first, task.end):
             for d, homes in enumerate(self.homes):

@@ -14,11 +14,11 @@ from itertools import product
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, device
-from tierplan.planner.lowering.turns import NORM_BYTES
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.planner.several_devices.collectives import add_send
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
+    NORM_BYTES,
     Clip,
     Gradients,
     Input,

@@ -452,7 +452,7 @@ class Bodies:
         assert self.max_grad_norm is not None
         pairs = [pair for x in call.reads for pair in value_of(x).norms]
         ranks = self.ranks if self._has_shards or self.stages else None
-        self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step)
+        self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step, self.dtype)
         call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0))
 
     # ---- update ----

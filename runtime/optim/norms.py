@@ -11,14 +11,19 @@ from tierplan.runtime.ranks.group import Ranks
 
 
 def global_norm(
-    own: Sequence[tuple[int, torch.Tensor]], num_parameters: int, ranks: Ranks | None, step: int
+    own: Sequence[tuple[int, torch.Tensor]], num_parameters: int, ranks: Ranks | None, step: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of norms by position in the model; with `ranks`, of those of all, by parameter and then by rank."""
+    """Of norms (`dtype`) by position in the model; with `ranks`, of those of all, by parameter and then by rank.
+
+    A rank that updates nothing has no norm of its own.
+    """
     norms = dict(own)
-    parts = torch.stack([norms[k] for k in sorted(norms)])
-    if ranks is not None:
+    if ranks is None:
+        parts = torch.stack([norms[k] for k in sorted(norms)])
+    else:
         rows = ranks.share([norms[k].item() if k in norms else -1.0 for k in range(num_parameters)], "norms")
-        parts = parts.new_tensor([row[k] for k in range(num_parameters) for row in rows if row[k] != -1.0])
+        each = [row[k] for k in range(num_parameters) for row in rows if row[k] != -1.0]
+        parts = torch.tensor(each, dtype=dtype)
     total = torch.linalg.vector_norm(parts, 2.0)
     if not torch.isfinite(total):
         raise NonFiniteGradientError(

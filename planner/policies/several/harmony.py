@@ -2,10 +2,10 @@
 
 Input-batch grouping: every micro-batch goes through a pack before the next pack comes, so weights move once per pack
 and pass. Forward and backward have their own packs; the last backward pack does its forward too. Updates run on the
-host just in time, when a pack's gradients have arrived. In pipelines the packs go round all GPUs ("wrap-around"),
-activations and their gradients from GPU to GPU; with data parallelism every GPU takes every pack with its part of the
-micro-batches, and gradients are all-reduced over the peer links. Weights cost 3 W minus the last pack, per pipeline
-or per data-parallel GPU.
+host just in time, when a pack's gradients have arrived, or with clipping, when all have. In pipelines the packs go
+round all GPUs ("wrap-around"), activations and their gradients from GPU to GPU; with data parallelism every GPU takes
+every pack with its part of the micro-batches, and gradients are all-reduced over the peer links. Weights cost 3 W minus
+the last pack, per pipeline or per data-parallel GPU.
 
 Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
 by Harmony's memory estimate: first backward packs, then forward packs. `memory_bytes` lowers what packs may use.
@@ -69,6 +69,7 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             backward=backward,
             cleanup_s=number(name, options, "task_cleanup_s", low=0),
             host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
+            hold_updates=workload.training.max_grad_norm is not None,
             own_memory=choice(name, options, "host_memory", ("shared", "own")) == "own",
         )
         return PackPlan(policy=name, packs=packs, options={**options, "devices": devices})

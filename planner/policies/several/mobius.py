@@ -37,6 +37,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         rounds=max(total // devices, 1) if total % devices == 0 else total // gcd(total, devices),
         flushes=True,
         streams=True,
+        hold_updates=workload.training.max_grad_norm is not None,
     )
     return PackPlan(policy=NAME, packs=packs, options=options)
 

@@ -40,6 +40,7 @@ def _policy(name: str, workload: Workload, machine: Machine, given: Mapping[str,
         rounds=int(number(name, options, "rounds", low=1)),
         streams=True,
         late_updates=name == "roundpipe",
+        hold_updates=name != "roundpipe" and workload.training.max_grad_norm is not None,
     )
     return PackPlan(policy=name, packs=packs, options=options)
 

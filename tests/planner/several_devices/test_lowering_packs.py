@@ -143,6 +143,42 @@ def test_late_updates_use_the_gradients_of_the_step_before_and_nothing_waits_for
         replace(plan, packs=replace(plan.packs, rounds=3)).check(WORKLOAD)
 
 
+@pytest.mark.parametrize("policy", ["harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"])
+@pytest.mark.parametrize("memory", ["shared", "own"])
+def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, memory: str) -> None:
+    """And the step needs more time and host memory than without."""
+    options = {"host_memory": memory, "pack": 2} if policy.startswith("harmony") else {}
+    clipped = toy_workload(4, tied=False, gradient_accumulation_steps=4, max_grad_norm=0.5)
+    plan = decide(policy, clipped, two_gpus(), options)
+    assert plan.semantics == "exact-clip"
+    schedule = lower(plan, clipped, two_gpus())
+    trace, norms, clips = (
+        simulate_on(schedule, two_gpus()),
+        *({op.key: op for op in schedule.ops if op.kind == kind} for kind in ("norm", "clip")),
+    )
+    spans = {span.key: span for span in trace.spans}
+    assert {op.unit for op in norms.values()} == {unit.name for unit in clipped.units}
+    made = {name for op in clips.values() for name in op.writes}
+    for op in schedule.ops:
+        if op.kind == "update":
+            assert made & set(op.reads)
+            assert spans[op.key].start_ns >= max(spans[key].end_ns for key in norms)
+    free = simulate_on(lower(decide(policy, WORKLOAD, two_gpus(), options), WORKLOAD, two_gpus()), two_gpus())
+    assert trace.duration_s > free.duration_s
+    assert trace.peak_bytes["host"] > free.peak_bytes["host"]
+
+
+def test_packs_hold_updates_where_training_clips_and_never_late_ones() -> None:
+    clipped = toy_workload(4, tied=False, gradient_accumulation_steps=4, max_grad_norm=0.5)
+    packs = Packs(form="pipeline", devices=2, forward=FORWARD, backward=BACKWARD, streams=True, hold_updates=True)
+    for late, workload in [(False, WORKLOAD), (True, clipped)]:
+        with pytest.raises(PlanError, match=f"late_updates={late} and max_grad_norm .*; hold updates where training"):
+            PackPlan(policy="t", packs=replace(packs, late_updates=late)).check(workload)
+    for policy in ("roundpipe", "virtual-memory"):
+        with pytest.raises(PlanError, match=r"asks for clipping at norm 0\.5; use .* packs that hold updates"):
+            lower(decide(policy, clipped, two_gpus()), clipped, two_gpus())
+
+
 def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     """(M + n - 1) times a stage's forward, recomputation and backward, where links and updates cost next to nothing."""
     works = {"block": ({"s": 1.0}, {"s": 2.0})}

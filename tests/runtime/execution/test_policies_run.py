@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOT_RUN = ("harmony", "virtual-memory", "mobius", "roundpipe")
 RUN = [name for name in POLICIES if not name.startswith(NOT_RUN)]
-"""With their defaults; harmony, which has no clipping, has a test of its own, nobody would run virtual memory, and
+"""With their defaults; harmony has a test of its own, nobody would run virtual memory, and
 pipelines are for several devices."""
 
 
@@ -34,12 +34,12 @@ def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "dtype", "accumulation"), [("gpt2", "fp32", 3), ("gpt2", "bf16", 1), ("llama", "bf16", 3)]
 )
-@pytest.mark.parametrize(("pack", "pack_forward"), [(1, 1), (2, 3), (9, 9)])
+@pytest.mark.parametrize(("pack", "pack_forward", "clip"), [(1, 1, 0.5), (2, 3, None), (2, 3, 0.5), (9, 9, None)])
 def test_packs_visit_the_device(
-    pack: int, pack_forward: int, accumulation: int, dtype: str, family: str, tmp_path: Path
+    pack: int, pack_forward: int, clip: float | None, accumulation: int, dtype: str, family: str, tmp_path: Path
 ) -> None:
     """Harmony on one device: tied and untied heads, packs that hold the embedding or the head alone, or everything."""
-    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
     model = make_model(family, num_blocks=5, dropout=0.1, dtype=dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
     plan = decide("harmony", workload, machine(), {"pack": pack, "pack_forward": pack_forward})

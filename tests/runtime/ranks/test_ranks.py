@@ -192,8 +192,10 @@ STATES_IN_HOST = Case("zero-2", HOST, dtype="bf16", clip=0.5)
 ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
 OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
 PAIR = [
-    Case("harmony-dp", OWN_MEMORY, dtype="bf16", accumulation=2),
+    Case("harmony-dp", OWN_MEMORY, dtype="bf16", accumulation=2, clip=0.5),
+    Case("harmony-dp", OWN_MEMORY, family="llama"),
     Case("harmony-pp", {**OWN_MEMORY, "pack": 1, "pack_forward": 2}, family="llama", dtype="bf16", accumulation=3),
+    Case("harmony-pp", {**OWN_MEMORY, "pack": 2}, accumulation=2, clip=0.5),
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-1", accumulation=2, clip=0.5),
     Case("zero-2", HOST, accumulation=2, clip=0.5),
@@ -211,13 +213,14 @@ EVERY = [
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (2, 0.5)]
 ] + [Case.random(seed) for seed in range(40)] + [
-    Case("harmony-dp", {**OWN_MEMORY, "pack": pack}, family, dtype, accumulation)
+    Case("harmony-dp", {**OWN_MEMORY, "pack": pack}, family, dtype, accumulation, clip)
     for pack in (1, 2) for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
-    for accumulation in (1, 3)
+    for accumulation, clip in [(1, None), (1, 0.5), (3, None), (3, 0.5)]
 ] + [
-    Case("harmony-pp", {**OWN_MEMORY, "pack": pack, "pack_forward": forward}, family, dtype, accumulation)
+    Case("harmony-pp", {**OWN_MEMORY, "pack": pack, "pack_forward": forward}, family, dtype, accumulation, clip)
     for pack, forward in [(1, 1), (2, 1), (1, 2), (2, 3)]
-    for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")] for accumulation in (1, 3)
+    for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
+    for accumulation, clip in [(1, None), (1, 0.5), (3, None), (3, 0.5)]
 ] + [
     Case("megatron-pp", {}, family, dtype, accumulation, clip)
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
