@@ -144,7 +144,7 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            if self.num_devices > 1 and bound_of_packs(self.chains[0].problems[0], self.num_devices) < self.beat_s:
+            if self.num_devices > 1 and bound_of_packs(self.posed("horizontal", 1), self.num_devices) < self.beat_s:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 if self.seeds.packed is not None:
                     self.incumbents.consider(self.seeds.packed)
@@ -214,7 +214,7 @@ class Search:
 
     def result(self) -> PlanResult:
         """The best plan so far. Raises `InfeasiblePlan` where there is none."""
-        problems = [p for chain in self.chains for p in chain.problems]
+        problems = [p for chain in self.chains for p in chain.problems] or [self.posed("horizontal", 1)]
         bounds = [bound for chain in self.chains for bound in chain.bounds]
         best = self.incumbents.best
         if best is None:

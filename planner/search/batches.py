@@ -109,8 +109,8 @@ def plan_sequences(
                 own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
                 own_budget = budget_of(time_limit_s) if to_the_end else budget
                 search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
-                if to_the_end:
-                    search.begin()
+                if to_the_end:  # plans of one device are no answer for several: beside others, packs alone are searched
+                    search.begin(orders=() if kind == "shared" and len(divided) > 1 else None)
                 else:
                     search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
                 found.append(search)
@@ -134,8 +134,8 @@ def plan_sequences(
         batch = search.workload.training.per_device_train_batch_size
         planned[batch] = min(search.best_s, planned.get(batch, inf))
     if best.best_s == inf:
-        plan(make(1, sequences), machine, **asked)  # says what is missing
-        raise AssertionError("single sequences fit, but no division did")
+        single = make(1, sequences)
+        return Division(workload=single, result=plan(single, machine, **asked))  # or says what is missing
     result = best.result()
     remember(machine, question, best.workload, result)
     return Division(workload=best.workload, result=result, planned_s=planned)
