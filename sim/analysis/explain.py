@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
@@ -22,6 +20,9 @@ from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.graph import Graph, graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Reason = Literal["begin", "stream", "input", "memory"]
 Kind = Literal["stream", "limit", "part", "memory"]
@@ -122,6 +123,8 @@ def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
     of slack 0 is what the op's start waited for. Edges of reason `memory` are there only where an op did wait for
     memory: from the ops whose end freed that memory.
     """
+    import networkx as nx
+
     graph, spans = graph_of(schedule), trace.by_key()
     keys = [op.key for op in schedule.ops]
     causes = nx.DiGraph()

@@ -16,8 +16,6 @@ from math import hypot, log, sqrt
 from statistics import median, pstdev
 from typing import Any
 
-from scipy.stats import t as student
-
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
 from tierplan.hwmodels.records import load_record
@@ -303,7 +301,9 @@ def interval_half_width(checks: Sequence[float]) -> float:
     By their median, as it is of normal errors: a plan without a like among the others says what extrapolating costs,
     and no user's plan is without a like among all of them. (By their mean square, all of 24 steps lay within.)
     """
+    from scipy.special import stdtrit  # which all that ask for a machine would import
+
     spread = 1.4826 * median(abs(log(x)) for x in checks) if checks else 0.0
     num = len(checks) + NUM_PRIOR
     pooled = sqrt((len(checks) * spread**2 + NUM_PRIOR * PRIOR_SPREAD**2) / num)
-    return float(student.ppf(0.95, num)) * pooled
+    return float(stdtrit(num, 0.95)) * pooled

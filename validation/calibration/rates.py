@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.hwmodels.names import COMPUTE, parse_stream
@@ -111,6 +110,8 @@ def _fit_stream(stream: Stream, samples: Sequence[_Sample]) -> Stream:
     over the predicted seconds, so that totals per stream are reproduced and short ops determine the latency; ops that
     met others, and outliers (a drive's ops that took ten times as long once), weigh less.
     """
+    from scipy.optimize import nnls  # which all that ask for a machine would import
+
     kinds = sorted({op.kind for op in samples if op.predicted_s > 0})
     if not kinds:
         return stream
