@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 try:
@@ -61,6 +62,12 @@ def compiling_s() -> float:
 def computing_s() -> float:
     """Seconds that this process has computed, without those of making machine code."""
     return time.process_time() - compiling_s()
+
+
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether machine code of a compiled function is at hand, or need not or cannot be."""
+    folder = Path(path) if (path := getattr(getattr(function, "stats", None), "cache_path", None)) else None
+    return folder is None or any(folder.glob(f"*.{function.__qualname__}-*.nbi"))
 
 
 def compiled(function: F) -> F:

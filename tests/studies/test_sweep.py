@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.studies.study import Point, StudyError, load_study
-from tierplan.studies.sweep import sweep
+from tierplan.studies.sweep import asking, sweep
 
 STUDY = """
 name = "drives"
@@ -150,6 +150,21 @@ def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
     assert os.getpid() not in {row.get("pid") for row in by_processes}
 
 
+def test_what_follows_from_answers_is_asked_while_others_are_computed() -> None:
+    """In one process a row is computed when it is called for; in several, from when it is asked for: the same rows."""
+    found = []
+    for num_workers in (1, 2):
+        with asking(num_workers) as ask:
+            first, bad, *others = ask([Point(model="m", machine="x", batch=batch) for batch in (1, 13, 2, 3)], cost)
+            (later,) = ask([Point(model="m", machine="x", batch=int(first()["step_s"] * 100))], cost)
+            found.append([row() for row in (first, bad, *others, later)])
+    rows, same = ([{k: v for k, v in row.items() if k != "pid"} for row in rows] for rows in found)
+    assert rows == same
+    assert [row.get("step_s") for row in rows] == [0.1, None, 0.2, pytest.approx(0.3), 1.0]
+    assert rows[1]["error"] == "13 brings bad luck"
+    assert {row["pid"] for row in found[0] if "pid" in row} == {os.getpid()}
+
+
 def test_a_family_without_closed_forms_is_traced(tmp_path: Path) -> None:
     config = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     path = tmp_path / "config.json"
@@ -184,7 +199,7 @@ def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path
         import os, sys, time
         from pathlib import Path
         from tierplan.studies.study import Point
-        from tierplan.studies.sweep import sweep
+        from tierplan.studies.sweep import asking, sweep
 
         def slow(point):
             time.sleep(0.05)

@@ -6,11 +6,9 @@ plan` says of that machine, by the same function. Only what makes training quick
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -24,7 +22,7 @@ from tierplan.studies.costs import Costs, TrainingJob, costs_of
 from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
 from tierplan.studies.purchases import MOST_OF_A_KIND, PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
-from tierplan.studies.sweep import Row, processes, sweep
+from tierplan.studies.sweep import Row, asking
 
 Ask = Callable[[Point], dict[str, object]]
 MODELS = (
@@ -154,37 +152,35 @@ def advise(
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
-    with ExitStack() as stack:
-        num = num_workers or len(os.sched_getaffinity(0))
-        run = partial(sweep, executor=processes(num, stack) if num > 1 else None, num_workers=1, progress=progress)
-        rented = replace(point, policy=BOUGHT, machine=RENTED, overrides={})
-        like, ask = point, cast(Ask, answer_point)
+    with asking(num_workers, progress=progress) as ask:
+        like = point
         if quick:
             point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
-            (answer,) = run([point], answer_point)
-            like, ask = _like(point, answer)
-            rented = replace(like, policy=BOUGHT, machine=RENTED, overrides={})
-        num_first = sum(b.machine != "" for b in bought)
-        # other machines meanwhile: what is bought for this one has its answer for a start
-        others = [*(replace(b.applied(like), policy=BOUGHT) for b in bought[:num_first]), rented]
+        today = ask([point], answer_point)
+        how = cast(Ask, answer_point)
+        if quick:
+            like, how = _like(point, today[0]())
         kinds = Counter(b.kind for b in bought)
         many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
-        bounds = [replace(b.applied(like), policy=BOUND) for b in many]
-        if quick:
-            rows, promises = run(others, ask), run(bounds, answer_point)
-        else:
-            answer, *rows = run([point, *others, replace(point, policy=LARGEST), *bounds], answer_point)
-            rows, promises = rows[: len(others) + 1], rows[len(others) + 1 :]
-            ask = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
-        promised = [float(row.get("promised") or 0.0) for row in promises]
+        bounds = ask([replace(b.applied(like), policy=BOUND) for b in many], answer_point)
+        # other machines meanwhile: what is bought for this one has its answer for a start
+        num_first = sum(b.machine != "" for b in bought)
+        others = [replace(b.applied(like), policy=BOUGHT) for b in bought[:num_first]]
+        first = ask([*others, replace(like, policy=BOUGHT, machine=RENTED, overrides={})], how)
+        largest = [] if quick else ask([replace(point, policy=LARGEST)], answer_point)
+        answer = today[0]()
+        if not quick:
+            how = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
+        promised = [float(row().get("promised") or 0.0) for row in bounds]
         left_out = {
             b.what: most
             for b, most, is_worth in zip(many, promised, worth_planning(many, promised), strict=True)
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        planned = run([replace(b.applied(like), policy=BOUGHT) for b in bought[num_first:]], ask)
-        answers = [*rows[:num_first], *planned, *rows[num_first:]]
+        planned = ask([replace(b.applied(like), policy=BOUGHT) for b in bought[num_first:]], how)
+        answers = [row() for row in [*first[:num_first], *planned, first[-1]]]
+        largest_model = "".join(str(row().get("largest_model", "")) for row in largest)
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -196,7 +192,7 @@ def advise(
         num_tried=len(bought),
         left_out=left_out,
         rented=rental_of(answers[len(bought)], job),
-        largest_model="" if quick else str(answers[-1].get("largest_model", "")),
+        largest_model=largest_model,
         costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
         assumptions=(
             *([SHORT_SEARCH] if quick else []),

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,11 +29,16 @@ from typing import Any
 from tqdm import tqdm
 
 import tierplan
+from tierplan.sim.compiled.compiler import is_kept
+from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import write_atomically
 from tierplan.studies.study import Point
 
 Row = dict[str, Any]
 """Columns by name: JSON values."""
+Evaluate = Callable[[Point], Mapping[str, object]]
+Asking = Callable[[Sequence[Point], Evaluate], list[Callable[[], Row]]]
+"""Asks, and has a way to each row."""
 IN_FLIGHT_PER_WORKER = 4
 """Points handed out beyond those that run: enough to keep workers busy, few enough to stop soon."""
 
@@ -51,7 +56,7 @@ def code_version() -> str:
 
 def sweep(
     points: Iterable[Point],
-    evaluate: Callable[[Point], Mapping[str, object]] | None = None,
+    evaluate: Evaluate | None = None,
     *,
     out_dir: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
@@ -103,7 +108,7 @@ def sweep(
 
 def _results(
     points: Mapping[str, Point],
-    evaluate: Callable[[Point], Mapping[str, object]],
+    evaluate: Evaluate,
     executor: Executor | None,
     num_workers: int | None,
     stack: ExitStack,
@@ -134,8 +139,41 @@ def _results(
             yield in_flight.pop(future), future.result()
 
 
+@contextmanager
+def asking(num_workers: int | None = None, *, progress: bool = False) -> Iterator[Asking]:
+    """For questions that follow from answers: what is asked begins at once, in the order in which it is asked, and each
+    row is waited for when it is called for. One process has each computed only then."""
+    num_workers = num_workers or len(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        executor = processes(num_workers, stack) if num_workers > 1 else None
+        bar = stack.enter_context(tqdm(total=0, unit="point", disable=not progress))
+
+        def ask(points: Sequence[Point], evaluate: Evaluate) -> list[Callable[[], Row]]:
+            bar.total += len(points)
+            bar.refresh()
+            if executor is None:
+
+                @functools.cache
+                def row(point_number: int) -> Row:
+                    found = _row(evaluate, points[point_number])
+                    bar.update()
+                    return found
+
+                return [partial(row, number) for number in range(len(points))]
+            futures = [executor.submit(_row, evaluate, point) for point in points]
+            for future in futures:
+                future.add_done_callback(lambda _: bar.update())
+            return [future.result for future in futures]
+
+        yield ask
+
+
 def processes(num: int, stack: ExitStack) -> Executor:
     """So many, which end with the stack."""
+    if not is_kept(execute):
+        from tierplan.studies.evaluate import best_plan
+
+        best_plan(Point(model="gpt2", machine="laptop", planner_s=0.01))  # compiles it, once for all of them
     end = partial(_end_workers, frozenset(multiprocessing.active_children()))
     atexit.register(end)
     pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
@@ -143,7 +181,7 @@ def processes(num: int, stack: ExitStack) -> Executor:
     return pool
 
 
-def _row(evaluate: Callable[[Point], Mapping[str, object]], point: Point) -> Row:
+def _row(evaluate: Evaluate, point: Point) -> Row:
     row = point.columns()
     try:
         row |= evaluate(point)
