@@ -58,7 +58,8 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
             of_rank = buffers.get(b.name if owner is None else _on(b.name, rank))
             if of_rank is None:
                 raise _unlike(schedule, f"buffer {b.name!r} has no match on device {rank}")
-            local[b.name] = replace(b, size_bytes=of_rank.size_bytes)
+            share = of_rank.size_bytes if owner == 0 else -(-b.size_bytes // num)
+            local[b.name] = replace(b, size_bytes=share)
     kept = {op.key for op in own}
     ops = tuple(_own_part(schedule, op, local, kept, num) for op in own)
     tiers = (

@@ -68,11 +68,20 @@ def test_ranks_complete_together_if_the_first_one_s_part_does(
         assert all(len(ended) == len(schedule.ops) for ended in first)
 
 
-@pytest.mark.parametrize("policy", ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-offload"])
+OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(policy, {}) for policy in ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-offload", "zero-offload")]
+    + [("harmony-dp", OWN_MEMORY)],
+)
 @pytest.mark.parametrize("num", [2, 3])
-def test_parts_of_ranks_are_alike_and_whole(policy: str, num: int) -> None:
-    workload = toy_workload(2, gradient_accumulation_steps=2, max_grad_norm=1.0)
-    schedule = lower(decide(policy, workload, devices(num)), workload, devices(num))
+def test_parts_of_ranks_are_alike_and_whole(policy: str, options: dict[str, object], num: int) -> None:
+    """Together they hold what the schedule's buffers do, but for what is rounded up."""
+    count = 2 * num if policy.startswith("harmony") else 2
+    workload = toy_workload(2, tied=False, gradient_accumulation_steps=count, max_grad_norm=1.0)
+    schedule = lower(decide(policy, workload, devices(num), options), workload, devices(num))
     parts = [rank_schedule(schedule, r) for r in range(num)]
     assert all([op.key for op in part.ops] == [op.key for op in parts[0].ops] for part in parts)
     sizes = zip(*([b.size_bytes for b in part.buffers] for part in parts), strict=True)
@@ -80,6 +89,8 @@ def test_parts_of_ranks_are_alike_and_whole(policy: str, num: int) -> None:
     states = [b.size_bytes for part in parts for b in part.buffers if b.kind == "states" and b.initial]
     copies = num if policy == "ddp" else 1
     assert sum(states) == copies * sum(workload.training.states_bytes(unit) for unit in workload.units)
+    held, of_all = (sum(b.size_bytes for part in which for b in part.buffers) for which in (parts, [schedule]))
+    assert 0 <= held - of_all < num * len(schedule.buffers)
 
 
 @pytest.mark.parametrize(("policy", "options"), [("megatron-tp", {}), ("harmony", {"devices": 2}), ("mobius", {})])
@@ -94,7 +105,11 @@ def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str
 @pytest.mark.parametrize(
     ("policy", "options", "clip"),
     [("megatron-pp", {}, 1.0)]
-    + [("harmony-pp", {"host_memory": "own", "pack": b, "pack_forward": f}, None) for b, f in [(1, 1), (2, 1), (2, 3)]],
+    + [
+        ("harmony-pp", {**OWN_MEMORY, "pack": b, "pack_forward": f}, clip)
+        for b, f in [(1, 1), (2, 1), (2, 3)]
+        for clip in (None, 1.0)
+    ],
 )
 def test_stages_are_whole_and_complete_together(
     policy: str, options: dict[str, object], clip: float | None, tied: bool
