@@ -39,16 +39,20 @@ OPTIONS: dict[str, object] = {
     "pack": 0,
     "pack_forward": 0,
     "memory_bytes": 0,  # 0: what the device has
-    "task_cleanup_s": 0.040,  # measured by Harmony's authors, per task
+    "task_cleanup_s": None,  # in Harmony's processes what its authors measured, per task; nothing in ranks
     "host_copy_bytes_per_s": 16 * 2**30,  # of their estimator: what passes between processes in host memory
     "host_memory": "shared",  # own: each device's process has its own, as ranks have that execute the plan
 }
+HARMONYS_CLEANUP_S = 0.040
 SEARCHED, SEARCHED_ALONE = 9, 4
 """Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
 
 
 def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     options = read_options(name, {"devices": 1, **given} if name == "harmony" else given, OPTIONS)
+    has_own_memory = choice(name, options, "host_memory", ("shared", "own")) == "own"
+    if options["task_cleanup_s"] is None:
+        options["task_cleanup_s"] = 0.0 if has_own_memory else HARMONYS_CLEANUP_S
     asked, devices = options["devices"], num_devices(name, options, machine)
     batches = workload.training.gradient_accumulation_steps
     if form == "data" and asked and devices > batches:
@@ -70,7 +74,7 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             cleanup_s=number(name, options, "task_cleanup_s", low=0),
             host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
             hold_updates=workload.training.max_grad_norm is not None,
-            own_memory=choice(name, options, "host_memory", ("shared", "own")) == "own",
+            own_memory=has_own_memory,
         )
         return PackPlan(policy=name, packs=packs, options={**options, "devices": devices})
 

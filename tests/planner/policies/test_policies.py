@@ -15,7 +15,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
@@ -456,6 +456,14 @@ def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_g
     update_s = machine.cost("host.adam", {"parameters": float(workload.num_trained)}).work_s
     assert hides.step_s < waits.step_s
     assert few.step_s > 100 * update_s
+
+
+@pytest.mark.parametrize(("given", "cleanup_s"), [({}, 0.04), ({"host_memory": "own"}, 0.0),
+                                                  ({"host_memory": "own", "task_cleanup_s": 0.02}, 0.02)])  # fmt: skip
+def test_only_harmonys_own_processes_clean_up_after_each_task(given: dict[str, object], cleanup_s: float) -> None:
+    plan = decide("harmony", toy_workload(4, tied=False), toy_machine(), given)
+    assert isinstance(plan, PackPlan)
+    assert plan.packs.cleanup_s == plan.options["task_cleanup_s"] == cleanup_s
 
 
 def test_harmony_simulates_no_packs_where_host_memory_is_too_small_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
