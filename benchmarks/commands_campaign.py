@@ -45,9 +45,12 @@ DEVICES_RESULTS = RESULTS.with_name("cpu-two-ranks.jsonl")
 DEVICES_COMBINATIONS = ("llama-bf16", "gpt2-fp32")
 DEVICES_POLICIES: Mapping[str, tuple[str, ...]] = {
     "ddp": (), "zero-1": (), "zero-2": (), "zero-2 optimizer=host": ("optimizer=host",), "zero-3": (),
-    "fsdp-offload": (), "megatron-pp": (),
+    "fsdp-offload": (), "megatron-pp": (), "harmony-dp": ("host_memory=own", "pack=2"),
+    "harmony-pp": ("host_memory=own", "pack=2"),
 }  # fmt: skip
 """With their options."""
+SHARES_BATCHES = ("megatron-pp", "harmony-dp", "harmony-pp")
+"""Their devices share the micro-batches of a step."""
 KEPT = ("step_error_frac", "normalised_error_frac", "interval_s", "in_interval", "slowdown", "bytes_agree", "causes")
 """Of what `compare --json` says."""
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
@@ -200,7 +203,7 @@ def run_row(
         else:
             name, _, _ = policy.partition(" ")
             options = [word for option in DEVICES_POLICIES.get(policy, ()) for word in ("--option", option)]
-            if name == "megatron-pp":  # as many micro-batches as the others have on all devices, and twice as many
+            if name in SHARES_BATCHES:  # as many micro-batches as the others have on all devices, and twice as many
                 options += ["--accumulation", str(2 * devices)]
             said = tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), "--json", env=env)
         subprocess.run(["rm", "-rf", str(out)], check=True)
