@@ -37,6 +37,7 @@ def run_ranks(function: Callable[..., Any], num: int, *arguments: Any, timeout_s
         finally:
             for p in processes:
                 p.kill()
+                p.wait()
         results = [Path(f"{call}.{rank}") for rank in range(num)]
         return [pickle.loads(r.read_bytes()) if r.exists() else c for r, c in zip(results, codes, strict=True)]
 
