@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import get_num_threads
 
+from tierplan.runtime.optim.codes import round_by_chance
 from tierplan.runtime.optim.kernels import OptimizerStep, kernel_of
 from tierplan.runtime.optim.states import MASTER_BYTES, StateLayout, layout_of
 from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS, optimizer_of
@@ -114,7 +115,8 @@ def update_states(
         )
         own = params[view.begin - part.start :][: view.length]
         target = view.tensors.get("master", own)
-        size = CODED_ELEMENTS if view.formats and layout.optimizer.grain else view.length
+        by_chance = layout.optimizer.is_stochastic
+        size = CODED_ELEMENTS if by_chance or (view.formats and layout.optimizer.grain) else view.length
         for begin in range(0, view.length, size):
             end = min(begin + size, view.length)
             k = bisect_right(starts, view.begin + begin) - 1
@@ -122,20 +124,24 @@ def update_states(
             if clip is not None:
                 grad = grad * clip.to(grad.device)
             moments = view.moments(begin, end)
+            stored = {"target": target[begin:end], **moments}
+            exact = {name: tensor.float() for name, tensor in stored.items()} if by_chance else stored
             kernel(
                 OptimizerStep(
-                    target=target[begin:end],
-                    grad=grad.to(target.dtype),
-                    moments=moments,
+                    target=exact["target"],
+                    grad=grad.to(exact["target"].dtype),
+                    moments={name: exact[name] for name in moments},
                     settings=settings,
                     number=step,
                     lr=lr if segment.lr_factor == 1.0 else lr * segment.lr_factor,
                     weight_decay=segment.weight_decay,
                     shape=view.shape,
-                    is_coded=layout.optimizer.grain is not None,
+                    is_coded=layout.optimizer.grain is not None and not by_chance,
                 )
             )
             view.keep(moments, begin, end)
+            for salt, (name, rounded) in enumerate(stored.items() if by_chance else ()):
+                round_by_chance(exact[name], rounded, step=step, salt=salt, begin=view.offset + begin)
         if target is not own:
             own.copy_(target)
 

@@ -42,6 +42,8 @@ class View:
     """Flat, by name: `master`, `first`, ...; codes have their scales beside them, as `first scales`."""
     formats: Mapping[str, str]
     """By name of those that are coded."""
+    offset: int = 0
+    """Of the first value in its parameter, where they are of one."""
 
     def moments(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         """Of some values: the stored ones, or what the codes stand for."""
@@ -125,7 +127,8 @@ class StateLayout:
                     tensors[moment.name] = take(moment.size_bytes, DTYPES[moment.format])
             shape = self.owned.shapes[piece.index]
             is_all = len(piece.values) == prod(shape)
-            yield View(piece.index, piece.begin, len(piece.values), shape if is_all else (), tensors, formats)
+            shape = shape if is_all else ()
+            yield View(piece.index, piece.begin, len(piece.values), shape, tensors, formats, piece.values.start)
 
     def _regions(self, states: torch.Tensor, part: range) -> View:
         moments = self.optimizer.moments((len(part),), False, self._updated)

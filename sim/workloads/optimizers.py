@@ -69,6 +69,8 @@ class Optimizer:
     as many values as the parameter has, of one format, so that a unit's lie region by region and are cut anywhere."""
     keeps_master: bool = True
     """Whether there may be an fp32 master copy among the states."""
+    is_stochastic: bool = False
+    """Whether a step is made in fp32, and weights and moments are rounded to bf16 by chance (Gupta et al. 2015)."""
     host_work: float = 1.0
     """Of one parameter's update on the host's cores, beside matrix products: 1 is fp32 Adam."""
     flops: Callable[[Shape, bool], float] = lambda shape, is_hidden: 0.0
@@ -195,7 +197,7 @@ def _coded(*names: str, of: str) -> Moments:
 
 CODED: Mapping[str, str] = {"8bit": "dynamic8", "4bit": "dynamic4"}
 ADAM = ("first", "second")
-STATE_FORMATS = ("fp32", "bf16", *CODED)
+STATE_FORMATS = ("fp32", "bf16", *CODED, "bf16-stochastic")
 
 
 def _stored(names: tuple[str, ...], states: str) -> dict[str, object]:
@@ -203,16 +205,20 @@ def _stored(names: tuple[str, ...], states: str) -> dict[str, object]:
     if states in CODED:
         form = CODED[states]
         return {"moments": _coded(*names, of=form), "grain": FORMATS[form].block, "host_work": HOST_WORK[states]}
-    if states == "bf16":  # PyTorch's own: moments in the dtype of the weights, of which there is no other copy
-        return {"moments": _values(*names, of="bf16"), "keeps_master": False, "host_work": HOST_WORK[states]}
+    if states in ("bf16", "bf16-stochastic"):  # moments in the dtype of the weights, of which there is no other copy
+        chance = {"is_stochastic": True, "grain": VECTOR_ELEMENTS} if states == "bf16-stochastic" else {}
+        moments = _values(*names, of="bf16")
+        return {"moments": moments, "keeps_master": False, "host_work": HOST_WORK[states], **chance}
     if states == "fp32":
         return {"moments": _values(*names)}
     raise ValueError(f"states is {states!r}; choose among {', '.join(STATE_FORMATS)}")
 
 
-HOST_WORK: Mapping[str, float] = {"8bit": 6.0, "4bit": 6.0, "bf16": 14 / 30}
+HOST_WORK: Mapping[str, float] = {"8bit": 6.0, "4bit": 6.0, "bf16": 14 / 30, "bf16-stochastic": 8.0}
 """Work on the host of an update with other states, in updates of fp32 states: for bf16 what memory moves, 14 bytes of
-each parameter instead of 30; for coded states an estimate, measured nowhere yet."""
+each parameter instead of 30; rounded by chance what the runtime takes on a core of one server
+(`benchmarks/runtime/host_work.py`, which shows that coded states take it longer than what stands here: an estimate of
+a kernel that makes an update in one pass)."""
 
 
 def _adamw(states: str = "fp32") -> dict[str, object]:

@@ -21,6 +21,7 @@ from tierplan.runtime.trainer import Trainer
 from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CHANCE = "adamw:states=bf16-stochastic"
 SPECS = ("adamw:states=8bit", "adamw:states=4bit", "sgd:momentum=0.9", "lion", "muon", "adafactor", "lion:states=8bit")
 
 
@@ -29,16 +30,16 @@ def of(spec: str, dtype: str, **more: object) -> Training:
 
 
 @pytest.mark.parametrize("states", ["device", "host", "nvme"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, CHANCE])
 def test_every_placement(spec: str, states: str, tmp_path: Path) -> None:
     place = "device" if states == "device" else "host"
     choice = UnitPlan(params=place, grads=place, states=states)  # type: ignore[arg-type]
     check(make_model("gpt2", num_blocks=2, dtype="bf16"), of(spec, "bf16"), choice, tmp_path)
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "adamw:states=bf16"])
+@pytest.mark.parametrize("spec", [*SPECS, "adamw:states=bf16", CHANCE])
 def test_states_in_shards(spec: str, tmp_path: Path) -> None:
-    dtype = "bf16" if spec == "adamw:states=bf16" else "fp32"
+    dtype = "bf16" if "bf16" in spec else "fp32"
     training = of(spec, dtype, max_grad_norm=0.5, gradient_accumulation_steps=2)
     model = make_model("llama", num_blocks=2, dtype=dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
@@ -55,9 +56,10 @@ def test_every_family_with_everything_different(spec: str, family: str, tmp_path
     check(model, training, random_choices(model, training, seed=spec + family), tmp_path)
 
 
-def test_a_resumed_run_cuts_states_otherwise(tmp_path: Path) -> None:
-    """8-bit states that were committed in shards go on as a whole: the end is that of a run without a stop."""
-    training = of("adamw:states=8bit", "bf16")
+@pytest.mark.parametrize("spec", ["adamw:states=8bit", CHANCE])
+def test_a_resumed_run_cuts_states_otherwise(spec: str, tmp_path: Path) -> None:
+    """States that were committed in shards go on as a whole: the end is that of a run without a stop."""
+    training = of(spec, "bf16")
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
     workload = observed_workload(model, make_batches(1)[0], training)
     choice, settings = UnitPlan(params="host", grads="host", states="nvme"), OptimizerSettings(name=training.optimizer)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
-from tierplan.runtime.optim.codes import code_values, decoded, encode
+from tierplan.runtime.optim.codes import code_values, decoded, encode, round_by_chance
 from tierplan.runtime.optim.kernels import KERNELS, MUON_LR, OptimizerStep
 from tierplan.runtime.optim.states import LayoutError, StateLayout, layout_of
 from tierplan.sim.contents import States
@@ -19,6 +20,7 @@ from tierplan.sim.workloads.optimizers import OPTIMIZERS, Moment
 SHAPES = ((96, 64), (128,), (64, 96), (512, 32), (40, 13))
 """Also one that is no whole vectors, and some too small for codes."""
 STEPS = 4
+CHANCE = "adamw:states=bf16-stochastic"
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 Parameters = list[torch.nn.Parameter]
 
@@ -154,6 +156,74 @@ def test_codes_are_those_of_torchao(bits: int, is_signed: bool) -> None:
     encode(exact, codes, scales, values)
     assert torch.equal(codes, theirs.codes)
     assert torch.equal(decoded(codes, scales, values), theirs.dequantize())
+
+
+def by_chance(exact: torch.Tensor, step: int, salt: int) -> torch.Tensor:
+    """The rule once more, in whole numbers of 64 bits."""
+    bits = exact.numpy().view(np.uint32).astype(np.uint64).ravel()
+    places, low = np.arange(len(bits), dtype=np.uint64), np.uint64(0xFFFFFFFF)
+    h = (places * np.uint64(0x27D4EB2F) + np.uint64(step * 0x165667B1 + salt * 0x2545F491) & low) ^ bits
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ h >> np.uint64(shift)) * np.uint64(factor) & low
+    h = h ^ h >> np.uint64(16)
+    kept = (bits + (h & np.uint64(0xFFFF)) & np.uint64(0xFFFF0000)).astype(np.uint32)
+    return torch.from_numpy(kept.view(np.float32)).view(exact.shape).bfloat16()
+
+
+def test_a_step_by_chance_is_an_fp32_step_of_which_all_is_rounded() -> None:
+    parameters = [[p, torch.zeros_like(p), torch.zeros_like(p)] for p in start(torch.bfloat16)]
+    for step, grads in enumerate(gradients(torch.bfloat16), 1):
+        for held, grad in zip(parameters, grads, strict=True):
+            p, first, second = (t.float() for t in held)
+            p = torch.nn.Parameter(p)
+            p.grad = grad.float()
+            optimizer = torch.optim.AdamW([p], fused=True, **SETTINGS)  # type: ignore[arg-type]
+            optimizer.state[p] = {"step": torch.tensor(step - 1.0), "exp_avg": first, "exp_avg_sq": second}
+            optimizer.step()
+            held[:] = [by_chance(t, step, salt) for salt, t in enumerate((p.detach(), first, second))]
+    flat, states = trained(CHANCE, "bf16", 1)
+    assert torch.equal(flat, torch.cat([p.view(-1) for p, *_ in parameters]))
+    assert torch.equal(
+        states.view(torch.bfloat16), torch.cat([m.view(-1) for _, *moments in parameters for m in moments])
+    )
+
+
+def test_parts_by_chance_have_the_bits_of_the_whole() -> None:
+    whole = trained(CHANCE, "bf16", 1)
+    for num_parts in (2, 3, 5):
+        parts = trained(CHANCE, "bf16", num_parts)
+        assert torch.equal(whole[0], parts[0])
+        assert torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("value", [1.0 + 1 / 1024, -3e-5, 7.3e20, 1.0])
+def test_what_is_rounded_by_chance_is_right_on_average(value: float) -> None:
+    """Over places, and over steps at one place: within five standard deviations of the mean of a fair draw."""
+    exact = torch.full((1 << 16,), value)
+    over_places, over_steps = torch.empty_like(exact, dtype=torch.bfloat16), []
+    round_by_chance(exact, over_places, step=3, salt=1, begin=0)
+    for step in range(4096):
+        one = torch.empty(1, dtype=torch.bfloat16)
+        round_by_chance(exact[:1], one, step=step, salt=0, begin=17)
+        over_steps.append(one.item())
+    for rounded in (over_places.double(), torch.tensor(over_steps, dtype=torch.float64)):
+        near = rounded.unique()
+        assert len(near) == (1 if value == 1.0 else 2)
+        bound = 5 * float(near[-1] - near[0]) / 2 / len(rounded) ** 0.5
+        assert abs(float(rounded.mean()) - float(exact[0])) <= bound
+
+
+def test_by_chance_no_two_steps_tensors_or_parameters_round_alike() -> None:
+    """Of values that lie half way, about half round otherwise."""
+    half = torch.full((1 << 14,), 1.0 + 1 / 256)
+    drawn = []
+    for step, salt, exact in ((1, 0, half), (2, 0, half), (1, 1, half), (1, 0, half + 1 / 65536)):
+        rounded = torch.empty_like(exact, dtype=torch.bfloat16)
+        round_by_chance(exact, rounded, step=step, salt=salt, begin=0)
+        drawn.append(rounded)
+    for k, one in enumerate(drawn):
+        for other in drawn[:k]:
+            assert 0.4 < float((one != other).float().mean()) < 0.6
 
 
 def test_an_optimizer_is_added_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:

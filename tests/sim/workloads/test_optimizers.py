@@ -10,7 +10,7 @@ from tierplan.sim.workloads.optimizers import OPTIMIZERS, optimizer_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 SPECS = ("adamw", "sgd", "sgd:momentum=0.9", "lion", "lion:states=8bit", "adamw:states=bf16", "adamw:states=8bit")
-SPECS += ("adamw:states=4bit", "muon", "adafactor", "galore:rank=64", "apollo:rank=64")
+SPECS += ("adamw:states=bf16-stochastic", "adamw:states=4bit", "muon", "adafactor", "galore:rank=64", "apollo:rank=64")
 
 
 def bytes_per_parameter(spec: str) -> float:
@@ -24,6 +24,7 @@ def bytes_per_parameter(spec: str) -> float:
     [
         ("adamw", 8.0),
         ("adamw:states=bf16", 4.0),
+        ("adamw:states=bf16-stochastic", 4.0),
         ("adamw:states=8bit", 2.03),  # bitsandbytes, torchao
         ("adamw:states=4bit", 1.06),  # torchao
         ("sgd", 0.0),

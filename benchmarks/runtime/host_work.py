@@ -1,0 +1,58 @@
+"""What an update on the host takes with each format of moments, in updates of fp32 states beside a master copy.
+
+    python -m benchmarks.runtime.host_work [--turns 9]
+
+One core and its own time; the two take turns, and the median of the ratios and its quartiles are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from tierplan.runtime.optim.adam import OptimizerSettings, update_states
+from tierplan.runtime.optim.states import layout_of
+from tierplan.sim.workloads.optimizers import STATE_FORMATS
+
+SHAPE = (1024, 4096)
+
+
+def updates(spec: str, *, has_master: bool) -> Callable[[], float]:
+    """Makes one update of a bf16 matrix at a time, and says what it took in seconds of its core."""
+    layout = layout_of(spec, [SHAPE], "bf16", is_block=True, has_master=has_master)
+    params, grads = (torch.randn(prod(SHAPE)).to(torch.bfloat16) for _ in range(2))
+    states = torch.zeros(layout.size_bytes(layout.whole), dtype=torch.uint8)
+    settings, number = OptimizerSettings(name=spec), 0
+
+    def update() -> float:
+        nonlocal number
+        number += 1
+        begin = time.thread_time()
+        update_states(params, grads, states, layout, settings, part=layout.whole, step=number, lr=settings.lr)
+        return time.thread_time() - begin
+
+    update()
+    return update
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=9)
+    turns = parser.parse_args().turns
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plain = updates("adamw", has_master=True)
+    for states in STATE_FORMATS[1:]:
+        other = updates(f"adamw:states={states}", has_master=False)
+        ratios = [other() / plain() for _ in range(turns)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"{states:16} {median:6.1f}   ({low:.1f} to {high:.1f})")
+
+
+if __name__ == "__main__":
+    main()
