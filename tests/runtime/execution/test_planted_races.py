@@ -34,7 +34,7 @@ from tierplan.runtime.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 LATENESS_S = (0.001, 0.2)
-"""By the parity of the seed. An op that has ended long ago, and of which the host knows nothing, shows other mistakes."""
+"""By the parity of the seed. An op that ended long ago, and of which the host knows nothing, shows other mistakes."""
 ON_HOST = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
 RACES: dict[str, tuple[Any, str, str, str]] = {
     "streams do not wait for each other": (Executor, "_begin", "self._device.wait_for(stream, earlier.ended)", "pass"),
