@@ -5,7 +5,7 @@
     python -m benchmarks.commands_campaign --out DIR --hour loaded             the same beside another job
     python -m benchmarks.commands_campaign --out DIR --hour quiet --demos 5    the demo, until that hour has five
     python -m benchmarks.commands_campaign --page docs/commands_campaign.md    the page, from the results of all hours
-    ... --devices 2 --hour quiet --calibrate-s 25 --measure-s 25     14 rows of two ranks, in some 8 minutes
+    ... --devices 2 --hour quiet --calibrate-s 25 --measure-s 25     16 rows of two ranks, in some 9 minutes
     ... --devices 2 --page docs/two_ranks.md                         their page
 
 Each hour has its own measurement of the machine, and each group of rows its own calibration. A row is one plan of one
@@ -39,12 +39,12 @@ POLICIES = ("in-memory", "full-recompute", "zero-offload", "zero-infinity", "fuy
 PLANNER_FRAC = 0.45
 """Of the device memory of plain training: what the planner gets."""
 STEPS, RUN_S = 24, 10.0
-"""A run has so many steps, and lasts so long by its prediction: steps take 12 % more or less from one second to the
-next, whatever trains."""
+"""A run has so many steps on all its devices, and lasts so long by its prediction: steps take 12 % more or less from
+one second to the next, whatever trains."""
 DEVICES_RESULTS = RESULTS.with_name("cpu-two-ranks.jsonl")
 DEVICES_COMBINATIONS = ("llama-bf16", "gpt2-fp32")
 DEVICES_POLICIES: Mapping[str, tuple[str, ...]] = {
-    "ddp": (), "zero-1": (), "zero-2": (), "zero-2 optimizer=host": ("optimizer=host",), "zero-3": (),
+    "ddp": (), "zero-2": (), "zero-2 optimizer=host": ("optimizer=host",), "zero-3": (),
     "fsdp-offload": (), "megatron-pp": (), "harmony-dp": ("host_memory=own", "pack=2"),
     "harmony-pp": ("host_memory=own", "pack=2"),
 }  # fmt: skip
@@ -207,7 +207,7 @@ def run_row(
                 options += ["--accumulation", str(2 * devices)]
             said = tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), "--json", env=env)
         subprocess.run(["rm", "-rf", str(out)], check=True)
-        num_steps = max(STEPS, ceil(RUN_S / json.loads(said)["step_s"]))
+        num_steps = max(STEPS // devices, ceil(RUN_S / json.loads(said)["step_s"]))
         data = ["--data", str(text), "--steps", str(num_steps), "--out", str(out), "--no-export", *THREADS]
         several = ("--devices", str(devices)) if devices > 1 else ()
         tierplan("run", str(plan), "--model", str(model), *data, *several, env=env)

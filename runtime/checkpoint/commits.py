@@ -147,7 +147,8 @@ class CommitLog:
         first = self.parts[0][1]
         if first.rng or any(where.in_store for _, own in self.parts for where in own.contents.values()):
             what = "random numbers of its own" if first.rng else "contents on the NVMe tier"
-            raise CommitError(f"{folder} holds a run of {num_ranks} ranks with {what}; resume it with as many")
+            own = f"{num_ranks} ranks"
+            raise CommitError(f"{folder} holds a run of {own} with {what}; resume it with {own}")
         return with_changes(first, seal=None, folders=(), stripes=(), store_bytes=0)
 
     def _decision(self, path: Path, content: bytes) -> tuple[int, int]:

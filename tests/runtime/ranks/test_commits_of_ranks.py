@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLogOfRank
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, CommitLogOfRank, Stored, with_changes
 
 
 class Crash(Exception):
@@ -59,6 +59,24 @@ def test_all_ranks_go_on_from_one_step(crash_of_first: int | None, crash_of_seco
         again = log(tmp_path, rank).last()
         assert again is not None
         assert again.num_steps == 3
+
+
+@pytest.mark.parametrize("num", [1, 4])
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [({"contents": {"states/L0": Stored(size_bytes=8, offset_bytes=0, in_store=True)}}, "contents on the NVMe"),
+     ({"rng": ("00",)}, "random numbers of its own")],
+)  # fmt: skip
+def test_another_number_of_ranks_is_told_what_only_as_many_can_resume(
+    more: dict[str, Any], what: str, num: int, tmp_path: Path
+) -> None:
+    """On the drive every rank has its own extents, which are not cut anew."""
+    for rank in range(2):
+        log(tmp_path, rank).write(with_changes(commit(3), **more))
+    other: Any = TwoRanks(0)
+    other.size = num
+    with pytest.raises(CommitError, match=f"holds a run of 2 ranks with {what}.*; resume it with 2 ranks"):
+        (CommitLog(tmp_path) if num == 1 else CommitLogOfRank(tmp_path, other)).last()
 
 
 def test_what_ranks_cannot_resume(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.ranks.collectives import parameter_parts, shards_of
@@ -356,6 +357,15 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
         assert wrong == []
     check_moved(tmp_path, 6)
     assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1, 1, 1]
+
+
+def test_shards_of_ranks_do_not_travel_in_parts() -> None:
+    model = make_model("gpt2", num_blocks=2)
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    plan: Any = Case("zero-infinity").plan(workload, 2)
+    parts = replace(plan, units=tuple(replace(unit, state_shards=4) for unit in plan.units))
+    with pytest.raises(TrainingError, match="states that travel in parts are executed on one device only"):
+        executable_step(lower(parts, workload, several(2)), 1, 2)
 
 
 def check_moved(folder: Path, steps: int) -> None:
