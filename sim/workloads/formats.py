@@ -26,6 +26,8 @@ class Format:
     """What decoding reads and writes of a value between its kernels, where it is no single one."""
     is_base: bool = False
     """Whether the linear layers of a frozen base may have it."""
+    exact_of: str = ""
+    """The format whose values it has without loss, and no other's."""
     codebook: tuple[float, ...] = ()
     """What codes of 4 or 8 bits stand for, ascending, times the scale of a block: these are executed too."""
 
@@ -67,6 +69,7 @@ FORMATS: dict[str, Format] = {
     "nf4": Format(bits=4, block=64, scales=FP32, is_base=True, codebook=NF4_VALUES),
     "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32), is_base=True),
     "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5, is_base=True),
+    "df11": Format(bits=11, block=4096, scales=FP32, is_base=True, exact_of="bf16"),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
 }
@@ -74,6 +77,9 @@ FORMATS: dict[str, Format] = {
 quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in 4, as auto-gptq 0.4 decodes them to
 train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their zeros, times their scales, in a kernel
 each, of which those that spread a value over several (9.5 of 16.5 bytes) are taken to run at half the memory's rate;
+df11 is DFloat11, whose exponents have Huffman's codes: how many bits depends on the weights, so 11 is an assumption
+(models published with it have 67.6 to 69.5 % of their bytes; arXiv 2504.11651), and so is that one kernel decodes them
+at the memory's rate; a position in 32 bits says where each 4,096 values begin;
 dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
 
 

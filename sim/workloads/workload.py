@@ -100,6 +100,11 @@ class Training:
             raise WorkloadError(
                 f"base is {self.base!r}; choose one of {', '.join(bases())}, or none for weights in dtype"
             )
+        if self.base and (exact_of := FORMATS[self.base].exact_of) not in ("", self.dtype):
+            raise WorkloadError(
+                f"base is {self.base!r}, which has the values of {exact_of} without loss, but the model is in "
+                f"{self.dtype!r}; give dtype {exact_of}, or another base"
+            )
         if self.base and not (self.lora or self.freeze):
             raise WorkloadError(
                 f"base is {self.base!r}, but weights in codes cannot be trained; give adapters to train, such as lora "

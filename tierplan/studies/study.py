@@ -54,7 +54,7 @@ class Point:
     freeze: str = ""
     """Patterns of names of parameters that are not trained, with commas between."""
     base: str = ""
-    """Format of frozen linear layers: nf4, nf4-double, int8 or fp8."""
+    """Format of frozen linear layers: nf4, nf4-double, int4, int8, fp8 or df11."""
     master_weights: bool = True
     semantics: str = ""
     """Empty for the policy's own."""

@@ -119,7 +119,8 @@ def test_a_format_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds["added"] != seconds["nf4"]
 
 
-def test_what_is_only_planned_says_so() -> None:
-    assert format_of("nf4-double").is_base
+@pytest.mark.parametrize("base", ["nf4-double", "df11"])
+def test_what_is_only_planned_says_so(base: str) -> None:
+    assert format_of(base).is_base
     with pytest.raises(WorkloadError, match="planned, and not executed"):
-        coded_weight(weight_of((4, 64), torch.float32), "nf4-double")
+        coded_weight(weight_of((4, 64), torch.float32), base)
