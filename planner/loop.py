@@ -104,6 +104,8 @@ class Search:
         self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
         self.has_all_orders = True
+        self.like: UnitwisePlan | None = None
+        """The kind of plans to try."""
         self.is_interrupted = False
 
     def _simulator(self, machine: Machine) -> PlanSimulator:
@@ -231,7 +233,8 @@ class Search:
         """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
         training = self.workload.training
         batch = training.per_device_train_batch_size
-        some = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+        some: Sequence[int] = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+        some = some if self.like is None else ()
         shapes: dict[Order, list[int]] = {"horizontal": [1], "vertical": [num for num in some if batch % num == 0]}
         if training.gradient_accumulation_steps > 1:
             shapes["vertical"].insert(0, 1)
@@ -282,7 +285,7 @@ class Search:
         return min(bounds, key=lambda b: b.step_s)
 
     def posed(self, order: Order, sub_batches: int, semantics: Semantics | None = None) -> Problem:
-        return problem(
+        posed = problem(
             self.workload,
             self.machine,
             semantics=semantics or self.semantics,
@@ -290,6 +293,9 @@ class Search:
             sub_batches=sub_batches,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
+        if self.like is None or any(c.updates_here and c.states != "device" for c in self.like.units):
+            return posed
+        return replace(posed, brings_states=False)
 
     def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[[], PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.

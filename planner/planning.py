@@ -19,6 +19,7 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.loop import Search
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
@@ -44,6 +45,7 @@ def plan(
     seed: int = 0,
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
+    like: UnitwisePlan | None = None,
     batches: Batches | None = None,
     drive_lifetime_years: float | None = None,
     beat_s: float = inf,
@@ -66,6 +68,9 @@ def plan(
         Names of the policies to compare with; all by default.
     orders
         Orders of micro-batches to try; both by default where there are several.
+    like
+        Try plans of its kind alone, for an answer in a moment: in its order, and with updates at home if it has none
+        elsewhere; of micro-batches that are cut, only those that something known cuts. The bound is theirs.
     batches
         On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
         either, whichever takes least time for the same work.
@@ -97,14 +102,16 @@ def plan(
     started, budget = time.perf_counter(), budget_of(time_limit_s)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
-        return workload, plan(workload, less, time_limit_s=time_limit_s, **asked)
+        return workload, plan(workload, less, time_limit_s=time_limit_s, like=like, **asked)
 
-    question = (digest(workload), budget.num_ops, budget.more_ops, *asked.values())
+    kind = None if like is None else repr(like)
+    question = (digest(workload), budget.num_ops, budget.more_ops, kind, *asked.values())
     known = known_of_lesser(machine, question, planned, known)
     is_cut = known is not None and known.is_cut
     search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
     search.started = started
-    search.begin(asked["policies"], asked["orders"])
+    search.like = like
+    search.begin(asked["policies"], asked["orders"] if like is None else (like.order,))
     if machine.num_devices > 1:
         budget.restart()  # their schedules are several times longer than the budget was measured for
     search.go_on()

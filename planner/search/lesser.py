@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tierplan.hwmodels.catalog import catalog_names, load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import lesser, with_capacity
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.results import PlanResult
 from tierplan.sim.workloads.workload import Workload
 
@@ -31,6 +31,11 @@ class Known:
         batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         note = result.notes[-1] if is_cut else ""
         return cls(machine=machine, plan=result.plan, batch=batch, accumulation=accumulation, is_cut=is_cut, note=note)
+
+    def divided(self, batch: int, accumulation: int, sub_batches: int) -> Known:
+        """About the same work in other micro-batches, which are cut into so many; it may take a little more memory."""
+        plan = replace(self.plan, sub_batches=sub_batches) if isinstance(self.plan, UnitwisePlan) else self.plan
+        return replace(self, plan=plan, batch=batch, accumulation=accumulation)
 
     def is_of(self, machine: Machine) -> bool:
         """Whether it was planned for a machine that is the same in all that a plan can meet."""

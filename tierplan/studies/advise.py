@@ -157,16 +157,16 @@ def advise(
         if quick:
             point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
         today = ask([point], answer_point)
-        how = cast(Ask, answer_point)
+        how = elsewhere = cast(Ask, answer_point)
         if quick:
-            like, how = _like(point, today[0]())
+            like, how, elsewhere = _like(point, today[0]())
         kinds = Counter(b.kind for b in bought)
         many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
         bounds = ask([replace(b.applied(like), policy=BOUND) for b in many], answer_point)
         # other machines meanwhile: what is bought for this one has its answer for a start
         num_first = sum(b.machine != "" for b in bought)
         others = [replace(b.applied(like), policy=BOUGHT) for b in bought[:num_first]]
-        first = ask([*others, replace(like, policy=BOUGHT, machine=RENTED, overrides={})], how)
+        first = ask([*others, replace(like, policy=BOUGHT, machine=RENTED, overrides={})], elsewhere)
         largest = [] if quick else ask([replace(point, policy=LARGEST)], answer_point)
         answer = today[0]()
         if not quick:
@@ -201,18 +201,21 @@ def advise(
     )
 
 
-def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
-    """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
-    worth a look: its order, its micro-batches and those of twice the size."""
+def _like(point: Point, answer: Row) -> tuple[Point, Ask, Ask]:
+    """What to ask of a machine with something bought, and how, and of another machine, where the answer for this one
+    says what kind of plan is worth a look: its order, its micro-batches and those of twice the size."""
     point = replace(point, planner_s=min(point.planner_s or QUICK_S, QUICK_S))
     if not answer.get("order"):
-        return point, answer_point
+        return point, answer_point, answer_point
+    known: Known = answer["known"]
     if point.sequences:
-        batch = answer["numbers_of"]["micro_batch"]
+        batch = each = answer["numbers_of"]["micro_batch"]
         if answer["order"] == "vertical" and point.sequences % (2 * batch) == 0:
-            batch *= 2  # which is also cut into two
+            batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
-    return point, partial(answer_point, orders=(answer["order"],), policies=())
+        known = known.divided(point.batch, point.accumulation, point.batch // each)
+    elsewhere = partial(answer_point, orders=(answer["order"],), policies=())
+    return point, partial(answer_point, policies=(), like=known.plan, known=known), elsewhere
 
 
 def answer_point(point: Point, **only: Any) -> dict[str, object]:

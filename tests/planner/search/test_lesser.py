@@ -22,7 +22,7 @@ from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
-from tierplan.planner.search.lesser import lesser_of_catalog, without_excess
+from tierplan.planner.search.lesser import Known, lesser_of_catalog, without_excess
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import load_workload
@@ -182,3 +182,30 @@ def test_an_interrupt_ends_both_searches(gpt: Workload, monkeypatch: pytest.Monk
     found = plan(gpt, load_machine("laptop", ["host.adam=4 G/s"]), policies=["vertical"])
     assert (found.status, len(searched), planning._ANSWERS) == ("interrupted", 2, {})
     assert "interrupted" in found.notes[-1]
+
+
+def test_a_search_for_plans_of_one_kind_begins_with_what_is_known(tmp_path: Path) -> None:
+    """Cut in two, micro-batches of twice the size are about the same work: what is known is the first that it has."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT))
+
+    def divided(batch: int, accumulation: int) -> Workload:
+        training = Training(
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            sequence_length=1024,
+            dtype="bf16",
+        )
+        return load_workload(tmp_path / "config.json", training)
+
+    machine = load_machine("desktop-4090")
+    result = plan(divided(1, 4), machine, orders=["vertical"], policies=(), time_limit_s=2)
+    known = Known.of(machine, divided(1, 4), result).divided(2, 2, 2)
+    assert isinstance(known.plan, UnitwisePlan)
+    assert (known.batch, known.accumulation, known.plan.sub_batches) == (2, 2, 2)
+    cut_s = step_s(known.plan, divided(2, 2), machine)
+    assert cut_s == pytest.approx(result.step_s, rel=0.01)
+    more = load_machine("desktop-4090", ["host.capacity=128 GiB"])
+    found = plan(divided(2, 2), more, time_limit_s=1e-4, policies=(), like=known.plan, known=known)
+    assert found.step_s <= cut_s * (1 + 1e-9)
+    assert isinstance(found.plan, UnitwisePlan)
+    assert found.plan.order == "vertical"
