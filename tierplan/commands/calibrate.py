@@ -61,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if (of_machine := machine.num_devices) > 1:
         point = replace(point, overrides={**point.overrides, "gpu.count": 1})
         machine = machine_of(point)
-    where = [f"{machine.name}, 1 of its {of_machine} GPUs: use it with --devices 1"] if of_machine > 1 else []
+    device = device_named(args.device)
+    num_ranks = of_machine if device == "cpu" else 1
+    beside = f" beside {num_ranks - 1} more on the same cores" if num_ranks > 1 else ""
+    where = [f"{machine.name}, 1 of its {of_machine} GPUs{beside}: use it with --devices {num_ranks}"]
+    where = where if of_machine > 1 else []
     scratch = Path(args.nvme) / "tierplan-calibration"
     with ExitStack() as life:
         life.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -71,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
             machine=machine,
             nvme_dir=scratch,
             life=life,
-            device=device_named(args.device),
+            device=device,
             num_threads=args.threads,
+            num_ranks=num_ranks,
             budget_s=wanted_s - (time.monotonic() - began_s) - FIT_S,
             is_stopped=is_stopped,
             progress=life.enter_context(progress_bar()),
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     target = args.output or own_path(calibration)
     calibration.save(target)
     if args.json:
-        about = {"devices": 1, "devices_of_machine": of_machine, "file": str(target)}
+        about = {"devices": num_ranks, "devices_of_machine": of_machine, "file": str(target)}
         print(json.dumps({**asdict(calibration), "half_width": calibration.half_width, **about}, indent=1))
         return 130 if is_stopped() else 0
     stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []

@@ -101,6 +101,8 @@ class Calibration:
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
     num_threads: int = 0
+    num_ranks: int = 1
+    """Processes that trained side by side on one CPU, of which this is one."""
     versions: Mapping[str, str] = field(default_factory=dict)
     when: str = ""
 

@@ -48,6 +48,7 @@ def own_path(calibration: Calibration) -> Path:
     t = calibration.training
     name = re.sub(r"[^\w.-]+", "-", calibration.model)
     shape = f"{t.dtype}-{t.per_device_train_batch_size}x{t.sequence_length}-{calibration.num_threads}t"
+    shape += f"-{calibration.num_ranks}r" if calibration.num_ranks > 1 else ""
     return calibrations_dir() / f"{name}-{shape}-{calibration.machine_sha256[:8]}.json"
 
 
@@ -91,14 +92,14 @@ def place_for(
         return CalibratedPlace(described=described, machine=described)
     if which != AUTO:
         calibration = Calibration.load(which)
-        if why := _why_not(calibration, base, training):
+        if why := _why_not(calibration, base, training, described.num_devices):
             raise CalibrationError(f"{which} does not suit: {why}; run tierplan calibrate, or give --calibration none")
         return _placed(calibration, described, base, workload())
     passed_over, suiting = "", []
     for path in sorted(calibrations_dir().glob("*.json"), key=lambda p: p.stat().st_mtime):
         try:
             calibration = Calibration.load(path)
-            why = _why_not(calibration, base, training)
+            why = _why_not(calibration, base, training, described.num_devices)
         except CalibrationError:
             why = "it is broken or of another version of tierplan"
         if why:
@@ -109,13 +110,16 @@ def place_for(
         basis = replace(described.basis, text=described.basis.text + passed_over)
         return CalibratedPlace(described=described, machine=replace(described, basis=basis))
     asked = workload()
-    return _placed(max(enumerate(suiting), key=lambda c: (_nearness(c[1], asked), c[0]))[1], described, base, asked)
+    best = max(enumerate(suiting), key=lambda c: (c[1].num_ranks, _nearness(c[1], asked), c[0]))
+    return _placed(best[1], described, base, asked)
 
 
-def _why_not(calibration: Calibration, machine: Machine, training: Training) -> str:
+def _why_not(calibration: Calibration, machine: Machine, training: Training, num_devices: int) -> str:
     """Why the calibration says nothing of this; empty where it does."""
     if calibration.machine_sha256 != machine_sha256(machine):
         return f"it is of another machine, or of this one as it was measured before {calibration.when}"
+    if calibration.num_ranks not in (1, num_devices):
+        return f"it is of {calibration.num_ranks} processes side by side, and this of {num_devices}"
     for name in SAME:
         if (its := getattr(calibration.training, name)) != getattr(training, name):
             return f"its {name} is {its}, not {getattr(training, name)}"

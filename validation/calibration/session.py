@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 
 from tierplan import __version__
@@ -54,6 +55,8 @@ class CalibrationSession:
     """Closes its trainings."""
     device: str = "cpu"
     num_threads: int | None = None
+    num_ranks: int = 1
+    """On a CPU: so many processes train at once, as they will on its cores; this is the one that is timed."""
     budget_s: float = 60.0
     """Turns are taken until so much time has passed, compiling the simulator apart: `LEAST_TURNS` to `MOST_TURNS`."""
     is_stopped: Callable[[], bool] = lambda: False
@@ -64,6 +67,8 @@ class CalibrationSession:
     def run(self) -> Calibration:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
         began_s = time.monotonic() - compiling_s()
+        for k in range(1, self.num_ranks):
+            self.life.enter_context(self._beside(k))
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
         config = self.workload.config
         profiled = profile_workload(
@@ -95,9 +100,22 @@ class CalibrationSession:
             machine=self.machine.name,
             machine_sha256=machine_sha256(self.machine),
             num_threads=int(str(in_memory.trainer.result().trace.meta["num_threads"])),
+            num_ranks=self.num_ranks,
             versions={"tierplan": __version__, **versions(), "Python": platform.python_version()},
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         )
+
+    @contextmanager
+    def _beside(self, rank: int) -> Iterator[None]:
+        """Another process trains as this one does, until this one has ended."""
+        given = (self.workload, self.machine, self.nvme_dir / f"rank-{rank}", self.device, self.num_threads)
+        process = get_context("spawn").Process(target=_train_on, args=given, daemon=True)
+        process.start()
+        try:
+            yield
+        finally:
+            process.kill()
+            process.join()
 
     def in_memory_step_s(self, num_steps: int) -> float:
         """Seconds per step with everything in device memory, measured now: clocks and other guests change."""
@@ -132,3 +150,10 @@ class CalibrationSession:
                 self._trainings.pop(name).trainer.close()
         alone_s = typical_reference_s(times_s[True])
         return measurements, (alone_s, typical_reference_s(times_s[False] or [alone_s]))
+
+
+def _train_on(workload: Workload, machine: Machine, nvme_dir: Path, device: str, num_threads: int | None) -> None:
+    """Calibration runs, one after the other, whose results nobody reads."""
+    while True:
+        with ExitStack() as life:
+            CalibrationSession(workload, machine, nvme_dir, life, device, num_threads).run()
