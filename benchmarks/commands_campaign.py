@@ -1,7 +1,7 @@
 """Are predictions as true for whoever types the commands? Measure, calibrate, plan, run and compare, by commands alone.
 
     python -m benchmarks.commands_campaign --out DIR --hour quiet              what is missing; may be interrupted
-    ... --hour quiet --calibrate-s 35 --measure-s 40                           24 rows in some 12 minutes
+    ... --hour quiet --calibrate-s 35 --measure-s 40 --runs 3                  each row three times, in some 35 minutes
     python -m benchmarks.commands_campaign --out DIR --hour loaded             the same beside another job
     python -m benchmarks.commands_campaign --out DIR --hour quiet --demos 5    the demo, until that hour has five
     python -m benchmarks.commands_campaign --page docs/commands_campaign.md    the page, from the results of all hours
@@ -9,8 +9,10 @@
     ... --devices 2 --page docs/two_ranks.md                         their page
 
 Each hour has its own measurement of the machine, and each group of rows its own calibration. A row is one plan of one
-model: `tierplan simulate` (or `plan`), `run`, `compare --json`. It is appended to the results when it has ended; rows
-that are there are not repeated. Times of a machine that others use vary: look at `uptime` before a quiet hour.
+model: `tierplan simulate` (or `plan`), then `run` and `compare --json`. With `--runs` that is done several times, all
+rows once and then all once more: the same plan takes up to a fifth more or less from one process to the next. A run is
+appended to the results when it has ended; runs that are there are not repeated. Times of a machine that others use
+vary: look at `uptime` before a quiet hour.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -157,21 +161,22 @@ def run_hour(
     calibrate_s: float,
     measure_s: float,
     devices: int = 1,
+    runs: int = 1,
 ) -> None:
-    """All rows of this hour that are not in the results."""
+    """All runs of all rows of this hour that are not in the results."""
     nvme, link = str(home / "nvme"), home / "link.json"
     policies = POLICIES if devices == 1 else tuple(DEVICES_POLICIES)
     if not (home / "config" / "tierplan" / "machines" / "here.toml").exists():
         tierplan("machine", "measure", "--budget-s", str(measure_s), "--nvme", nvme, env=env)
     text = home / "text.txt"
     text.write_text("".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]))
-    done = {(row["hour"], row["group"], row["policy"]) for row in read(results)}
+    times = Counter(key_of(row) for row in read(results))
     if devices > 1 and not link.exists():
         link.write_text(json.dumps(measured_link(devices, env)))
-    for group in COMBINATIONS:
+    for k, group in itertools.product(range(runs), COMBINATIONS):
         if devices > 1 and group.name not in DEVICES_COMBINATIONS:
             continue
-        missing = [policy for policy in policies if (hour, group.name, policy) not in done]
+        missing = [policy for policy in policies if times[hour, group.name, policy] <= k]
         if not missing:
             continue
         model = home / f"{group.name}.json"
@@ -192,11 +197,14 @@ def run_hour(
 def run_row(
     home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str], devices: int = 1
 ) -> dict[str, Any]:
-    """One row: predicted, run and compared; or why not."""
-    plan, out = home / "plan.json", home / "run"
+    """One run of a row: predicted, where it has not been, run and compared; or why not."""
+    row = home / f"{model.stem}.{policy.replace(' ', '.')}"
+    plan, told, out = row.with_suffix(".plan.json"), row.with_suffix(".told.json"), home / "run"
     when = now()
     try:
-        if policy == "planner":
+        if told.exists():
+            said = told.read_text()
+        elif policy == "planner":
             plain = json.loads(tierplan("simulate", "--policy", "in-memory", *asked, "--json", env=env))
             capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
             said = tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), "--json", env=env)
@@ -206,7 +214,8 @@ def run_row(
             if name in SHARES_BATCHES:  # as many micro-batches as the others have on all devices, and twice as many
                 options += ["--accumulation", str(2 * devices)]
             said = tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), "--json", env=env)
-        subprocess.run(["rm", "-rf", str(out)], check=True)
+        told.write_text(said)
+        shutil.rmtree(out, ignore_errors=True)
         num_steps = max(STEPS // devices, ceil(RUN_S / json.loads(said)["step_s"]))
         data = ["--data", str(text), "--steps", str(num_steps), "--out", str(out), "--no-export", *THREADS]
         several = ("--devices", str(devices)) if devices > 1 else ()
@@ -225,6 +234,11 @@ def run_row(
 def read(results: Path) -> list[dict[str, Any]]:
     """All rows so far."""
     return [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Runs with the same one are runs of one row."""
+    return row["hour"], row["group"], row["policy"]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -267,8 +281,9 @@ COMMANDS_HEAD = (
     "reference work of `run` took with a core. Slowdown is that of computation, load that of the minute before. A",
     "loaded hour has one other job, a loop in Python that takes a core all the time and ends with the hour; in a",
     "crowded one several came and went, and the code was not yet today's. Rows of `llama-lora`, `llama-qlora` and",
-    "`llama-8bit` train adapters, or keep states in 8 bits. The demo measures, calibrates, plans and trains anew",
-    "each time.",
+    "`llama-8bit` train adapters, or keep states in 8 bits. Where a row was run several times, minutes apart, all",
+    "are listed, and its errors are the medians of theirs: the same plan takes up to a fifth more or less from one",
+    "process to the next. The demo measures, calibrates, plans and trains anew each time.",
     "",
     "The goals, for a quiet and a loaded hour: raw median at most 8 %, normalised 4 %; nine in ten within 15 and",
     "8 %; 90 % intervals hold 85 to 97 %.",
@@ -276,41 +291,59 @@ COMMANDS_HEAD = (
 )
 
 
-def page(rows: Sequence[dict[str, Any]], devices: int = 1) -> str:
-    """The page: figures by hour, and every row."""
+def median_of(runs: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Of the runs that have it."""
+    return median(values) if (values := [run[name] for run in runs if run.get(name) is not None]) else None
+
+
+def page(runs: Sequence[dict[str, Any]], devices: int = 1) -> str:
+    """The page: figures by hour, and every row: what the median of its runs is. Each run has its own interval."""
     lines = list(COMMANDS_HEAD if devices == 1 else RANKS_HEAD)
-    figures = [("hour", "rows", "answered", "raw, median", "9 in 10", "normalised, median", "9 in 10", "in interval")]
-    for hour in dict.fromkeys(row["hour"] for row in rows):
-        of_hour = [row for row in rows if row["hour"] == hour]
-        good = [row for row in of_hour if "why_not" not in row]
-        cells = [hour, str(len(of_hour)), str(len(good))]
+    runs = sorted(runs, key=lambda run: [*dict.fromkeys(map(key_of, runs))].index(key_of(run)))
+    rows = {key: list(of_row) for key, of_row in itertools.groupby(runs, key_of)}
+    answered = {key: [run for run in of_row if "why_not" not in run] for key, of_row in rows.items()}
+    figures = [
+        (
+            "hour",
+            "rows",
+            "runs",
+            "answered",
+            *("raw, median", "9 in 10", "normalised, median", "9 in 10"),
+            "runs in interval",
+        )
+    ]
+    for hour in dict.fromkeys(hour for hour, _, _ in rows):
+        good = [of_row for key, of_row in answered.items() if key[0] == hour and of_row]
+        num_rows, num_runs = sum(key[0] == hour for key in rows), sum(run["hour"] == hour for run in runs)
+        cells = [hour, *map(str, (num_rows, num_runs, sum(map(len, good))))]
         for name in ("step_error_frac", "normalised_error_frac"):
-            errors = sorted(abs(row[name]) for row in good if row[name] is not None)
+            errors = sorted(abs(error) for of_row in good if (error := median_of(of_row, name)) is not None)
             cells += [percent(median(errors)), percent(errors[-(-9 * len(errors) // 10) - 1])] if errors else ["-", "-"]
-        inside = sum(bool(row["in_interval"]) for row in good)
-        figures.append((*cells, f"{inside} of {len(good)}"))
-    lines += markdown_table(figures[0], figures[1:], right=range(1, 8))
+        inside = [bool(run["in_interval"]) for of_row in good for run in of_row]
+        figures.append((*cells, f"{sum(inside)} of {len(inside)}"))
+    lines += markdown_table(figures[0], figures[1:], right=range(1, 9))
     head = ("hour", "model", "plan", "predicted", "90 % interval", "measured", "raw", "slowdown", "normalised", "load")
     table = []
-    for row in rows:
-        if "why_not" in row:
-            table.append((row["hour"], row["group"], row["policy"], row["why_not"][:80], *[""] * 6))
+    for key, of_row in rows.items():
+        if not (good_runs := answered[key]):
+            table.append((*key, of_row[0]["why_not"][:80], *[""] * 6))
             continue
-        low_s, high_s = row["interval_s"]
+        low_s, high_s = good_runs[0]["interval_s"]
+        slowdown = median_of(good_runs, "slowdown")
         table.append(
             (
-                row["hour"], row["group"], row["policy"], format_s(row["step_s"]["predicted"]),
-                f"{format_s(low_s)} to {format_s(high_s)}", format_s(row["step_s"]["measured"]),
-                format_error(row["step_error_frac"]), f"{row['slowdown']:.2f}" if row["slowdown"] else "-",
-                format_error(row["normalised_error_frac"]), f"{row['load']:.1f}",
+                *key, format_s(good_runs[0]["step_s"]["predicted"]), f"{format_s(low_s)} to {format_s(high_s)}",
+                ", ".join(format_s(step_s) for step_s in sorted(run["step_s"]["measured"] for run in good_runs)),
+                format_error(median_of(good_runs, "step_error_frac")), f"{slowdown:.2f}" if slowdown else "-",
+                format_error(median_of(good_runs, "normalised_error_frac")), f"{median_of(good_runs, 'load'):.1f}",
             )
         )  # fmt: skip
     lines += ["", *markdown_table(head, table, right=range(3, 10))]
-    if checked := [row for row in rows if "peak_error_frac" in row]:
+    if checked := [row for row in runs if "peak_error_frac" in row]:
         most, agree = max(row["peak_error_frac"] for row in checked), sum(row["bytes_agree"] for row in checked)
         lines += [
             "",
-            f"Peaks of tiers are off by {percent(most)} at most; bytes agree in {agree} of {len(checked)} rows.",
+            f"Peaks of tiers are off by {percent(most)} at most; bytes agree in {agree} of {len(checked)} runs.",
         ]
     for hour, of_hour in itertools.groupby(read(TRANSFERS) if devices == 1 else [], lambda row: row.pop("hour")):
         lines += ["", f"## From the calibrations of others: {hour}", ""]
@@ -327,6 +360,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="rows of so many ranks")
     parser.add_argument("--calibrate-s", type=float, default=180.0)
     parser.add_argument("--measure-s", type=float, default=60.0)
+    parser.add_argument("--runs", type=int, default=1, help="of each row, until this hour has so many")
     parser.add_argument("--demos", type=int, help="run the demo until this hour has so many, and nothing else")
     parser.add_argument("--page", type=Path, help="write the page of all results, and run nothing")
     args = parser.parse_args()
@@ -341,8 +375,8 @@ def main() -> None:
         if args.demos:
             run_demos(home, args.hour, args.results, env, args.demos)
         else:
-            given = {"calibrate_s": args.calibrate_s, "measure_s": args.measure_s, "devices": args.devices}
-            run_hour(home, args.hour, args.results, env, **given)
+            given = {"calibrate_s": args.calibrate_s, "measure_s": args.measure_s}
+            run_hour(home, args.hour, args.results, env, **given, devices=args.devices, runs=args.runs)
 
 
 if __name__ == "__main__":
