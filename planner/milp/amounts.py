@@ -368,9 +368,9 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
     if (unit.saves_input or (is_block and unit.saved)) and unit.input_bytes and not is_first:
         found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, not unit.saves_input, True))
     members: dict[tuple[int | None, bool], list[SavedTensor]] = {}
+    least_bytes = SMALL_FRAC * unit.saved_bytes
     for t in unit.saved:
-        is_large = t.size_bytes >= SMALL_FRAC * unit.saved_bytes
-        members.setdefault((t.index if is_large else None, t.replayable and is_block), []).append(t)
+        members.setdefault((t.index if t.size_bytes >= least_bytes else None, t.replayable and is_block), []).append(t)
     works = {key: total_work(t.recompute for t in tensors) for key, tensors in members.items()}
     apart_s = sum(_seconds(machine, COMPUTE, work) for work in works.values())
     together_s = _seconds(machine, COMPUTE, unit.recompute or unit.forward)

@@ -107,7 +107,8 @@ def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -
 
 
 def _large(block: Unit) -> list[int]:
-    return [t.index for t in block.saved if t.size_bytes >= SMALL_FRAC * block.saved_bytes]
+    least_bytes = SMALL_FRAC * block.saved_bytes
+    return [t.index for t in block.saved if t.size_bytes >= least_bytes]
 
 
 def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], devices: int = 1) -> float:
