@@ -27,7 +27,9 @@ def keep_freed_memory() -> bool:
     False where it is not glibc, which is left as it is. So is a process whose memory is capped (`ulimit -d`, `-v`):
     holes between what is in use would count there. Threads that have an arena of their own keep it, and
     later ones take turns in those. Called before any was started, this left one arena: a process with 63 M parameters
-    then held 2.2 GiB instead of 2.9, but its steps took 12 % longer (six turns). So a device's opening calls it.
+    then held 2.2 GiB instead of 2.9, but its steps took 12 % longer (six turns). So a device's opening calls it. Of
+    several ranks, each has some twenty threads for its exchanges by then, and new threads would wander through as many
+    arenas, all of them cold: a quarter of a step of Harmony went into page faults. So ranks call it first of all.
     """
     if any(
         resource.getrlimit(what)[0] != resource.RLIM_INFINITY for what in (resource.RLIMIT_DATA, resource.RLIMIT_AS)

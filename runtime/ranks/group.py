@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tierplan.runtime.memory.freed_memory import keep_freed_memory
+
 CHANNELS = ("collectives", "norms", "steps", "commits")
 """What exchanges something at its own pace, in a thread of its own."""
 TIMEOUT_S = 600
@@ -57,6 +59,7 @@ class Ranks:
                 f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
                 "machine; ranks on several machines are not executed yet: start all on one"
             )
+        keep_freed_memory()  # before exchanges have threads: each would get an arena, and runs use them in turns
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
