@@ -11,6 +11,8 @@ are installed from the folder `--wheels`, which `pip download -d wheels -c const
 from __future__ import annotations
 
 import argparse
+import ctypes
+import fcntl
 import importlib.util
 import json
 import os
@@ -23,10 +25,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 SLICE_S = 480.0
+PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>."""
 ROOT = Path(__file__).parent.parent
 NEEDED = ("simpy", "scipy", "numba", "highspy", "networkx", "matplotlib", "tqdm", "tomli_w", "msgspec", "yaml", "rich",
           "shtab", "transformers", "safetensors", "xxhash", "pytest", "hypothesis")  # fmt: skip
@@ -44,7 +49,19 @@ class Slice:
 
 
 def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) -> dict[str, Any]:
-    """Runs those that the state file does not name, and notes each as it ends."""
+    """Runs those that the state file does not name, and notes each as it ends. One at a time: none outlives this
+    process, and a second one in the same folder is refused."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"{out} is in use by another run; wait for it, or give another folder") from None
+        return _run_slices(slices, out, limit_s)
+
+
+def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str, Any]:
+    die_with_parent = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     state_path = out / "state.json"
     state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -54,7 +71,9 @@ def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) 
         print(f"{one.name} ...", end=" ", flush=True)
         began_s = time.monotonic()
         with (out / "logs" / f"{one.name.replace('/', '-')}.log").open("w") as log:
-            process = subprocess.Popen(one.command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+            process = subprocess.Popen(
+                one.command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True, preexec_fn=die_with_parent
+            )
             try:
                 code = process.wait(limit_s)
                 result = "done" if code == 0 else f"exit status {code}"
@@ -257,13 +276,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--nvme-dir", type=Path, default=None, help="folder on the drive (default: in OUT)")
     parser.add_argument("--device", choices=("cuda", "cpu", "fake"), default="cuda")
-    parser.add_argument("--campaign", default="gpu-billions")
+    parser.add_argument("--campaign", help="(default: gpu-billions; with --tiny, two rows that any device runs)")
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--tiny", dest="size", action="store_const", const=("--tiny",), default=())
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--inner", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
+    args.campaign = args.campaign or (str(ROOT / "benchmarks" / "gpu-tiny.toml") if args.size else "gpu-billions")
     if args.report:
         (args.out / "gpu.md").write_text(report(args.out))
         print(args.out / "gpu.md")

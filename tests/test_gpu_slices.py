@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -34,6 +36,31 @@ def test_it_goes_on_after_a_kill_in_any_slice(tmp_path: Path) -> None:
     assert [(tmp_path / f"{k}.ran").read_text().count("x") for k in range(4)] == [2, 2, 2, 2]
 
 
+HOLDER = """
+import sys, pathlib
+from benchmarks.gpu import Slice, run_slices
+out = pathlib.Path(sys.argv[1])
+work = 'exec 3> {0}/pipe; echo begun >&3; while kill -0 $PPID; do sleep 0.02; done; touch {0}/outlived'
+run_slices([Slice("long", ("bash", "-c", work.format(out)))], out)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_slice_ends_with_the_run_and_a_second_run_beside_it_is_refused(tmp_path: Path, number: int) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)]) as holder, (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline() == "begun\n"
+        try:
+            with pytest.raises(SystemExit, match="in use by another run"):
+                run_slices([Slice("other", ("true",))], tmp_path)
+        finally:
+            holder.send_signal(number)
+            holder.wait()
+        assert pipe.read() == ""  # until the slice has ended
+    assert not (tmp_path / "outlived").exists()
+    assert run_slices([Slice("other", ("true",))], tmp_path)["other"]["result"] == "done"
+
+
 def test_what_fails_or_takes_too_long_is_noted_and_not_repeated(tmp_path: Path) -> None:
     slices = [Slice("bad", ("false",)), Slice("long", ("sleep", "60")), Slice("good", ("true",))]
     state = run_slices(slices, tmp_path, limit_s=0.3)
@@ -56,35 +83,10 @@ def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
     assert all(a <= b for a, b in pairwise(works))
 
 
-TINY = """
-name = "tiny"
-steps = 4
-turns = 1
-[[group]]
-name = "gpt2-32"
-depth_key = "n_layer"
-batch = 1
-seq = 16
-[group.config]
-model_type = "gpt2"
-n_embd = 32
-n_head = 2
-n_positions = 16
-vocab_size = 64
-[[group.run]]
-blocks = 2
-policy = "in-memory"
-[[group.run]]
-blocks = 2
-policy = "zero-offload"
-"""
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_all_of_it_on_devices_that_are_there(device: str, tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(TINY)
-    args = ["--out", str(tmp_path), "--device", device, "--tiny", "--campaign", str(tmp_path / "tiny.toml")]
+    args = ["--out", str(tmp_path), "--device", device, "--tiny"]
     assert main(args) == 0
     state = json.loads((tmp_path / "state.json").read_text())
     assert {one["result"] for one in state.values()} == {"done"}
