@@ -100,16 +100,15 @@ class MicroBatchRun:
             spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
         ]
         self._holds_results = any(outside)
-        self._baton = Baton()
-        self._goes_on: Callable[[], bool] = lambda: False
-        self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
+        self._goes_on: Callable[[], bool] | None = None
+        self._baton: Baton | None = None
+        """Where the model has a thread of its own."""
 
     # ---- called by the thread that executes the compute stream ----
 
     def skip_front(self, rng: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leads the model up to the first unit of its own: the leaves that are its input, and have no numbers yet."""
-        self._thread.start()
-        self._baton.hand_over()
+        self._hand_over(is_first=True)
         if self._error is not None:
             raise self._error
         self._at, self._rng = self.own.start, tuple(rng)
@@ -120,7 +119,7 @@ class MicroBatchRun:
         """The random numbers with which the next unit goes on."""
         return self._rng
 
-    def run_forward(self, index: int, goes_on: Callable[[], bool] = lambda: False, *, is_in_one: bool = False) -> None:
+    def run_forward(self, index: int, goes_on: Callable[[], bool] | None = None, *, is_in_one: bool = False) -> None:
         """Runs the model up to the end of this unit, and of those with which it goes on.
 
         `goes_on` is called behind each but the model's last: it ends the unit's op, and begins that of the next unit,
@@ -135,18 +134,25 @@ class MicroBatchRun:
         if is_in_one:
             self._run_model()
         else:
-            if index == 0:
-                self._thread.start()
-            self._baton.hand_over()
+            self._hand_over(is_first=index == 0)
+        self._goes_on = None
         if self.seed is not None:
             self._rng = self.device.rng_state()
         if self._error is not None:
             raise self._error
         self._at += 1
 
+    def _hand_over(self, *, is_first: bool) -> None:
+        if is_first:
+            self._baton = Baton()
+            self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
+            self._thread.start()
+        assert self._baton is not None
+        self._baton.hand_over()
+
     def rest(self) -> None:
         """Another computes now: the model's thread keeps no helpers."""
-        if self._at < len(self.units):
+        if self._baton is not None and self._at < len(self.units):
             self._baton.let_helpers_go()
 
     def run_backward(self, index: int) -> None:
@@ -340,13 +346,14 @@ class MicroBatchRun:
     def cancel(self) -> None:
         """Ends the thread, wherever it is."""
         self._is_cancelled = True
-        self._baton.let_go()
-        if self._thread.ident is not None:
+        if self._baton is not None:
+            self._baton.let_go()
             self._thread.join()
 
     # ---- called by the thread that runs the model ----
 
     def _main(self) -> None:
+        assert self._baton is not None
         torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
         self._baton.take()
         try:
@@ -378,9 +385,10 @@ class MicroBatchRun:
             self._close()
 
     def _yield(self) -> None:
-        if self._goes_on():
+        if self._goes_on is not None and self._goes_on():
             self._at += 1
             return
+        assert self._baton is not None
         self._baton.give_back()
         self._baton.take()
         if self._is_cancelled:

@@ -449,7 +449,7 @@ class Executor:
             self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
         dead = []
         for instance in node.reads:
-            instance.readers_left -= 1
+            instance.readers.remove(node)
             if instance.is_dead:
                 dead.append(instance)
         for instance in node.writes:

@@ -24,7 +24,6 @@ class Instance:
     """Under the name of the step that wrote it."""
     value: object = None
     """What the bodies keep in it."""
-    readers_left: int = 0
     num_unissued: int = 0
     """Readers that have not been put on their stream yet."""
     private_to: str | None = None
@@ -38,13 +37,13 @@ class Instance:
     """The instance whose bytes this one takes over, until its writer has ended."""
     writer: OpRun | None = field(default=None, repr=False)
     readers: list[OpRun] = field(default_factory=list, repr=False)
-    """Ops that may not have ended yet; for those that write over it."""
+    """Ops that have not ended yet; who writes over it waits for them."""
 
     is_free: bool = False
 
     @property
     def is_dead(self) -> bool:
-        return self.readers_left == 0 and not self.is_reused and not self.outlives and not self.is_free
+        return not self.readers and not self.is_reused and not self.outlives and not self.is_free
 
     @property
     def is_dead_to_its_stream(self) -> bool:

@@ -38,14 +38,12 @@ class Unrolling:
         names = self._names = self._initial_names()
         for name, instance in names.items():
             self._set_lifetime(instance, name)
-            instance.readers = [node for node in instance.readers if not node.has_ended]
         nodes: dict[str, OpRun] = {}
         for op, needs in zip(self._schedule.ops, self._needs, strict=True):
             is_ahead = op.stream in self._streams_ahead
             inputs = {nodes[key] for key in op.after}
             reads = tuple(names[name] for name in op.reads)
             for instance in reads:
-                instance.readers_left += 1
                 instance.num_unissued += 1
                 if instance.private_to != op.stream:
                     instance.private_to = None
@@ -92,6 +90,6 @@ class Unrolling:
         )
         for name, instance in self.carried.items():
             instance.buffer = self._buffers[name]
-            instance.readers_left, instance.readers, instance.writer, instance.is_reused = 0, [], None, False
+            instance.readers, instance.writer, instance.is_reused = [], None, False
             instance.num_unissued, instance.private_to = 0, None
         self._names = {}

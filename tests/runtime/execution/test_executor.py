@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import random
 import threading
 import time
@@ -433,3 +434,18 @@ def test_bytes_that_are_taken_over_change_their_kind_as_in_the_simulator() -> No
     simulated = simulate(schedule, {op.key: Cost(0.0, 1.0) for op in ops})
     assert found == [(e.kind, e.delta_bytes) for e in simulated.memory]
     assert found == [("params", 5), ("params", -5), ("grads", 5), ("grads", -5), ("params", 5)]
+
+
+def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
+    """Python looks through all that a process holds when enough has come together: a quarter of a second at a time."""
+    workload, choice = toy_workload(), UnitPlan(states="host", grads="host", acts="host")
+    schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
+    executor = Executor(schedule, lambda call: None, trace_steps=0)
+    executor.run(2)
+    gc.collect()
+    gc.disable()
+    try:
+        executor.run(5)
+        assert gc.collect() < len(schedule.ops)
+    finally:
+        gc.enable()
