@@ -103,11 +103,11 @@ class ModelUnit(FlatParameters):
             )
         self.dtype = dtypes.pop() if dtypes else torch.float32
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @functools.cached_property
     def num_trained(self) -> int:
         return sum(self.lengths)
 

@@ -474,7 +474,7 @@ class Bodies:
                         f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
                     )
         assert params is not None
-        if part == layout.whole:
+        if len(part) == unit.num_trained:
             part = own_part(call.reads[0], unit, self.ranks)
 
         def of_part(flat: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,8 @@ class Pool:
         """Others will hold so many bytes more (fewer, where it is negative)."""
         with self._lock:
             self.others_bytes += size_bytes
-            self._shed(0)
+            if self.mapped_bytes + self.others_bytes > self.capacity_bytes:
+                self._shed(0)
 
     def trim(self) -> None:
         """Gives all spare memory back to the system."""

@@ -13,6 +13,7 @@ parameters (`states`) parameter by parameter.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,20 +197,36 @@ def update_flat(
     tensors = {"target": target, **{name: region for name, region in regions.items() if name != "master"}}
     segments = segments or [Segment(length=begin + params.numel(), weight_decay=settings.weight_decay)]
     clip = clip if clip is None else clip.to(params.device)
-    starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=begin))
-    for piece, segment in _pieces(segments, chunk_elements):
+    lengths = tuple(grad.numel() for grad in grads)
+    for k, segment, here, of_grad, in_vector in _cuts(tuple(segments), chunk_elements, begin, lengths):
+        own = _some(grads[k], of_grad)
+        if clip is not None:
+            own = own * clip
         rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor
-        for grad, start in zip(grads, starts, strict=False):
-            for place, in_vector in _overlaps(piece, slice(start, start + grad.numel())):
-                part = slice(place.start - begin, place.stop - begin)
-                own = grad[place.start - start : place.stop - start]
-                if clip is not None:
-                    own = own * clip
-                own = own.to(target.dtype)
-                here = {name: tensor[part] for name, tensor in tensors.items()}
-                _step(here, own, settings, step, rate, segment.weight_decay, in_vector)
-                if master is not None:
-                    params[part].copy_(master[part])
+        of_piece = {name: _some(tensor, here) for name, tensor in tensors.items()}
+        _step(of_piece, own.to(target.dtype), settings, step, rate, segment.weight_decay, in_vector)
+        if master is not None:
+            _some(params, here).copy_(of_piece["target"])
+
+
+def _some(flat: torch.Tensor, part: slice) -> torch.Tensor:
+    return flat if part.stop - part.start == flat.numel() else flat[part]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts(
+    segments: tuple[Segment, ...], chunk_elements: int, begin: int, lengths: tuple[int, ...]
+) -> list[tuple[int, Segment, slice, slice, tuple[int, int] | None]]:
+    """What the kernel is called for, where a part of a buffer begins there and its gradients have these lengths:
+    the gradient, how it is updated, its place in the part and in the gradient, and in a vector."""
+    cuts = []
+    starts = list(itertools.accumulate(lengths, initial=begin))
+    for piece, segment in _pieces(segments, chunk_elements):
+        for k, (start, end) in enumerate(itertools.pairwise(starts)):
+            for place, in_vector in _overlaps(piece, slice(start, end)):
+                here, of_grad = (slice(place.start - x, place.stop - x) for x in (begin, start))
+                cuts.append((k, segment, here, of_grad, in_vector))
+    return cuts
 
 
 def _step(
@@ -286,8 +303,10 @@ def _check_finite(grads: Sequence[torch.Tensor], label: str, chunk_elements: int
     """
     chunks = (grad[k : k + chunk_elements] for grad in grads for k in range(0, grad.numel(), chunk_elements))
     extremes = [extreme for chunk in chunks for extreme in torch.aminmax(chunk)]
-    if extremes and not isfinite(torch.stack(extremes).sum(dtype=torch.float64).item()):
-        wrong = next(x for extreme in extremes if not isfinite(x := extreme.item()))
+    if grads and grads[0].is_cuda:
+        extremes = torch.stack(extremes).tolist()
+    wrong = next((x for extreme in extremes if not isfinite(x := float(extreme))), None)
+    if wrong is not None:
         raise NonFiniteGradientError(
             f"the gradient of {label or 'a unit'} holds {wrong}; the update was not made and the last "
             "committed step is intact. Lower the learning rate, clip gradients, or look at the data of this step"
