@@ -28,18 +28,20 @@ from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.trainer import Trainer
 
 CHOICES = {
-    "all in memory": UnitPlan(grads="host", states="host"),
-    "states on NVMe": UnitPlan(grads="host", states="nvme"),
+    "all in memory": (UnitPlan(grads="host", states="host"), 64),
+    "all in memory, longer steps": (UnitPlan(grads="host", states="host"), 640),
+    "states on NVMe": (UnitPlan(grads="host", states="nvme"), 64),
 }
+"""By name, where everything is, and the tokens of a step."""
 STEPS, ALONE = 8, 3
 """Steps in a cycle; the last of them, beside which no commit is expected any more."""
 PART = "cost of commits"
 
 
-def cost(choice: UnitPlan, folder: Path, *, cycles: int, width: int, num_blocks: int) -> dict[str, object]:
+def cost(choice: UnitPlan, length: int, folder: Path, *, cycles: int, width: int, num_blocks: int) -> dict[str, object]:
     """What each commit costs, in steps."""
-    raw = config(width, num_blocks)
-    schedule, training, num_parameters = make(raw, choice, machine(4 * GIB, 4 * GIB))
+    raw = config(width, num_blocks, length=length)
+    schedule, training, num_parameters = make(raw, choice, machine(4 * GIB, 4 * GIB), length=length)
     model = hollow_model(raw, training)
     with Trainer(
         schedule,
@@ -50,7 +52,7 @@ def cost(choice: UnitPlan, folder: Path, *, cycles: int, width: int, num_blocks:
         checkpoint_every=STEPS,
         read_back=False,
     ) as trainer:
-        trainer.run(batches(), (cycles + 1) * STEPS)
+        trainer.run(batches(length), (cycles + 1) * STEPS)
         ends_s = trainer.result().step_ends_s
         committed_bytes = sum(b.size_bytes for b in schedule.buffers if b.initial)
     costs = []
@@ -96,10 +98,10 @@ def main() -> None:
     if args.page and not args.json:
         parser.error("--page needs --json, which the page names")
     plans: dict[str, Any] = {}
-    for name, choice in CHOICES.items():
+    for name, (choice, length) in CHOICES.items():
         folder = args.nvme_dir / "commits"
         shutil.rmtree(folder, ignore_errors=True)
-        plans[name] = cost(choice, folder, cycles=args.cycles, width=args.width, num_blocks=args.blocks)
+        plans[name] = cost(choice, length, folder, cycles=args.cycles, width=args.width, num_blocks=args.blocks)
         shutil.rmtree(folder)
         print(name, {k: v for k, v in plans[name].items() if k != "costs_steps"}, flush=True)
     if args.json:

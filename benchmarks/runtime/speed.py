@@ -92,14 +92,14 @@ def machine(device_bytes: int, host_bytes: int) -> Machine:
     )
 
 
-def config(width: int, num_blocks: int) -> dict[str, object]:
+def config(width: int, num_blocks: int, *, length: int = SEQUENCE_LENGTH) -> dict[str, object]:
     """A GPT-2 with bytes for tokens and without dropout."""
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 512,
-        "n_positions": 4 * SEQUENCE_LENGTH,
+        "n_positions": max(length, 4 * SEQUENCE_LENGTH),
         "n_embd": width,
         "n_layer": num_blocks,
         "n_head": width // 64,
@@ -109,9 +109,9 @@ def config(width: int, num_blocks: int) -> dict[str, object]:
     }
 
 
-def batches() -> Iterator[dict[str, torch.Tensor]]:
+def batches(length: int = SEQUENCE_LENGTH) -> Iterator[dict[str, torch.Tensor]]:
     """The same text for ever."""
-    ids = torch.randint(0, 512, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(1))
     return itertools.repeat({"input_ids": ids, "labels": ids})
 
 
@@ -122,9 +122,10 @@ def make(
     *,
     dtype: str = "bf16",
     semantics: str = "in-backward",
+    length: int = SEQUENCE_LENGTH,
 ) -> tuple[Schedule, Training, int]:
     """The schedule, its training settings, and the number of parameters."""
-    training = Training(sequence_length=SEQUENCE_LENGTH, dtype=dtype, backend="cpu")  # type: ignore[arg-type]
+    training = Training(sequence_length=length, dtype=dtype, backend="cpu")  # type: ignore[arg-type]
     workload = trace_config("benchmark", raw, training)
     kept = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
     units = tuple(choice if u.kind == "block" else kept for u in workload.units)

@@ -34,6 +34,7 @@ from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.collectives import own_part, shards_of
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, Gradients, Params, States
+from tierplan.sim.schedule import Schedule
 
 Fill = Callable[[Instance, torch.Tensor], None]
 """Gives an instance these bytes, in its tier."""
@@ -99,7 +100,8 @@ class Durability:
         if self.last is not None and self.last.num_steps == num_steps:
             return lambda: None  # its files stand under this number
         self._has_failed = True
-        written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
+        soonest = _by_last_use(carried, bodies.schedule)
+        written = [x for x in soonest if x.buffer.content not in bodies.frozen_sums]
         places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
         contents, blocks = _in_memory(x for x in written if x.buffer.content not in places)
         self._copies.capacity_bytes = spare_bytes
@@ -293,6 +295,13 @@ def save_copy(
         )
     finally:
         os.close(lock)
+
+
+def _by_last_use(carried: Mapping[str, Instance], schedule: Schedule) -> list[Instance]:
+    """What the next step changes or frees first comes first."""
+    over = {b.name: b.reuses for b in schedule.buffers}
+    used = {name: k for k, op in enumerate(schedule.ops) for name in (*op.reads, *(over[x] for x in op.writes))}
+    return [carried[name] for name in sorted(carried, key=lambda name: used.get(name, len(schedule.ops)))]
 
 
 def _in_memory(instances: Iterable[Instance]) -> tuple[dict[str, Stored], dict[str, Block]]:

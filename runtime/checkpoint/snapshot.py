@@ -1,7 +1,8 @@
 """What lies in memory at a commit, kept as it was while the next steps run.
 
-Its blocks are read one after the other, as a file takes them. Who is about to change one has to ask first: a copy is
-made where memory has room for it, else he waits until that block has been read, which is next then.
+Its blocks are read one after the other, as a file takes them, from where they lie in host memory. Who is about to
+change one has to ask first: a copy is made where memory has room for it, else he waits until that block has been read,
+which is next then.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class Snapshot:
         What has been read may change. Its bytes are there until the next is asked for.
         """
         while (item := self._next()) is not None:
-            name, copied, is_spare = item
-            yield name, copied
-            self._pool.give(copied)
+            name, block, is_spare = item
+            yield name, block
+            if name == self._reading:
+                self._let_change()
+                continue
+            self._pool.give(block)
             with self._news:
-                self._spare_bytes += is_spare * copied.data.numel()
+                self._spare_bytes += is_spare * block.data.numel()
 
     def end(self) -> None:
         """All may change: nobody reads any more."""
@@ -48,6 +52,7 @@ class Snapshot:
             for copied in self._copies.values():
                 self._pool.give(copied)
             self._copies.clear()
+            self._reading = None
             self._news.notify_all()
 
     def _next(self) -> tuple[str, Block, bool] | None:
@@ -59,12 +64,18 @@ class Snapshot:
             if name in self._copies:
                 return name, self._copies.pop(name), True
             block, self._reading = self._left.pop(name), name
+        if block.data.is_cpu:
+            return name, block, False
         copied = self._copy_of(block)
-        with self._news:
-            self._reading = None
-            self._wanted = [other for other in self._wanted if other != name]
-            self._news.notify_all()
+        self._let_change()
         return name, copied, False
+
+    def _let_change(self) -> None:
+        """What was being read has been."""
+        with self._news:
+            self._wanted = [name for name in self._wanted if name != self._reading]
+            self._reading = None
+            self._news.notify_all()
 
     def before_change(self, block: Block) -> None:
         """Returns when the block may change."""

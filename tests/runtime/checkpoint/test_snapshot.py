@@ -56,7 +56,13 @@ def test_copies_take_no_more_than_there_is_room_for() -> None:
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
-    assert next(snapshot.read())[0] == "2", "what somebody waits for comes first"
+    read = snapshot.read()
+    name, block = next(read)
+    assert name == "2", "what somebody waits for comes first"
+    assert block is blocks["2"], "nothing is copied that nobody is about to change"
+    waits.join(0.1)
+    assert waits.is_alive(), "it may not change while it is read"
+    assert next(read)[0] == "0"
     waits.join(LONG_S)
     assert not waits.is_alive()
 
