@@ -29,6 +29,7 @@ from tierplan.planner.plan_rules import (
     check_unitwise,
     check_words,
     refuse_clipping,
+    refuse_codes,
     refuse_frozen,
 )
 from tierplan.sim.step import Action, Semantics
@@ -274,6 +275,7 @@ class PackPlan:
                     f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches"
                 )
         else:
+            refuse_codes(f"plan {self.policy!r} runs in packs", workload.training)
             if not packs.hold_updates:
                 refuse_clipping(f"plan {self.policy!r} runs in packs", workload.training)
             elif packs.late_updates or workload.training.max_grad_norm is None:
@@ -338,6 +340,7 @@ class PagedPlan:
         check_number(self.policy, "devices", self.devices, 1)
         refuse_frozen(f"plan {self.policy!r} pages weights", workload)
         refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
+        refuse_codes(f"plan {self.policy!r} pages weights", workload.training)
 
 
 Plan = UnitwisePlan | PackPlan | PagedPlan

@@ -78,6 +78,15 @@ def refuse_frozen(whose: str, workload: Workload) -> None:
         )
 
 
+def refuse_codes(whose: str, training: Training) -> None:
+    """For plans whose activations leave the device as they are."""
+    if training.activation_format:
+        raise PlanError(
+            f"{whose}, where activations leave the device as they are, but training asks for them in "
+            f"{training.activation_format!r}; use a unit-wise plan, or leave out activation_format"
+        )
+
+
 def refuse_clipping(whose: str, training: Training) -> None:
     """For plans that update each unit as its gradients arrive."""
     if training.max_grad_norm is not None:
@@ -118,6 +127,8 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
             seen.add(alike)
             _check_unit(unit, choice)
             _check_update(plan, unit, choice)
+    if plan.devices > 1 and plan.sharing.divided == "tensors":
+        refuse_codes(f"plan {plan.policy!r} cuts operators over devices", workload.training)
     _check_semantics(plan, workload.training)
     _check_pieces(plan, workload)
     _check_turns(plan, workload)

@@ -122,6 +122,13 @@ class Input(_OfMicroBatch):
     FORM = ("x", "")
 
 
+class CodedInput(_OfMicroBatch):
+    """A unit's input in the format in which activations leave the device."""
+
+    FORM = ("x", "coded")
+    is_coded: ClassVar[bool] = True
+
+
 class InputGradient(_OfMicroBatch):
     """The gradient of a unit's input."""
 
@@ -154,9 +161,12 @@ class SavedActs:
     micro_batch: int
     index: int
     """Of `Unit.saved`."""
+    is_coded: bool = False
+    """In the format in which activations leave the device."""
 
     def __str__(self) -> str:
-        return _path("acts", self.unit, micro_batch_name(self.micro_batch), str(self.index))
+        end = "coded" if self.is_coded else ""
+        return _path("acts", self.unit, micro_batch_name(self.micro_batch), str(self.index), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +216,7 @@ Content = (
     Params | Frozen | States | Gradients | CastGradients | _OfMicroBatch | SavedActs | Shared | Norm | Clip | Transient
 )
 _OF_MICRO_BATCH = {
-    kind.FORM: kind for kind in (TiedGradients, Input, InputGradient, KeptActs, RecomputedActs, PackActs)
+    kind.FORM: kind for kind in (TiedGradients, Input, CodedInput, InputGradient, KeptActs, RecomputedActs, PackActs)
 }
 _MICRO_BATCH = re.compile(r"mb(\d+)")
 _PART = re.compile(r"(\d+)of(\d+)")
@@ -243,6 +253,8 @@ def parse_content(text: str) -> Content:
             content = Gradients(unit, None, _device_of(copy))
         case "acts", [unit, batch, index] if index.isdecimal():
             content = SavedActs(unit, _number(batch), int(index))
+        case "acts", [unit, batch, index, "coded"] if index.isdecimal():
+            content = SavedActs(unit, _number(batch), int(index), is_coded=True)
         case _, [unit, batch, *end] if of_batch := _OF_MICRO_BATCH.get((kind, "/".join(end))):
             content = of_batch(unit, _number(batch))
     if content is None or str(content) != text:

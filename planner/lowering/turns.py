@@ -7,6 +7,7 @@ much before (`lead`), and a rank within it. Names, contents and kinds are those 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
 from tierplan.planner.lowering.sketch import (
@@ -26,6 +27,7 @@ from tierplan.sim.contents import (
     NORM_BYTES,
     CastGradients,
     Clip,
+    CodedInput,
     Content,
     Frozen,
     Gradients,
@@ -40,11 +42,13 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
     backward_key,
+    copy_key,
     forward_key,
     micro_batch_name,
     op_key,
     recompute_key,
 )
+from tierplan.sim.workloads.formats import CODED_AT_ONCE, CODING_WORK_BYTES
 from tierplan.sim.workloads.workload import Amounts, total_work
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
@@ -86,10 +90,37 @@ def _to_device(s: Sketch, what: Content | str, source: str, kind: str, lead: int
     return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[f"before {kind}"])
 
 
-def _off_device(s: Sketch, what: Content, source: str, place: str) -> str:
-    """Takes a buffer from the device to host memory, and on to NVMe if that is its place."""
+def _off_device(s: Sketch, what: SavedActs | Input, source: str, place: str) -> str:
+    """Takes activations from the device to host memory, in codes if they leave so, and on to NVMe if that is their
+    place."""
+    if (coded := _coded(s, what))[0]:
+        is_input = isinstance(what, Input)
+        content = CodedInput(what.unit, what.micro_batch) if is_input else replace(what, is_coded=True)
+        source = _code(s, "encode", what, source, s.buffer(content, DEVICE, coded[0], "acts"), OFFLOADS)
     source = s.move(what, source, HOST, rank=OFFLOADS, m=s.m)
     return s.move(what, source, NVME, rank=OFFLOADS, m=s.m) if place == "nvme" else source
+
+
+def _acts_to_device(s: Sketch, what: SavedActs | Input, source: str) -> str:
+    """Brings activations back, and decodes them if they left in codes."""
+    source = _to_device(s, what, source, "acts", ACTS, ACTS_EARLY)
+    if not _coded(s, what)[0]:
+        return source
+    size_bytes = s.unit.input_bytes if isinstance(what, Input) else s.unit.saved[what.index].size_bytes
+    return _code(s, "decode", what, source, s.buffer(what, DEVICE, size_bytes, "acts"), FETCHES)
+
+
+def _coded(s: Sketch, what: SavedActs | Input) -> tuple[int, int]:
+    return s.workload.training.coded(s.unit, None if isinstance(what, Input) else s.unit.saved[what.index])
+
+
+def _code(s: Sketch, verb: str, what: SavedActs | Input, source: str, target: str, rank: int) -> str:
+    """An op that codes or decodes activations; its transient is that of a part of them."""
+    key, work = copy_key(verb, what), {"elementwise_bytes": _coded(s, what)[1]}
+    num = min(CODED_AT_ONCE, s.buffers[source].size_bytes, s.buffers[target].size_bytes)
+    writes = [target, *s.work(key, num * CODING_WORK_BYTES)]
+    s.op(key, COMPUTE, verb, work=work, reads=[source], writes=writes, m=s.m, rank=rank)
+    return target
 
 
 def _params(s: Sketch, phase: str) -> list[str | None]:
@@ -115,7 +146,7 @@ def _input(s: Sketch) -> str | None:
     """The unit's input, on the device."""
     x = s.get("x")
     if x is not None and s.tier(x) != DEVICE:
-        return s.put("x", _to_device(s, Input(s.unit.name, s.m), x, "acts", ACTS, ACTS_EARLY))
+        return s.put("x", _acts_to_device(s, Input(s.unit.name, s.m), x))
     return x
 
 
@@ -196,7 +227,7 @@ def backward(s: Sketch) -> None:
     inputs = [_input(s) if _needs_input(s) else None, s.get("shared") if unit.kind == "block" else None]
     acts = [s.get("kept")]
     for j, k in enumerate(s.spec.moved):
-        acts.append(_to_device(s, SavedActs(unit.name, s.m, k), s.made(f"left{j}"), "acts", ACTS, ACTS_EARLY))
+        acts.append(_acts_to_device(s, SavedActs(unit.name, s.m, k), s.made(f"left{j}")))
     if s.get("remade") is None and is_made_again:
         _recompute(s, params + inputs, acts, [])
     reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]

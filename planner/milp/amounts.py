@@ -15,7 +15,7 @@ from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVM
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan_rules import PLACES, Order, Place, UpdatePlace
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, total_work
 
 GB = 1e9
 SMALL_FRAC = 0.02
@@ -179,6 +179,8 @@ class Problem:
     nvme_gb: float
     has_nvme: bool
     rates: Amounts
+    coded_frac: float
+    """Bytes with which activations travel and wait, of those that they have on the device: the least of any."""
     loads: Mapping[str, Mapping[str, float]]
     """Shared limit -> stream -> seconds of the limit per GB (or 1e9 parameters) on that stream."""
     shared_gb: float
@@ -188,6 +190,10 @@ class Problem:
     """What may be written to NVMe on average over the step, for the drives to last."""
     brings_states: bool
     """Whether states may come to the device for their update and go back."""
+
+    def moved_frac(self, flow: str) -> float:
+        """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
+        return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0
 
     @property
     def windows(self) -> list[Window]:
@@ -283,6 +289,7 @@ def problem(
         nvme_gb=tiers.get("nvme", 0.0),
         has_nvme=has_nvme,
         rates=rates,
+        coded_frac=_coded_frac(workload),
         loads=_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
         has_master=workload.training.has_master,
@@ -400,10 +407,21 @@ def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
     return best or 1e6
 
 
+def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
+    """Bytes on the device, and on their way, of what a unit saves and of its input."""
+    found = [(t.size_bytes, training.coded(unit, t)[0] or t.size_bytes) for t in unit.saved]
+    return [*found, (unit.input_bytes, training.coded(unit)[0] or unit.input_bytes)]
+
+
+def _coded_frac(workload: Workload) -> float:
+    found = [pair for unit in workload.units for pair in _travelling(unit, workload.training)]
+    return min((moved / whole for whole, moved in found if whole), default=1.0)
+
+
 def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     t = workload.training
     sizes = {
-        "acts": {s.size_bytes for u in workload.units for s in u.saved} | {u.input_bytes for u in workload.units},
+        "acts": {moved for u in workload.units for _, moved in _travelling(u, t)},
         "params": {n for u in workload.units for n in (u.num_trained * t.param_bytes, u.frozen_bytes)},
         "grads": {u.num_trained * t.grad_bytes for u in workload.units},
         "states": {t.states_bytes(u) // num for u in workload.units for num in STATE_SHARDS},
@@ -411,7 +429,8 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
     streams = {s.name for s in machine.streams}
 
     def by_class(stream: str) -> dict[str, float]:
-        return {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
+        best = {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
+        return {**best, "acts": best["acts"] / _coded_frac(workload)}
 
     up, down = by_class(H2D), by_class(D2H)
     read, write = by_class(NVME_READ), by_class(NVME_WRITE)

@@ -7,7 +7,7 @@ from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import GB, MODES, STATE_SHARDS, Problem
-from tierplan.planner.milp.columns import Columns, minus
+from tierplan.planner.milp.columns import Columns, minus, times
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
 from tierplan.planner.plan_rules import PLACES
@@ -118,13 +118,14 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
         drained: Terms = [(-1.0, c) for k, c in cols.early[s].items() if k == "d"]
-        held = [*resident, *acts.kept[s], *acts.leaving[s], *updates.leaving[s], *drained]
+        leaving, leaving_after = (times(gb[s], p.coded_frac) for gb in (acts.leaving, acts.leaving_after))
+        held = [*resident, *acts.kept[s], *leaving, *updates.leaving[s], *drained]
         held += [*acts.back[s], *params.fetched[s], *updates.brought[s], *([] if block.first else accumulated)]
         fixed, more = needed.of_first(s)
         lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if window.phase == "bwd" or window.last != len(units) - 1 or p.turn == 1:
             fixed, more = needed.of_last(s)
-            end = [*resident, *acts.kept_after[s], *acts.leaving_after[s], *minus(acts.by_last[s]), *acts.back_after[s]]
+            end = [*resident, *acts.kept_after[s], *leaving_after, *minus(acts.by_last[s]), *acts.back_after[s]]
             end += [*params.fetched_after[s], *updates.others_leaving[s], *updates.brought_after[s]]
             if several and block.last and window.phase == "bwd":
                 end += _completed(cols, window.last)
@@ -252,7 +253,9 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
                 lp.row([(1.0, tau), *minus(extra), *minus(terms)], low=fixed, family="idle time")
         _limit_rows(cols, s, streams)
         for limit, seconds in pairs:
-            terms = [(seconds.get(streams[n][0], 0.0), c) for n, c in cols.flows[s].items() if n in streams]
+            terms = [
+                (seconds.get(streams[n][0], 0.0) * p.moved_frac(n), c) for n, c in cols.flows[s].items() if n in streams
+            ]
             lp.row([*terms, (-1.0, tau)], high=0.0, family=limit)
     if p.host_gb and rates.adam and p.clips:
         # norms are taken on the cores that update: over the step, there is time for both
@@ -265,7 +268,8 @@ def endurance_row(cols: Columns) -> None:
     """What a step writes to NVMe, at most what the drives may take on average over its time."""
     limit = cols.p.write_limit_gb_per_s
     if isfinite(limit) and cols.p.has_nvme:
-        written = [t for name in ("wA", "wP", "wO", "wS", "gW") for t in cols.over_step(name)]
+        written = times(cols.over_step("wA"), cols.p.coded_frac)
+        written += [t for name in ("wP", "wO", "wS", "gW") for t in cols.over_step(name)]
         per_second = [(-limit * a, c) for a, c in cols.step()]
         cols.lp.row([*written, *per_second], high=0.0, family=ENDURANCE)
 
@@ -307,7 +311,7 @@ def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]])
         terms: Terms = []
         for name, column in cols.flows[s].items():
             if name in streams and name != "acc" and (load := loads.get(streams[name][0], 0.0)):
-                terms.append((load, column))
+                terms.append((load * p.moved_frac(name), column))
         taken = 0.0
         for u in window.units:
             unit = cols.units[u]

@@ -85,7 +85,8 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
         early_back: Terms = [(1.0, c) for k, c in cols.early[s].items() if k == "uA"]
         found.kept.append(kept)
         found.leaving.append(out)
-        found.back.append([*back, *early_back])
+        decoded = [((1 - p.coded_frac) * a / p.turn, c) for a, c in need_first if p.coded_frac < 1]
+        found.back.append([*times([*back, *early_back], p.coded_frac), *decoded])
         if need_first and early_back:
             one_op = [(-a / p.turn, c) for a, c in need_first]
             lp.row([*back, *early_back, *one_op], low=0.0, family="back before backward")
@@ -103,10 +104,10 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
                 drive = [(1.0, cols.queue(drive, cols.flow(s, "wA"), cols.flow(s, "rA"), "activations on NVMe"))]
         found.kept_after.append(kept)
         found.leaving_after.append(out)
-        found.by_last.append([(a / p.turn, c) for a, c in (*made_last, *stay_last)])
-        found.back_after.append(back)
-        found.on_host.append(host)
-        found.on_nvme.append(drive)
+        found.by_last.append([(a / p.turn, c) for a, c in (*times(made_last, p.coded_frac), *stay_last)])
+        found.back_after.append(times(back, p.coded_frac))
+        found.on_host.append(times(host, p.coded_frac))
+        found.on_nvme.append(times(drive, p.coded_frac))
     for state in (out, back, host, drive):
         if state:
             lp.row(state, low=0.0, high=0.0, family="nothing left at the end")

@@ -16,10 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from tierplan.sim.workloads.formats import FORMATS, format_of
+from tierplan.sim.workloads.formats import CODED_AT_ONCE, FORMATS, format_of
 from tierplan.sim.workloads.workload import WorkloadError
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCALE_BYTES = 4
 DECODED_AT_ONCE = 2**18
 """Values, so that what decoding takes beside its result is small."""
 
@@ -127,11 +128,33 @@ def coded_weight(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     most = weight_oi.abs().amax(-1, keepdim=True)
     if base == "int8":
         scales = (most / 127.5).float().clamp(min=torch.finfo(torch.float32).eps)
-        exact = torch.round(weight_oi * (1.0 / scales)).clamp(-128, 127)
+        codes = torch.round(weight_oi * (1.0 / scales)).clamp(-128, 127).to(torch.int8).view(torch.uint8)
     else:
         scales = (most / 448).float()
-        exact = (weight_oi.float() / scales).clamp(-448, 448).nan_to_num()
-    return [exact.to(TYPES[base]).view(torch.uint8).flatten(), scales.flatten()]
+        codes = _rounded(weight_oi, scales, base)
+    return [codes.flatten(), scales.flatten()]
+
+
+def _rounded(values: torch.Tensor, scales: torch.Tensor, form: str) -> torch.Tensor:
+    """Codes of 8 bits; of what is divided by 0, zero."""
+    most = torch.finfo(TYPES[form]).max
+    return torch.div(values, scales).clamp_(-most, most).nan_to_num_().to(TYPES[form]).view(torch.uint8)
+
+
+def encode(values: torch.Tensor, memory: torch.Tensor, form: str) -> None:
+    """Writes a scale and the codes of activations, any number of floating values, into so many bytes."""
+    parts, scale = values.split(CODED_AT_ONCE), memory[:SCALE_BYTES].view(torch.float32)
+    most = torch.stack([part.abs().amax() for part in parts]).amax().float()
+    scale.copy_(most / torch.finfo(TYPES[form]).max)
+    for part, codes in zip(parts, memory[SCALE_BYTES:].split(CODED_AT_ONCE), strict=True):
+        codes.copy_(_rounded(part, scale, form))
+
+
+def decode(memory: torch.Tensor, values: torch.Tensor, form: str) -> None:
+    """What `encode` has written."""
+    scale, parts = memory[:SCALE_BYTES].view(torch.float32), memory[SCALE_BYTES:].split(CODED_AT_ONCE)
+    for part, codes in zip(values.split(CODED_AT_ONCE), parts, strict=True):
+        part.copy_(_values(codes, form).mul_(scale))
 
 
 def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:

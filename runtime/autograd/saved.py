@@ -35,6 +35,8 @@ class SavedStorage:
     index: int
     size_bytes: int
     storage: torch.UntypedStorage | None
+    dtype: torch.dtype = torch.uint8
+    """Of its values, as they were first saved."""
 
 
 class _Reference:
@@ -148,7 +150,8 @@ class Recorder(_Saver):
             if not self.recomputed and index not in self.moved:  # nobody asks for it but the graph
                 saved = True
             else:
-                saved = SavedStorage(index, storage.nbytes(), None if index in self.recomputed else storage)
+                held = None if index in self.recomputed else storage
+                saved = SavedStorage(index, storage.nbytes(), held, t.dtype)
                 self.saved[index] = weakref.ref(saved)
                 if index in self.moved or index in self.recomputed:
                     self.away[index] = saved

@@ -39,7 +39,7 @@ COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVM
 """From where to where each stream copies."""
 ON_GRADIENTS = (COMPUTE, HOST_ADAM)
 STREAMS_BY_KIND = {
-    **dict.fromkeys(("forward", "recompute", "backward", "leave"), (COMPUTE,)),
+    **dict.fromkeys(("forward", "recompute", "backward", "encode", "decode", "leave"), (COMPUTE,)),
     **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
     "copy": tuple(COPIES),
     **dict.fromkeys(COLLECTIVES, (names.collective(0),)),
@@ -218,6 +218,9 @@ def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[s
         if way != COPIES[op.stream]:
             source, target = COPIES[op.stream]
             yield f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from {source} to {target}"
+    elif op.kind in ("encode", "decode"):
+        if len(op.reads) != 1 or not op.writes or not step.training.activation_format:
+            yield f"op {op.key!r} codes {len(op.reads)} buffers in format {step.training.activation_format!r}"
     elif op.kind in ("forward", "recompute", "backward", "update", *COLLECTIVES) and op.unit not in units:
         yield f"op {op.key!r} is of unit {op.unit!r}, which the step has not"
     if not 0 <= op.micro_batch < (count := step.training.gradient_accumulation_steps):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE
+from tierplan.runtime.autograd.coded import decode, encode
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
@@ -58,6 +59,7 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.ranks import COLLECTIVES, SEND, Turn
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.formats import format_of
 
 
 @dataclass(eq=False)
@@ -132,6 +134,8 @@ class Bodies:
             "forward": self._forward,
             "recompute": self._recompute,
             "backward": self._backward,
+            "encode": self._encode,
+            "decode": self._decode,
             "copy": self._copy,
             "accumulate": self._accumulate,
             "cast": self._cast,
@@ -179,7 +183,7 @@ class Bodies:
             self._bring_back(old.handle, source, target)
             return
         new = self.places.place(target)
-        new.handle, new.filled, new.is_absent = old.handle, old.filled, old.is_absent
+        new.handle, new.coded, new.filled, new.is_absent = old.handle, old.coded, old.filled, old.is_absent
         if self.stages and old.rng:  # for another turn, in which autograd knows it as another input
             new.handle, new.rng = None, old.rng
         if old.gradients is not None:
@@ -207,6 +211,33 @@ class Bodies:
         memory.copy_(self._memory(source), non_blocking=True)
         self.device.lend(memory, COMPUTE)
         target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
+
+    def _encode(self, call: Call) -> None:
+        """Activations that leave the device, in codes."""
+        handle, form = value_of(call.reads[0]).handle, self._activation_format(call)
+        assert handle is not None
+        if not handle.dtype.is_floating_point:
+            raise ModelError(
+                f"op {call.op.key!r} is to code values of {handle.dtype}, or of several types, in {form!r}; only "
+                "floating ones of one type are: plan without activation_format"
+            )
+        values = self._memory(call.reads[0]).view(handle.dtype)
+        expect(call.writes[0], format_of(form).size_bytes(values.numel()))
+        self.places.place(call.writes[0]).coded = handle
+        encode(values, value_of(call.writes[0]).block.data, form)
+
+    def _decode(self, call: Call) -> None:
+        """They are back, in memory of their own: see `_bring_back`."""
+        source, target = value_of(call.reads[0]), call.writes[0]
+        handle = source.coded
+        assert handle is not None
+        memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        decode(source.block.data, memory.view(handle.dtype), self._activation_format(call))
+        target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
+
+    def _activation_format(self, call: Call) -> str:
+        assert self.schedule.step is not None
+        return self.schedule.step.training.activation_format
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""

@@ -50,7 +50,9 @@ class Places:
 
     def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
         """Bytes on the device that autograd will hold, and no block of the pool, count against what the pool keeps."""
-        is_autograd_s = op.kind not in IN_BLOCKS or (op.kind == "copy" and isinstance(content_of(instance), SavedActs))
+        content = content_of(instance)
+        is_autograd_s = op.kind not in IN_BLOCKS or (op.kind == "copy" and isinstance(content, SavedActs))
+        is_autograd_s &= not getattr(content, "is_coded", False)
         if instance.buffer.tier == DEVICE and is_autograd_s:
             instance.outside_bytes = size_bytes
             self.device_pool.make_room(size_bytes)

@@ -35,6 +35,9 @@ class AutogradHandle(ABC):
     They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
+    dtype: torch.dtype
+    """Of its values; uint8 where they are of several."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
@@ -81,6 +84,7 @@ class SavedTensorHandle(AutogradHandle):
         super().__init__()
         self._saved = weakref.ref(saved)
         """Autograd's graph holds it, and lets it go as soon as backward has used it."""
+        self.dtype = saved.dtype
 
     def memory(self) -> torch.Tensor:
         saved = self._saved()
@@ -104,6 +108,8 @@ class InputHandle(AutogradHandle):
         super().__init__()
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
+        types = {leaf.dtype for leaf in leaves}
+        self.dtype = types.pop() if len(types) == 1 else torch.uint8
         self._strides = [None if t.is_contiguous() else t.stride() for t in self._tensors()]
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -137,6 +143,8 @@ class BufferValue:
 
     place: Block | Extent | None = None
     handle: AutogradHandle | None = None
+    coded: AutogradHandle | None = None
+    """What these are the codes of."""
     arrived: Sequence[torch.Tensor] | None = None
     """Of what is autograd's, and came back to the device: what it is there, until an op uses it."""
     gradients: list[torch.Tensor | None] | None = None

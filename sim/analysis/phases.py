@@ -15,7 +15,10 @@ import numpy as np
 from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.analysis.steady import SteadyState
 
-PHASE_OF = {"forward": "forward_s", "backward": "backward_s", "recompute": "backward_s"}
+PHASE_OF = {
+    **dict.fromkeys(("forward", "encode"), "forward_s"),
+    **dict.fromkeys(("backward", "recompute", "decode"), "backward_s"),
+}
 """By kind of op; everything else that computes is part of the update."""
 
 

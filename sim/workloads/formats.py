@@ -26,6 +26,8 @@ class Format:
     """What decoding reads and writes of a value between its kernels, where it is no single one."""
     is_base: bool = False
     """Whether the linear layers of a frozen base may have it."""
+    is_acts: bool = False
+    """Whether activations may leave the device in it."""
     exact_of: str = ""
     """The format whose values it has without loss, and no other's."""
     codebook: tuple[float, ...] = ()
@@ -53,6 +55,10 @@ class Format:
         return self.size_bytes(num_values, num_rows) + between + num_values * value_bytes if self.is_coded else 0
 
 
+CODED_AT_ONCE = 2**20
+"""Values of an activation, so that what coding takes beside its result is small."""
+CODING_WORK_BYTES = 5
+"""Of each of them: the value in fp32, and its code."""
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -64,7 +70,7 @@ FORMATS: dict[str, Format] = {
     "fp32": FP32,
     "bf16": Format(bits=16),
     "fp16": Format(bits=16),
-    "fp8": Format(bits=8, scales=FP32, is_base=True),
+    "fp8": Format(bits=8, scales=FP32, is_base=True, is_acts=True),
     "int8": Format(bits=8, scales=FP32, is_base=True),
     "nf4": Format(bits=4, block=64, scales=FP32, is_base=True, codebook=NF4_VALUES),
     "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32), is_base=True),
@@ -73,7 +79,7 @@ FORMATS: dict[str, Format] = {
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
 }
-"""fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row), NF4 as QLoRA has it, without and with double
+"""fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row; activations in fp8 are one row each), NF4 as QLoRA has it, without and with double
 quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in 4, as auto-gptq 0.4 decodes them to
 train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their zeros, times their scales, in a kernel
 each, of which those that spread a value over several (9.5 of 16.5 bytes) are taken to run at half the memory's rate;
@@ -86,6 +92,11 @@ dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit opt
 def bases() -> list[str]:
     """Formats that the linear layers of a frozen base may have."""
     return [name for name, form in FORMATS.items() if form.is_base]
+
+
+def act_formats() -> list[str]:
+    """Formats in which activations may leave the device."""
+    return [name for name, form in FORMATS.items() if form.is_acts]
 
 
 def format_of(name: str) -> Format:

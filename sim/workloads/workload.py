@@ -19,7 +19,7 @@ from tierplan.hwmodels.records import Count
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
-from tierplan.sim.workloads.formats import FORMATS, bases
+from tierplan.sim.workloads.formats import FORMATS, act_formats, bases
 from tierplan.sim.workloads.optimizers import (
     FLOPS_PER_HOST_UPDATE,
     Optimizer,
@@ -36,6 +36,8 @@ Amounts = Mapping[str, float]
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
 """In one step: beyond any batch in use."""
+CODED_SHARE = 16
+"""A saved tensor with less than one value in so many of the unit's activations is not coded."""
 DTYPE_BYTES: Mapping[str, int] = {dtype: FORMATS[dtype].bits // 8 for dtype in get_args(DType)}
 
 
@@ -78,6 +80,8 @@ class Training:
     """Patterns of names of parameters that are not trained, with commas between."""
     base: str = ""
     """Format of the weights of frozen linear layers, all but the output matrix; empty for those in `dtype`."""
+    activation_format: str = ""
+    """Format in which activations leave the device; empty for that of their own. Changes the numbers."""
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
@@ -109,6 +113,11 @@ class Training:
             raise WorkloadError(
                 f"base is {self.base!r}, but weights in codes cannot be trained; give adapters to train, such as lora "
                 "r=16, or freeze those weights"
+            )
+        if self.activation_format and self.activation_format not in act_formats():
+            raise WorkloadError(
+                f"activation_format is {self.activation_format!r}; choose one of {', '.join(act_formats())}, or none "
+                "for activations that leave as they are"
             )
         if self.saved_modules and self.dtype_of_trained != self.dtype:
             raise WorkloadError(
@@ -163,6 +172,21 @@ class Training:
     def flat_state_bytes(self) -> int:
         """Of one trained parameter, where states lie region by region."""
         return self.optim.flat_bytes + (4 if self.has_master else 0)
+
+    def coded(self, unit: Unit, tensor: SavedTensor | None = None) -> tuple[int, int]:
+        """Bytes of a saved tensor of a unit, or of its input, in the format in which activations leave, and those that
+        an op reads and writes which codes or decodes it. (0, 0) for what leaves as it is.
+
+        That are masks, integers, and what has less than one value in `CODED_SHARE` of the unit's activations: sums of
+        norms and of attention, which need all their digits.
+        """
+        dtype, size_bytes = (self.dtype, unit.input_bytes) if tensor is None else (tensor.dtype, tensor.size_bytes)
+        if not self.activation_format or dtype not in DTYPE_BYTES:
+            return 0, 0
+        num, form = size_bytes // DTYPE_BYTES[dtype], FORMATS[self.activation_format]
+        if num * CODED_SHARE <= max(unit.input_bytes, unit.output_bytes) // DTYPE_BYTES[self.dtype]:
+            return 0, 0
+        return form.size_bytes(num), form.coding_bytes(num, DTYPE_BYTES[dtype])
 
     def params_bytes(self, unit: Unit) -> int:
         """Of a unit's parameters, trained and frozen."""

@@ -32,7 +32,10 @@ from tierplan.studies.defaults import default_backend, default_precision, load_o
 from tierplan.studies.study import Point
 from tierplan.validation.calibration.known import CalibratedPlace, calibration_config, place_for
 
-ALIKE = ("master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks", "lora", "freeze", "base")
+ALIKE = (
+    "master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks", "lora", "freeze", "base",
+    "activation_format",
+)  # fmt: skip
 """Training settings that a point has by the same names."""
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")
 """Of a prediction's record: columns of the point, and what is no figure."""

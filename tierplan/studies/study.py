@@ -55,6 +55,8 @@ class Point:
     """Patterns of names of parameters that are not trained, with commas between."""
     base: str = ""
     """Format of frozen linear layers: nf4, nf4-double, int4, int8, fp8 or df11."""
+    activation_format: str = ""
+    """Format in which activations leave the device: fp8."""
     master_weights: bool = True
     semantics: str = ""
     """Empty for the policy's own."""
@@ -88,7 +90,7 @@ class Point:
 
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
-    **dict.fromkeys(("lora", "freeze", "base"), str),
+    **dict.fromkeys(("lora", "freeze", "base", "activation_format"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan_rules import PLANNER
-from tierplan.sim.workloads.formats import bases
+from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import WorkloadError
 from tierplan.studies.study import Point
@@ -82,6 +82,10 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
         "repeated", repeat=True,
     )  # fmt: skip
     option(what, "--base", "linear layers of the frozen model are in this format, as in QLoRA", choices=bases())
+    option(
+        what, "--acts", "activations that leave the device do so in this format: other numbers than plain training's",
+        choices=act_formats(),
+    )  # fmt: skip
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = "fused, or written out in matrix products, which needs --exact"
     option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
@@ -113,6 +117,7 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         lora=given.get("lora") or "",
         freeze=",".join(given.get("freeze") or ()),
         base=given.get("base") or "",
+        activation_format=given.get("acts") or "",
         master_weights=not args.no_master_weights,
         semantics=given.get("semantics") or "",
         planner_s=given.get("time_limit"),
