@@ -94,8 +94,7 @@ def _off_device(s: Sketch, what: SavedActs | Input, source: str, place: str) -> 
     """Takes activations from the device to host memory, in codes if they leave so, and on to NVMe if that is their
     place."""
     if (coded := _coded(s, what))[0]:
-        is_input = isinstance(what, Input)
-        content = CodedInput(what.unit, what.micro_batch) if is_input else replace(what, is_coded=True)
+        content = CodedInput(what.unit, what.micro_batch) if isinstance(what, Input) else replace(what, is_coded=True)
         source = _code(s, "encode", what, source, s.buffer(content, DEVICE, coded[0], "acts"), OFFLOADS)
     source = s.move(what, source, HOST, rank=OFFLOADS, m=s.m)
     return s.move(what, source, NVME, rank=OFFLOADS, m=s.m) if place == "nvme" else source

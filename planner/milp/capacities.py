@@ -118,7 +118,7 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
         drained: Terms = [(-1.0, c) for k, c in cols.early[s].items() if k == "d"]
-        leaving, leaving_after = (times(gb[s], p.coded_frac) for gb in (acts.leaving, acts.leaving_after))
+        leaving, leaving_after = (times(p.coded_frac, gb[s]) for gb in (acts.leaving, acts.leaving_after))
         held = [*resident, *acts.kept[s], *leaving, *updates.leaving[s], *drained]
         held += [*acts.back[s], *params.fetched[s], *updates.brought[s], *([] if block.first else accumulated)]
         fixed, more = needed.of_first(s)
@@ -268,7 +268,7 @@ def endurance_row(cols: Columns) -> None:
     """What a step writes to NVMe, at most what the drives may take on average over its time."""
     limit = cols.p.write_limit_gb_per_s
     if isfinite(limit) and cols.p.has_nvme:
-        written = times(cols.over_step("wA"), cols.p.coded_frac)
+        written = times(cols.p.coded_frac, cols.over_step("wA"))
         written += [t for name in ("wP", "wO", "wS", "gW") for t in cols.over_step(name)]
         per_second = [(-limit * a, c) for a, c in cols.step()]
         cols.lp.row([*written, *per_second], high=0.0, family=ENDURANCE)

@@ -86,7 +86,7 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
         found.kept.append(kept)
         found.leaving.append(out)
         decoded = [((1 - p.coded_frac) * a / p.turn, c) for a, c in need_first if p.coded_frac < 1]
-        found.back.append([*times([*back, *early_back], p.coded_frac), *decoded])
+        found.back.append([*times(p.coded_frac, [*back, *early_back]), *decoded])
         if need_first and early_back:
             one_op = [(-a / p.turn, c) for a, c in need_first]
             lp.row([*back, *early_back, *one_op], low=0.0, family="back before backward")
@@ -104,10 +104,10 @@ def _activations_of_block(cols: Columns, b: int, found: Activations) -> None:
                 drive = [(1.0, cols.queue(drive, cols.flow(s, "wA"), cols.flow(s, "rA"), "activations on NVMe"))]
         found.kept_after.append(kept)
         found.leaving_after.append(out)
-        found.by_last.append([(a / p.turn, c) for a, c in (*times(made_last, p.coded_frac), *stay_last)])
-        found.back_after.append(times(back, p.coded_frac))
-        found.on_host.append(times(host, p.coded_frac))
-        found.on_nvme.append(times(drive, p.coded_frac))
+        found.by_last.append([(a / p.turn, c) for a, c in (*times(p.coded_frac, made_last), *stay_last)])
+        found.back_after.append(times(p.coded_frac, back))
+        found.on_host.append(times(p.coded_frac, host))
+        found.on_nvme.append(times(p.coded_frac, drive))
     for state in (out, back, host, drive):
         if state:
             lp.row(state, low=0.0, high=0.0, family="nothing left at the end")

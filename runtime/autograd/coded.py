@@ -141,7 +141,7 @@ def _rounded(values: torch.Tensor, scales: torch.Tensor, form: str) -> torch.Ten
     return torch.div(values, scales).clamp_(-most, most).nan_to_num_().to(TYPES[form]).view(torch.uint8)
 
 
-def encode(values: torch.Tensor, memory: torch.Tensor, form: str) -> None:
+def encode_acts(values: torch.Tensor, memory: torch.Tensor, form: str) -> None:
     """Writes a scale and the codes of activations, any number of floating values, into so many bytes."""
     parts, scale = values.split(CODED_AT_ONCE), memory[:SCALE_BYTES].view(torch.float32)
     most = torch.stack([part.abs().amax() for part in parts]).amax().float()
@@ -150,8 +150,8 @@ def encode(values: torch.Tensor, memory: torch.Tensor, form: str) -> None:
         codes.copy_(_rounded(part, scale, form))
 
 
-def decode(memory: torch.Tensor, values: torch.Tensor, form: str) -> None:
-    """What `encode` has written."""
+def decode_acts(memory: torch.Tensor, values: torch.Tensor, form: str) -> None:
+    """What `encode_acts` has written."""
     scale, parts = memory[:SCALE_BYTES].view(torch.float32), memory[SCALE_BYTES:].split(CODED_AT_ONCE)
     for part, codes in zip(values.split(CODED_AT_ONCE), parts, strict=True):
         part.copy_(_values(codes, form).mul_(scale))

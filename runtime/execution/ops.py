@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE
-from tierplan.runtime.autograd.coded import decode, encode
+from tierplan.runtime.autograd.coded import decode_acts, encode_acts
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
@@ -224,7 +224,7 @@ class Bodies:
         values = self._memory(call.reads[0]).view(handle.dtype)
         expect(call.writes[0], format_of(form).size_bytes(values.numel()))
         self.places.place(call.writes[0]).coded = handle
-        encode(values, value_of(call.writes[0]).block.data, form)
+        encode_acts(values, value_of(call.writes[0]).block.data, form)
 
     def _decode(self, call: Call) -> None:
         """They are back, in memory of their own: see `_bring_back`."""
@@ -232,7 +232,7 @@ class Bodies:
         handle = source.coded
         assert handle is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
-        decode(source.block.data, memory.view(handle.dtype), self._activation_format(call))
+        decode_acts(source.block.data, memory.view(handle.dtype), self._activation_format(call))
         target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
 
     def _activation_format(self, call: Call) -> str:

@@ -79,10 +79,11 @@ FORMATS: dict[str, Format] = {
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
 }
-"""fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row; activations in fp8 are one row each), NF4 as QLoRA has it, without and with double
-quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in 4, as auto-gptq 0.4 decodes them to
-train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their zeros, times their scales, in a kernel
-each, of which those that spread a value over several (9.5 of 16.5 bytes) are taken to run at half the memory's rate;
+"""fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row; an activation in fp8 is one row), NF4 as
+QLoRA has it, without and with double quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in
+4, as auto-gptq 0.4 decodes them to train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their
+zeros, times their scales, in a kernel each, of which those that spread a value over several (9.5 of 16.5 bytes) are
+taken to run at half the memory's rate;
 df11 is DFloat11, whose exponents have Huffman's codes: how many bits depends on the weights, so 11 is an assumption
 (models published with it have 67.6 to 69.5 % of their bytes; arXiv 2504.11651), and so is that one kernel decodes them
 at the memory's rate; a position in 32 bits says where each 4,096 values begin;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,21 +14,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.random_plans import random_plan
 from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_trainer import CPU, STEPS, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.autograd.units import find_blocks
-from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.contents import parse_content
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP8 = replace(CPU, activation_format="fp8")

@@ -24,13 +24,14 @@ from tierplan.sim.workloads.workload import Workload
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
-def test_no_plan_that_runs_beats_the_bound(accumulation, semantics):
+@pytest.mark.parametrize(("semantics", "form"), [("in-backward", ""), ("exact-clip", ""), ("in-backward", "fp8")])
+def test_no_plan_that_runs_beats_the_bound(accumulation, semantics, form):
     """Random plans, sensible or not: each that completes takes at least the bound of its order."""
     num_ran = 0
     for seed in range(12):
         rng = random.Random(1000 * accumulation + seed)
         workload = random_chain(rng, rng.choice((2, 3, 4)), accumulation=accumulation)
+        workload = replace(workload, training=replace(workload.training, activation_format=form))
         machine = random_machine(rng, workload)
         simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
         for order in ("horizontal", "vertical"):
