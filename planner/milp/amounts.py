@@ -409,8 +409,8 @@ def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
 
 def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
     """Bytes on the device, and on their way, of what a unit saves and of its input."""
-    found = [(t.size_bytes, training.coded(unit, t)[0] or t.size_bytes) for t in unit.saved]
-    return [*found, (unit.input_bytes, training.coded(unit)[0] or unit.input_bytes)]
+    found = [(t.size_bytes, training.moved_bytes(unit, t)) for t in unit.saved]
+    return [*found, (unit.input_bytes, training.moved_bytes(unit))]
 
 
 def _coded_frac(workload: Workload) -> float:

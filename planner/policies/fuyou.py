@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -63,7 +64,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
             units.append(other)
             continue
         leaving = {index for kind, index in swapped if kind == kinds[unit.name]}
-        room -= unit.input_bytes + sum(t.size_bytes for t in unit.saved if t.index in leaving)
+        moved = partial(workload.training.moved_bytes, unit)
+        room -= moved() + sum(moved(t) for t in unit.saved if t.index in leaving)
         lower: Action = "host" if room > 0 else "nvme"
         large = set(_large(unit))
         acts = tuple(
@@ -99,8 +101,9 @@ def _by_saving(workload: Workload, kinds: Mapping[str, int], machine: Machine) -
 
     def saving(slot: Slot) -> float:
         kind, index = slot
-        tensor = workload.blocks[kind].saved[index]
-        return machine.cost(COMPUTE, tensor.recompute).work_s / tensor.size_bytes
+        block = workload.blocks[kind]
+        moved_bytes = workload.training.moved_bytes(block, block.saved[index])
+        return machine.cost(COMPUTE, block.saved[index].recompute).work_s / moved_bytes
 
     slots = [(kind, index) for kind in sorted(set(kinds.values())) for index in _large(workload.blocks[kind])]
     return sorted(slots, key=lambda slot: (-saving(slot), slot))
@@ -125,7 +128,8 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], d
     acts = 0  # per micro-batch
     for unit in workload.blocks:
         kind = kinds[unit.name]
-        acts += unit.input_bytes + sum(t.size_bytes for t in unit.saved if (kind, t.index) in leaving)
+        acts += t.moved_bytes(unit)
+        acts += sum(t.moved_bytes(unit, tensor) for tensor in unit.saved if (kind, tensor.index) in leaving)
     forward = batches * sum(seconds(COMPUTE, u.forward) for u in workload.units)
     backward = batches * sum(seconds(COMPUTE, u.backward) for u in workload.units)
     for unit in workload.blocks:

@@ -74,6 +74,7 @@ class _Module:
     unit: int
     slot: int
     size_bytes: int
+    moved_bytes: int
     forward_s: float
     """The part of the block's forward time that its bytes have."""
     made_s: float
@@ -91,11 +92,14 @@ def _modules(workload: Workload, machine: Machine) -> tuple[list[_Module], float
     for u, unit in enumerate(workload.units):
         if unit.kind != "block":
             continue
-        sizes = [(INPUT, unit.input_bytes if unit.saves_input else 0)]
-        sizes += [(tensor.index, tensor.size_bytes) for tensor in unit.saved]
-        whole = max(sum(size for _, size in sizes), 1)
+        moved = workload.training.moved_bytes
+        sizes = [(INPUT, unit.input_bytes, moved(unit)) if unit.saves_input else (INPUT, 0, 0)]
+        sizes += [(tensor.index, tensor.size_bytes, moved(unit, tensor)) for tensor in unit.saved]
+        whole = max(sum(size for _, size, _ in sizes), 1)
         made_s, wanted_s = sum(forward[: u + 1]), total_s + sum(backward[u + 1 :])
-        modules += [_Module(u, slot, size, forward[u] * size / whole, made_s, wanted_s) for slot, size in sizes]
+        modules += [
+            _Module(u, slot, size, moves, forward[u] * size / whole, made_s, wanted_s) for slot, size, moves in sizes
+        ]
     return modules, total_s
 
 
@@ -114,13 +118,13 @@ def _kept(workload: Workload, machine: Machine, ahead: int, devices: int) -> set
     is_tail = False
     load_s = {u: 0.0 for u in range(len(workload.units))}
     for module in modules:
-        load_s[module.unit] += module.size_bytes / load
+        load_s[module.unit] += module.moved_bytes / load
     for module in modules:
         left_s = 3 * total_s - 2 * before_s
-        is_tail = is_tail or left_s <= 0 or (before_bytes + 2 * module.size_bytes) / left_s > rate(NVME_WRITE)
-        before_bytes += module.size_bytes
+        is_tail = is_tail or left_s <= 0 or (before_bytes + 2 * module.moved_bytes) / left_s > rate(NVME_WRITE)
+        before_bytes += module.moved_bytes
         before_s += module.forward_s
-        done_s = max(stored_s, module.made_s) + module.size_bytes / store
+        done_s = max(stored_s, module.made_s) + module.moved_bytes / store
         if is_tail or done_s + load_s[module.unit] > module.wanted_s:
             kept.add((module.unit, module.slot))
         else:
@@ -166,12 +170,12 @@ def _late(
     free_s = stored_s
     for u in sorted(leaving, reverse=True):
         begin_s = max(free_s, wanted_s.get(u + 1 + ahead, min(wanted_s.values())))
-        room_bytes = (wanted_s[u] - begin_s - max(m.size_bytes for m in leaving[u]) / faster) * slower
+        room_bytes = (wanted_s[u] - begin_s - max(m.moved_bytes for m in leaving[u]) / faster) * slower
         moved_bytes = 0.0
         for module in leaving[u]:
-            if moved_bytes + module.size_bytes > room_bytes:
+            if moved_bytes + module.moved_bytes > room_bytes:
                 late.add((u, module.slot))
             else:
-                moved_bytes += module.size_bytes
+                moved_bytes += module.moved_bytes
         free_s = begin_s + moved_bytes / slower
     return late

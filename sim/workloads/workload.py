@@ -188,6 +188,10 @@ class Training:
             return 0, 0
         return form.size_bytes(num), form.coding_bytes(num, DTYPE_BYTES[dtype])
 
+    def moved_bytes(self, unit: Unit, tensor: SavedTensor | None = None) -> int:
+        """With which a saved tensor of a unit, or its input, is moved between tiers."""
+        return self.coded(unit, tensor)[0] or (unit.input_bytes if tensor is None else tensor.size_bytes)
+
     def params_bytes(self, unit: Unit) -> int:
         """Of a unit's parameters, trained and frozen."""
         return unit.num_trained * self.param_bytes + unit.frozen_bytes

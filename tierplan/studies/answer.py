@@ -196,12 +196,13 @@ def _numbers_of(best: BestPlan) -> dict[str, int]:
 
 
 def _numbers(best: BestPlan) -> list[tuple[str, str]]:
-    """What sub-batches change in the last bits."""
-    if not isinstance(best.result.plan, UnitwisePlan) or best.result.plan.sub_batches == 1:
-        return []
-    same_as = _numbers_of(best)
-    numbers = f"of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences"
-    return [("numbers", numbers)]
+    """What sub-batches change in the last bits, and coded activations in more."""
+    numbers, same_as, form = [], _numbers_of(best), best.workload.training.activation_format
+    if isinstance(best.result.plan, UnitwisePlan) and best.result.plan.sub_batches > 1:
+        numbers.append(f"of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences")
+    if form:
+        numbers.append(f"not of plain training: activations that leave the device do so in {form}")
+    return [("" if k else "numbers", text) for k, text in enumerate(numbers)]
 
 
 def _on_devices(result: PlanResult) -> list[tuple[str, str]]:
