@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,19 +15,22 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.random_plans import random_plan
 from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_trainer import CPU, STEPS, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.runtime.autograd.coded import decode_acts, encode_acts
 from tierplan.runtime.autograd.units import find_blocks
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
-from tierplan.sim.contents import parse_content
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.formats import CODED_AT_ONCE
+from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP8 = replace(CPU, activation_format="fp8")
@@ -147,6 +151,76 @@ def test_bits_are_those_of_plain_training_with_coded_tensors(
     assert losses != train_plainly(uncoded, batches, **settings)  # type: ignore[arg-type]
     for p, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, wanted)
-    assert {op.kind for op in schedule.ops} >= {"encode", "decode"}
-    coded = [b for b in schedule.buffers if getattr(parse_content(b.content), "is_coded", False)]
-    assert all(b.size_bytes % 2 == 0 for b in coded)
+    left = {b.content.removesuffix("/coded") for b in schedule.buffers if b.content.endswith("/coded")}
+    read = [unit.name for unit in workload.blocks if unit.saves_input or choice.acts == "recompute"]
+    assert {content for content in left if content[0] == "x"} == {f"x/{u}/mb{m}" for u in read for m in (0, 1)}
+    assert left
+    for b in schedule.buffers:
+        assert b.tier == "gpu0" or b.content not in left, "it leaves as it is"
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(6))
+def test_what_leaves_decides_and_not_where_to(seed: int, tmp_path: Path) -> None:
+    """A random plan, and another one with all places changed that no number depends on."""
+    rng = random.Random(seed)
+    family, dtype = rng.choice(("gpt2", "opt", "llama", "bert", "t5")), rng.choice(("bf16", "fp32"))
+    training = replace(FP8, dtype=dtype, gradient_accumulation_steps=rng.choice((1, 2)))  # type: ignore[arg-type]
+    model = make_model(family, num_blocks=2 if family == "t5" else 3, dropout=0.1, dtype=dtype)
+    again = copy.deepcopy(model)
+    workload = trace_module(model, make_batches(1)[0], training)
+    plan = random_plan(workload, rng)
+    swapped: dict[str, Any] = {"host": "nvme", "nvme": "host"}
+
+    def elsewhere(choice: UnitPlan) -> UnitPlan:
+        acts = tuple(swapped.get(a, a) for a in choice.acts) if isinstance(choice.acts, tuple) else choice.acts
+        return replace(choice, acts=acts, input=swapped.get(choice.input, choice.input))
+
+    other = replace(plan, units=tuple(map(elsewhere, plan.units)), prefetch_acts_units=2 - plan.prefetch_acts_units)
+    losses, schedule = trained(model, plan, workload, tmp_path)
+    assert any(op.kind == "encode" for op in schedule.ops)
+    assert trained(again, other, workload, tmp_path)[0] == losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_what_is_no_floating_number_and_what_is_small_leaves_as_it_is() -> None:
+    model = make_model("gpt2", dropout=0.1, dtype="bf16")
+    workload = trace_module(model, make_batches(1)[0], replace(FP8, dtype="bf16"))
+    block = workload.blocks[0]
+    values = block.input_bytes // 2
+    coded = [tensor for tensor in block.saved if workload.training.coded(block, tensor)[0]]
+    assert 0 < len(coded) < len(block.saved)
+    for tensor in block.saved:
+        each = {"bf16": 2, "fp32": 4}.get(tensor.dtype)
+        num = tensor.size_bytes // (each or 1)
+        assert (tensor in coded) == (each is not None and num * 16 > values)
+        moved, worked = workload.training.coded(block, tensor)
+        assert (moved, worked) == ((num + 4, tensor.size_bytes + num + 4) if tensor in coded else (0, 0))
+
+
+def test_other_formats_and_schedules_that_code_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="activation_format is 'nf4'; choose one of fp8, or none"):
+        replace(CPU, activation_format="nf4")
+    model = make_model("gpt2")
+    workload = trace_module(model, make_batches(1)[0], FP8)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    assert schedule.step is not None
+    stripped = replace(schedule, step=replace(schedule.step, training=CPU))
+    with pytest.raises(TrainingError, match="codes 1 buffers in format ''"):
+        train(stripped, model, make_batches(1), steps=1, nvme_dir=tmp_path)
+    values = torch.tensor([3.0, float("nan"), 0.0])
+    memory = torch.empty(7, dtype=torch.uint8)
+    encode_acts(values, memory, "fp8")
+    decode_acts(memory, values, "fp8")
+    assert values.isnan().all(), "what is no number is not hidden"
+    encode_acts(torch.zeros(3), memory, "fp8")
+    decode_acts(memory, values, "fp8")
+    assert values.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_many_values_are_coded_in_parts_as_all_at_once() -> None:
+    values = torch.randn(CODED_AT_ONCE + 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    memory, back = torch.empty(len(values) + 4, dtype=torch.uint8), torch.empty_like(values)
+    encode_acts(values, memory, "fp8")
+    decode_acts(memory, back, "fp8")
+    assert torch.equal(back, roundtrip(values))

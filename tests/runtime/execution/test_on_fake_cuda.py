@@ -17,6 +17,9 @@ from tests.runtime.execution.test_policies_run import (  # noqa: F401
     test_segments_are_made_again_from_their_first_input,
 )
 from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
+from tests.runtime.test_coded_activations import (  # noqa: F401
+    test_bits_are_those_of_plain_training_with_coded_tensors,
+)
 from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
 from tests.runtime.test_trainer import (  # noqa: F401
     test_a_gradient_that_is_not_finite_ends_the_run,
