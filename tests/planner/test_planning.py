@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -289,3 +290,17 @@ def test_more_work_begins_with_all_that_less_work_does(monkeypatch: pytest.Monke
     assert len(tried[0]) < len(tried[1]) < len(tried[2])
     for less, more in pairwise(tried):
         assert more[: len(less)] == less
+
+
+def test_activations_in_codes_are_quicker_where_they_have_to_leave_and_no_slower_elsewhere() -> None:
+    """Six units of 1 s and 80 MB: a link of 50 MB/s takes longer than they compute, and half as long in codes."""
+    made = chain(forward_s=[1.0] * 6, parameters=[MB] * 6, saved_mb=[[40, 40]] * 6, recompute_s=[[10.0, 10.0]] * 6)
+    coded = replace(made, training=replace(made.training, activation_format="fp8"))
+    of_coding_s = 2 * 1.5 * sum(u.saved_bytes + u.input_bytes for u in made.units) / 1e12
+    steps_s = []
+    for device_mb in (220, 400, 1000):
+        machine = small_machine(device_mb=device_mb, link_mb_per_s=50)
+        wide, less = (plan(workload, machine, time_limit_s=2) for workload in (made, coded))
+        assert less.lower_bound_s <= less.step_s <= wide.step_s + 1.01 * of_coding_s
+        steps_s.append((wide.step_s, less.step_s))
+    assert steps_s[0][1] < 0.85 * steps_s[0][0]
