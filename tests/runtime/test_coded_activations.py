@@ -83,14 +83,15 @@ class CodedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
-        ctx.x, ctx.call = x.detach(), call
+        ctx.x, ctx.call, ctx.rng = x.detach(), call, torch.get_rng_state()
         with torch.no_grad():
             return call(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x = roundtrip(ctx.x.flatten()).view(ctx.x.shape).requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng([]):
+            torch.set_rng_state(ctx.rng)
             torch.autograd.backward(ctx.call(x), grads[0])
         return x.grad, None
 

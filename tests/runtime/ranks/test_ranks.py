@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from tests.random_plans import random_plan
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
+from tests.runtime.test_coded_activations import RunAgain, with_blocks
 from tests.runtime.test_trainer import CPU, machine
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
@@ -55,6 +57,8 @@ class Case:
     dtype: str = "fp32"
     accumulation: int = 1
     clip: float | None = None
+    acts: str = ""
+    """The format in which activations leave, of a plan that makes blocks again from inputs which left."""
 
     @classmethod
     def random(cls, seed: int) -> Case:
@@ -72,7 +76,7 @@ class Case:
 
     def __str__(self) -> str:
         words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
-        return "-".join(map(str, words))
+        return "-".join(map(str, [*words, self.acts] if self.acts else words))
 
     @property
     def has_known_peak(self) -> bool:
@@ -106,6 +110,7 @@ def several(num: int) -> Machine:
 def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
     count = case.num_batches(num) if case.policy.startswith("harmony") else case.accumulation  # of all together
     training = replace(CPU, dtype=case.dtype, gradient_accumulation_steps=count, max_grad_norm=case.clip)  # type: ignore[arg-type]
+    training = replace(training, activation_format=case.acts)
     num_blocks = 4 if case.is_pipeline else 2
     model = make_model(case.family, num_blocks=num_blocks, dropout=0.1, dtype=case.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
@@ -147,10 +152,11 @@ def plainly(case: Case, schedule: Schedule, model: nn.Module, batches: Any, step
     settings: dict[str, Any] = {"sums": order_of_sums(model, schedule, num)}
     if case.divides and case.clip is not None:
         settings["cut"] = cut_of(model, num)
-    return train_plainly(
-        model, batches, steps=steps, optimizer=ADAM, gradient_accumulation_steps=case.num_batches(num),
-        max_grad_norm=case.clip, delayed=schedule.step.semantics == "delayed-1", **settings,  # type: ignore[union-attr]
-    )  # fmt: skip
+    with with_blocks(model, RunAgain) if case.acts else nullcontext():
+        return train_plainly(
+            model, batches, steps=steps, optimizer=ADAM, gradient_accumulation_steps=case.num_batches(num),
+            max_grad_norm=case.clip, delayed=schedule.step.semantics == "delayed-1", **settings,  # type: ignore[union-attr]
+        )  # fmt: skip
 
 
 def peaks_by_the_rules(schedule: Schedule, trace: Trace) -> dict[str, int]:
@@ -236,6 +242,7 @@ PAIR = [
     Case("zero-2", HOST, accumulation=2, clip=0.5),
     Case("zero-3", family="llama", accumulation=2),
     Case("zero-infinity", dtype="bf16", accumulation=2, clip=0.5),
+    Case("zero-infinity", dtype="bf16", accumulation=2, acts="fp8"),
     Case("megatron-pp", accumulation=3, clip=0.5),
     Case("megatron-pp", family="llama", dtype="bf16", accumulation=2),
     *map(Case.random, (0, 5)),
