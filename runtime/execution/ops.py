@@ -294,10 +294,13 @@ class Bodies:
             content = content_of(instance)
             if isinstance(value := instance.value, BufferValue) and value.handle is not None:
                 value.handle.use(value)
-            if isinstance(content, Params):
-                self.units[self._index[content.unit]].bind(value_of(instance).block.data.view(self.dtype))
-            elif isinstance(content, Frozen):
-                self.units[self._index[content.unit]].frozen.bind(value_of(instance).block.data)
+            if isinstance(content, Params | Frozen):
+                block, unit = value_of(instance).block, self.units[self._index[content.unit]]
+                block.is_bound = True
+                if isinstance(content, Params):
+                    unit.bind(block.data.view(self.dtype))
+                else:
+                    unit.frozen.bind(block.data)
 
     def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
         """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""

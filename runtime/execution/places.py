@@ -80,7 +80,7 @@ class Places:
             if value.place not in self.committed:
                 self.drives.free(value.place)
         elif value.place is not None:
-            for part in (part for unit in self.units for part in unit.parts):
+            for part in (part for unit in self.units for part in unit.parts) if value.place.is_bound else ():
                 part.unbind(value.place.pages.data_ptr())
             self.snapshot.before_change(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)

@@ -35,6 +35,8 @@ class Block:
     data: torch.Tensor
     """uint8, one-dimensional."""
     pages: torch.Tensor
+    is_bound: bool = False
+    """Parameters of the model may have been made views of it."""
 
 
 def map_host(size_bytes: int, *, for_transfers: bool = False) -> torch.Tensor:
