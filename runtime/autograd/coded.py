@@ -20,6 +20,8 @@ from tierplan.sim.workloads.formats import CODED_AT_ONCE, FORMATS, format_of
 from tierplan.sim.workloads.workload import WorkloadError
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FLOATING = [name for name, dtype in TYPES.items() if dtype.is_floating_point]
+"""Of these, what activations may be coded in."""
 SCALE_BYTES = 4
 DECODED_AT_ONCE = 2**18
 """Values, so that what decoding takes beside its result is small."""

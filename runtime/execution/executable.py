@@ -15,6 +15,7 @@ import torch
 
 from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
+from tierplan.runtime.autograd.coded import FLOATING
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.kernels import KERNELS
@@ -219,8 +220,9 @@ def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[s
             source, target = COPIES[op.stream]
             yield f"op {op.key!r} copies from {way[0]} to {way[1]}; stream {op.stream} does from {source} to {target}"
     elif op.kind in ("encode", "decode"):
-        if len(op.reads) != 1 or not op.writes or not step.training.activation_format:
-            yield f"op {op.key!r} codes {len(op.reads)} buffers in format {step.training.activation_format!r}"
+        if len(op.reads) != 1 or not op.writes or step.training.activation_format not in FLOATING:
+            form = step.training.activation_format
+            yield f"op {op.key!r} codes {len(op.reads)} buffers in format {form!r}; executed are {', '.join(FLOATING)}"
     elif op.kind in ("forward", "recompute", "backward", "update", *COLLECTIVES) and op.unit not in units:
         yield f"op {op.key!r} is of unit {op.unit!r}, which the step has not"
     if not 0 <= op.micro_batch < (count := step.training.gradient_accumulation_steps):

@@ -29,7 +29,7 @@ from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.formats import CODED_AT_ONCE
+from tierplan.sim.workloads.formats import CODED_AT_ONCE, FORMATS
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,7 +207,7 @@ def test_other_formats_and_schedules_that_code_nothing_are_refused(tmp_path: Pat
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
     assert schedule.step is not None
     stripped = replace(schedule, step=replace(schedule.step, training=CPU))
-    with pytest.raises(TrainingError, match="codes 1 buffers in format ''"):
+    with pytest.raises(TrainingError, match="codes 1 buffers in format ''; executed are fp8"):
         train(stripped, model, make_batches(1), steps=1, nvme_dir=tmp_path)
     values = torch.tensor([3.0, float("nan"), 0.0])
     memory = torch.empty(7, dtype=torch.uint8)
@@ -225,3 +225,20 @@ def test_many_values_are_coded_in_parts_as_all_at_once() -> None:
     encode_acts(values, memory, "fp8")
     decode_acts(memory, back, "fp8")
     assert torch.equal(back, roundtrip(values))
+
+
+def test_another_format_is_one_entry_and_run_says_what_it_executes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """4 bits with scales by blocks of 32: planned with its bytes, and not executed in silence as something else."""
+    monkeypatch.setitem(FORMATS, "added", replace(FORMATS["nf4"], block=32, is_acts=True))
+    model = make_model("gpt2")
+    workload = trace_module(model, make_batches(1)[0], replace(CPU, activation_format="added"))
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute", input="host")), workload, machine())
+    [coded] = [b for b in schedule.buffers if b.content == "x/L1/mb0/coded" and b.tier == "host"]
+    num = workload.units[2].input_bytes // 4
+    assert coded.size_bytes == num // 2 + num // 32 * 4
+    [work] = [op.work for op in schedule.ops if op.key == "decode_x/L1/mb0"]
+    assert work == {"elementwise_bytes": coded.size_bytes + 4 * num}
+    with pytest.raises(TrainingError, match="in format 'added'; executed are fp8"):
+        train(schedule, model, make_batches(1), steps=1, nvme_dir=tmp_path)
