@@ -228,11 +228,16 @@ def compared(
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "fp32") for name in (*UNIFORM, *POLICIES)), ("all recomputed", "bf16"), ("zero-infinity", "bf16")],
-)
+    [
+        *((name, "fp32") for name in (*UNIFORM, *POLICIES)), ("all recomputed", "bf16"), ("zero-infinity", "bf16"),
+        ("activations to host", "bf16 fp8"), ("activations to nvme", "fp32 fp8"), ("vertical", "bf16 fp8"),
+    ],
+)  # fmt: skip
 def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     """Activations outweigh a block's gradients here, as in practice."""
-    training = training_of(dtype=dtype, gradient_accumulation_steps=2 if name == "vertical" else 1)
+    dtype, _, form = dtype.partition(" ")
+    num_batches = 2 if name == "vertical" else 1
+    training = training_of(dtype=dtype, gradient_accumulation_steps=num_batches, activation_format=form)
 
     def plan_of(workload: Workload) -> Plan:
         return uniform_plan(workload, UNIFORM[name]) if name in UNIFORM else decide(name, workload, machine())
