@@ -138,6 +138,7 @@ def with_tierplan(
     from benchmarks.runtime.speed import machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from tierplan.runtime.job import TRACED_STEPS
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
@@ -160,6 +161,7 @@ def with_tierplan(
         nvme_dir=folder,
         optimizer=optimizer,
         on_step=lambda step, loss: losses.append(loss),
+        trace_steps=TRACED_STEPS,
     )
     batches = itertools.repeat({k: v for k, v in make_batch(args).items() if k != "use_cache"})
 
@@ -171,13 +173,14 @@ def with_tierplan(
     def finish() -> dict[str, Any]:
         result = trainer.result()
         trainer.close()
+        num_traced = min(TRACED_STEPS, len(result.step_ends_s))
         busy_s: dict[str, float] = {}
         for span in result.trace.spans:
             if int(span.key[1:].partition("/")[0]) >= args.warmup:
                 busy_s[span.stream] = busy_s.get(span.stream, 0.0) + span.duration_ns / 1e9
         return {
             "num_parameters": workload.num_parameters,
-            "busy_s": {stream: s / (len(result.step_ends_s) - args.warmup) for stream, s in busy_s.items()},
+            "busy_s": {stream: s / (num_traced - args.warmup) for stream, s in busy_s.items()},
             "peak_bytes": dict(result.peak_bytes),
         }
 
