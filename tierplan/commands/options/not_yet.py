@@ -8,7 +8,7 @@ from collections.abc import Mapping
 NOT_YET: Mapping[str, str] = {
     "lora|peft|adapter": "adapters: --lora r=16,targets=all-linear",
     "4.?bit|8.?bit|nf4|int[48]|fp8|quant": "a quantised base: --base nf4 with --lora r=16; 8-bit states: --optimizer "
-    "adamw:states=8bit",
+    "adamw:states=8bit; activations that leave the device: --acts fp8",
     r"^mi\d{3}|^rx|^w[67]9|radeon|amd|rocm": (
         "of AMD's GPUs the catalog has the mi300x, and no plan was executed on one; nearest: their data sheet on a "
         "machine of the catalog: --set gpu.capacity='192 GB' --set gpu.memory_bandwidth='5.3 TB/s' --set "
