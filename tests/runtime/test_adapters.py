@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,3 +125,61 @@ def test_a_resumed_run_takes_the_base_from_the_model(tmp_path: Path) -> None:
         Trainer(schedule, other, resume=True, **settings) as trainer,
     ):
         trainer.run(batches, 1)
+
+
+STEPS = 6
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("which", ["base in host", "all away"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_a_run_killed_at_random_moments_ends_as_plain_training(family: str, which: str, tmp_path: Path) -> None:
+    script = f"from {__name__} import die_often; die_often({family!r}, {which!r}, 6, {str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    model = adapted(family)
+    losses = train_plainly(model, make_batches(STEPS), steps=STEPS, optimizer=OptimizerSettings(lr=1e-2))
+    found = torch.load(tmp_path / "found.pt")
+    assert found["losses"] == tuple(losses)
+    assert all(torch.equal(a, b) for a, b in zip(found["weights"], model.parameters(), strict=True))
+
+
+def die_often(family: str, which: str, num_kills: int, folder: str) -> None:
+    """In a process of its own: forks runs, kills each at a random moment, and lets a last one run to its end.
+
+    Each goes on from the last commit, one at least from one that is there; when one ends before it is killed, the
+    next begins anew.
+    """
+    torch.set_num_threads(1)
+    rng, batches, resumed = random.Random(num_kills), make_batches(STEPS), Path(folder) / "resumed"
+    workload = trace_module(adapted(family), batches[0], replace(CPU, dtype="bf16"))
+    schedule = lower(uniform_plan(workload, PLANS[which]), workload, machine())
+
+    def train(path: Path) -> None:
+        kept: dict[str, Any] = {
+            "nvme_dir": path / "nvme",
+            "out_dir": path / "out",
+            "checkpoint_every": 1,
+            "resume": True,
+        }
+        with Trainer(schedule, adapted(family), optimizer=OptimizerSettings(lr=1e-2), **kept) as trainer:
+            if trainer.num_steps_done:
+                resumed.touch()
+            trainer.run(batches, STEPS - trainer.num_steps_done)
+            trainer.restore_model()
+            weights = [p.detach() for p in trainer.model.parameters()]
+            torch.save({"losses": trainer.result().losses, "weights": weights}, Path(folder) / "found.pt")
+
+    kills, attempt = 0, 0
+    while kills < num_kills or not resumed.exists():
+        child = os.fork()
+        if child == 0:
+            train(Path(folder) / str(attempt))
+            os._exit(0)
+        time.sleep(rng.uniform(0.0, 0.5 + 0.1 * kills))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            kills += 1
+        else:
+            attempt += 1
+    train(Path(folder) / str(attempt))
