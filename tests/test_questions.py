@@ -149,3 +149,11 @@ def test_an_amd_card_by_its_data_sheet_is_quicker_than_a_4090(capsys: pytest.Cap
     mi300x = [word for setting in sheet for word in ("--set", setting)]
     now, then = speeds(capsys, SMALL, [[], mi300x])
     assert then > 2 * now
+
+
+@pytest.mark.parametrize("asked", [["plan"], ["simulate", "--policy", "ssdtrain"]], ids=("plan", "simulate"))
+def test_coded_activations_are_said_to_give_other_numbers(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*asked, *SMALL, "--acts", "fp8"]) == 0
+    assert "not of plain training: activations" in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, *SMALL]) == 0
+    assert "not of plain training" not in " ".join(capsys.readouterr().out.split())

@@ -100,7 +100,7 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
     from tierplan.sim.output.text import columns, format_bytes, format_s
-    from tierplan.studies.answer import interval_rows, limit_rows, limited_text
+    from tierplan.studies.answer import interval_rows, limit_rows, limited_text, numbers_rows
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
@@ -119,6 +119,7 @@ def text_of(prediction: Prediction) -> str:
         ),
         *([("trained on", sequences_text(prediction))] if prediction.devices_of_machine > 1 else []),
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
+        *numbers_rows(prediction),
     ]
     rows += [
         (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")

@@ -36,7 +36,7 @@ def answer_record(best: BestPlan) -> dict[str, object]:
         "kind": result.plan.kind,
         **{name: getattr(unitwise, name, None) for name in ("order", "sub_batches")},
         **{name: getattr(training, name) for name in ("sequence_length", "dtype")},
-        "numbers_of": _numbers_of(best),
+        "numbers_of": _numbers_of(result.prediction),
         **{name: getattr(result, name) for name in OF_RESULT},
         "bound_shares": dict(result.bound_shares),
         "s_per_gb": dict(result.s_per_gb),
@@ -64,7 +64,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         ("", f"no schedule is quicker than {bound} (updates at home): gap {format_frac(result.gap)}"),
         ("limited by", limited_text(p.limits)),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
-        *_numbers(best),
+        *numbers_rows(p),
         *(("uses only", f"{part:.0%} of {of} ({kind})") for of, kind, part in getattr(result.plan, "parts", ())),
         *_placements(result),
         *_on_devices(result),
@@ -188,19 +188,21 @@ def _shape(plan: Plan) -> str:
             return "weights paged for every use"
 
 
-def _numbers_of(best: BestPlan) -> dict[str, int]:
+def _numbers_of(prediction: Prediction) -> dict[str, int]:
     """The plain training whose gradients are summed in the same order: sub-batches are micro-batches of their own."""
-    step = best.result.schedule.step
-    training = step.training if step else best.workload.training
+    if prediction.schedule is None or (step := prediction.schedule.step) is None:
+        return {"micro_batch": prediction.micro_batch, "accumulation": prediction.accumulation}
+    training = step.training
     return {"micro_batch": training.per_device_train_batch_size, "accumulation": training.gradient_accumulation_steps}
 
 
-def _numbers(best: BestPlan) -> list[tuple[str, str]]:
+def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
     """What sub-batches change in the last bits, and coded activations in more."""
-    numbers, same_as, form = [], _numbers_of(best), best.workload.training.activation_format
-    if isinstance(best.result.plan, UnitwisePlan) and best.result.plan.sub_batches > 1:
+    numbers, same_as = [], _numbers_of(prediction)
+    if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences")
-    if form:
+    step = prediction.schedule.step if prediction.schedule else None
+    if step is not None and (form := step.training.activation_format):
         numbers.append(f"not of plain training: activations that leave the device do so in {form}")
     return [("" if k else "numbers", text) for k, text in enumerate(numbers)]
 
