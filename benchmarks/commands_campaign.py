@@ -198,8 +198,8 @@ def run_row(
     home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str], devices: int = 1
 ) -> dict[str, Any]:
     """One run of a row: predicted, where it has not been, run and compared; or why not."""
-    row = home / f"{model.stem}.{policy.replace(' ', '.')}"
-    plan, told, out = row.with_suffix(".plan.json"), row.with_suffix(".told.json"), home / "run"
+    row = f"{model.stem}.{policy.replace(' ', '.')}"
+    plan, told, out = home / f"{row}.plan.json", home / f"{row}.told.json", home / "run"
     when = now()
     try:
         if told.exists():

@@ -1,5 +1,11 @@
 """The page of predictions made by commands: a row that was run several times counts once."""
 
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import commands_campaign
 from benchmarks.commands_campaign import page
 
 
@@ -31,3 +37,23 @@ def test_a_row_without_an_answer_says_why() -> None:
     failed = {"hour": "noon", "group": "gpt2", "policy": "fuyou", "load": 1.0, "why_not": "no room"}
     assert "| noon | gpt2 | fuyou | no room |" in page([failed])
     assert "| noon | 1 | 2 | 1 |" in page([failed, run_of("fuyou", 1.0)])
+
+
+def test_each_row_has_a_plan_of_its_own_and_one_for_all_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, ...]] = []
+
+    def tierplan(*words: str, env: dict[str, str]) -> str:
+        said.append(words)
+        tiers = [{"peak_bytes": {"predicted": 1, "measured": 1}}]
+        return json.dumps({"step_s": 1.0, "tiers": tiers, **dict.fromkeys(commands_campaign.KEPT)})
+
+    monkeypatch.setattr(commands_campaign, "tierplan", tierplan)
+    for policy in ("fuyou", "in-memory", "fuyou", "zero-2 optimizer=host"):
+        run = commands_campaign.run_row(tmp_path, [], tmp_path / "gpt2.json", policy, tmp_path / "text", {})
+        assert "why_not" not in run
+    planned = [words[words.index("-o") + 1] for words in said if words[0] == "simulate"]
+    trained = [words[1] for words in said if words[0] == "run"]
+    assert len({*planned}) == len(planned) == 3
+    assert trained == [planned[0], planned[1], planned[0], planned[2]]
