@@ -59,16 +59,21 @@ class UnitPlan:
     Its gradients wait in host memory. The numbers are the same; after the last step, one such update is still due."""
 
     state_shards: int = 1
-    """Shards, at most, in which states on NVMe travel to the update and back, each an update of its own: what is in
-    host memory on the way is a shard of the states rather than all of them, and within a unit reads, update and writes
-    overlap."""
+    """Shards, at most, in which states travel to the update and back (from NVMe, or to the device), each an update of
+    its own: what has to have room on the way is a shard of the states rather than all of them, and within a unit reads,
+    update and writes overlap."""
     host_shards: int = 0
-    """Of these shards, so many (the first) live in host memory instead, and do not travel: what room is left there."""
+    """Of the shards on NVMe, so many (the first) live in host memory instead: what room is left there."""
 
     @property
     def host_frac(self) -> float:
         """Share of its optimizer states that lives in host memory although the others do not."""
         return self.host_shards / self.state_shards
+
+    @property
+    def states_travel(self) -> bool:
+        """Whether the update is made elsewhere than where optimizer states live."""
+        return self.states == "nvme" or (self.states == "host" and self.update == "device")
 
     @property
     def updates_here(self) -> bool:

@@ -143,15 +143,17 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
         )
     if choice.frozen not in (None, *PLACES):
         raise PlanError(f"unit {unit.name!r} has frozen {choice.frozen!r}; choose among {', '.join(PLACES)}, or null")
-    if choice.state_shards < 1 or (choice.state_shards > 1 and choice.states != "nvme"):
+    if choice.state_shards < 1 or (choice.state_shards > 1 and not choice.states_travel):
         raise PlanError(
-            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the "
-            "number must be 1 or more, and only states on 'nvme' travel in shards"
+            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the number "
+            "must be 1 or more, and only states on 'nvme' travel in shards, or those that come to the device for their "
+            "update"
         )
-    if not 0 <= choice.host_shards < choice.state_shards:
+    if not 0 <= choice.host_shards < choice.state_shards or (choice.host_shards and choice.states != "nvme"):
         raise PlanError(
-            f"unit {unit.name!r} keeps {choice.host_shards} of {choice.state_shards} shards of optimizer states in "
-            "host memory; the number must be at least 0 and below that of all shards. Use states 'host' for all of them"
+            f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards and keeps "
+            f"{choice.host_shards} of these in host memory; the number must be at least 0 and below that of all shards "
+            "on 'nvme'. Use states 'host' for all of them"
         )
     if choice.host_shards and choice.grads == "nvme":
         raise PlanError(
@@ -188,11 +190,10 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
             f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
             "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
         )
-    if choice.update == "device" and (choice.grads != "device" or choice.late_update or choice.state_shards > 1):
+    if choice.update == "device" and (choice.grads != "device" or choice.late_update):
         raise PlanError(
-            f"unit {unit.name!r} has its states brought to the device, but gradients in {choice.grads!r}, "
-            f"late_update={choice.late_update} and state_shards={choice.state_shards}; such an update takes whole "
-            "states and gradients that wait on the device, and is not late"
+            f"unit {unit.name!r} has its states brought to the device, but gradients in {choice.grads!r} and "
+            f"late_update={choice.late_update}; such an update takes gradients that wait on the device, and is not late"
         )
     if choice.update == "device" and plan.semantics == "delayed-1":
         raise PlanError(

@@ -33,9 +33,7 @@ def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
     with ExitStack() as stack:
         if not in_parts:
             for module in ("moves", "from_program"):
-                stack.enter_context(
-                    mock.patch(f"tierplan.planner.search.{module}.with_shards", lambda plan, num_shards: plan)
-                )
+                stack.enter_context(mock.patch(f"tierplan.planner.search.{module}.with_shards", lambda plan, *_: plan))
         return plan(load_workload(model, training), machine, time_limit_s=TIME_LIMIT_S)
 
 

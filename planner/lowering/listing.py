@@ -178,7 +178,8 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
     """
     _place(t, ALIAS, u, 0, int(is_old), 0.0)
     if a.updates_here[u]:
-        _place(t, UPDATE_HERE, u, 0, 0, step)
+        for k in range(a.num_parts[u]):
+            _place(t, UPDATE_HERE, u, 0, k, step + k * apart / a.num_parts[u])
         return
     for k in range(a.num_parts[u]):
         at, index = step + k * apart / a.num_parts[u], t.num[UPDATES]

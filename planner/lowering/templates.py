@@ -86,7 +86,9 @@ TURNS: Mapping[int, TurnKind] = {
     listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),
     listing.BACKWARD: TurnKind((backward,), ("acts", "grads", "update"), IN_BACKWARD_TOO, BEFORE),
     listing.CLIP: TurnKind((clip,), (), ("norm", "clip")),
-    listing.UPDATE_HERE: TurnKind((update_here,), ("params", "states", "update"), ("params", "states#", "due", "clip")),
+    listing.UPDATE_HERE: TurnKind(
+        (update_here,), ("state_shards",), ("params", "states#", "due", "new params", "clip")
+    ),
     listing.ALIAS: TurnKind((), (), ("due", "grads", "old grads")),
     listing.ARRIVE: TurnKind((arrive,), ("state_shards",), TO_UPDATE, AFTER),
     listing.UPDATE: TurnKind((update,), ("params", "state_shards"), TO_UPDATE, AFTER),

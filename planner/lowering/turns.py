@@ -329,30 +329,30 @@ def _coefficient(s: Sketch) -> str | None:
 
 
 def update_here(s: Sketch) -> None:
-    """The optimizer step of one unit on the device, with states that are there, or that come and go back."""
-    name, t = s.unit.name, s.workload.training
-    reads, writes, homes = [s.get("due"), _coefficient(s)], [], []
-    for cell, content, size_bytes in (
-        ("states0", States(name), t.states_bytes(s.unit)),
-        ("params", Params(name), s.unit.num_trained * t.param_bytes),
-    ):
-        if (home := s.get(cell)) is None:
-            continue
-        if cell == "params" and t.has_master and s.tier(home) != DEVICE:
-            here = s.buffer(content, DEVICE, size_bytes, "params")  # made from the master copy
-        else:
-            what: Content | str = content if cell == "states0" else op_key(content, "update")
-            reads.append(brought := _brought(s, what, home))
-            here = s.over(brought)
-        writes.append(s.put(cell, here))
-        homes.append((cell, content, home))
-    key = States(name).update_key
-    s.op(key, COMPUTE, "update", work=t.update_work(s.unit), reads=reads, writes=writes, rank=UPDATES)
-    for cell, content, home in homes:
-        if (tier := s.tier(home)) != DEVICE:
-            what = content if cell == "states0" else op_key(content, "update")
-            back = s.move(what, s.made(cell), HOST, over=home if tier == HOST else None, rank=GOES_HOME)
-            s.put(cell, back if tier == HOST else s.move(what, back, NVME, over=home, rank=GOES_HOME))
+    """The optimizer step of one unit, or of a part of it, on the device: with states that are there, or that come and
+    go back.
+
+    As on the host, the parts update whole parameters, one after the other: these come before the first of them, and go
+    home after the last.
+    """
+    t, cell, is_last = s.workload.training, f"states{s.flag}", s.flag == s.num_parts - 1
+    reads, writes, of_params = [s.get("due"), _coefficient(s)], [], op_key(Params(s.unit.name), "update")
+    if (states := s.get(cell)) is not None:
+        reads.append(brought := _brought(s, _part(s), states))
+        writes.append(s.put(cell, s.over(brought)))
+    params = s.made("params")
+    if s.flag == 0 and t.has_master and s.tier(params) != DEVICE:  # made from the master copy
+        new = s.buffer(Params(s.unit.name), DEVICE, s.unit.num_trained * t.param_bytes, "params")
+    else:
+        reads.append(before := s.made("new params") if s.flag else _brought(s, of_params, params))
+        new = s.over(before)
+    writes.append(s.put("new params", new))
+    work = t.update_work(s.unit, t.state_parts(s.unit, s.choice.state_shards)[s.flag])
+    s.op(_part(s).update_key, COMPUTE, "update", work=work, reads=reads, writes=writes, rank=UPDATES)
+    if states is not None:
+        _back_home(s, cell, _part(s), writes[0], states)
+    if is_last:
+        _back_home(s, "params", of_params, new, params)
 
 
 def _brought(s: Sketch, what: Content | str, home: str) -> str:
@@ -360,6 +360,14 @@ def _brought(s: Sketch, what: Content | str, home: str) -> str:
     if s.tier(home) == NVME:
         home = s.move(what, home, HOST, rank=FETCHES, lead=STATES)
     return home if s.tier(home) == DEVICE else s.move(what, home, DEVICE, rank=FETCHES, lead=STATES)
+
+
+def _back_home(s: Sketch, cell: str, what: Content | str, made: str, home: str) -> None:
+    """What an update on the device has written is where it lives, or goes there."""
+    if (tier := s.tier(home)) != DEVICE:
+        made = s.move(what, made, HOST, over=home if tier == HOST else None, rank=GOES_HOME)
+        made = made if tier == HOST else s.move(what, made, NVME, over=home, rank=GOES_HOME)
+    s.put(cell, made)
 
 
 def _part(s: Sketch) -> States:

@@ -22,8 +22,8 @@ SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
 
 STATE_SHARDS = (4, 16, 1, 2, 8)
-"""Numbers of shards in which states on NVMe travel, as they are tried. In the program they are fluid; in schedules
-those of one or two shards are in host memory at a time, so what is in flight is a unit's states over its shards."""
+"""Numbers of shards in which states travel, as they are tried. In the program they are fluid; in schedules those of one
+or two shards are on the way at a time, so what is in flight is a unit's states over its shards."""
 NUM_ALONE = 3
 """Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
 MAX_RUNS = 16
@@ -207,9 +207,10 @@ class Problem:
         ]
 
     def has_room_for_update(self, unit: int) -> bool:
-        """Whether all that an update on the device reads and writes is less than the device has: states go whole."""
+        """Whether all that an update on the device reads and writes at a time is less than the device has: gradients
+        and parameters, and a shard of the states."""
         u = self.units[unit]
-        return u.states_gb + u.grads_gb + u.params_gb <= self.device_gb
+        return u.states_gb / max(STATE_SHARDS) + u.grads_gb + u.params_gb <= self.device_gb
 
     def modes(self, unit: int) -> list[int]:
         """Numbers of the placements that this unit may have."""

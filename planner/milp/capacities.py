@@ -70,10 +70,10 @@ def _chain_s(problem: Problem, u: int, mode: int) -> float:
 
 
 def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, over_device: Terms) -> None:
-    """While a unit is updated, host memory holds its gradients, a shard of its states, and parameters that will leave;
-    or the device its gradients, its states that have come, and new parameters that will leave.
+    """While a unit is updated, host memory or the device holds its gradients, a shard of its states that have come, and
+    new parameters that will leave.
 
-    All of them whole, beside what is at home there: however smoothly everything else flows.
+    Gradients and parameters whole, beside what is at home there: however smoothly everything else flows.
     """
     p = cols.p
     num_shards = max(STATE_SHARDS)
@@ -82,7 +82,7 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, o
         held = cols.placed(u, "updated", "host", 0.0 if p.semantics == "delayed-1" else unit.grads_gb)
         held += cols.placed(u, "states", "nvme", unit.states_gb / num_shards)
         held += cols.params_of(u, "host", "device", "nvme")
-        here = cols.placed(u, "updated", "brought", unit.states_gb + unit.grads_gb)
+        here = cols.placed(u, "updated", "brought", unit.states_gb / num_shards + unit.grads_gb)
         here += cols.params_of(u, "brought", "host", "nvme")
         if here:
             cols.lp.row([*on_device, *here, *over_device], high=p.device_gb, family="device memory")

@@ -16,8 +16,7 @@ WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1,
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
-"""States of one in so many units come to the device. They come whole: evenly spread, they are out of each other's
-way."""
+"""States of one in so many units come to the device: evenly spread, they are out of each other's way."""
 
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
@@ -82,9 +81,10 @@ def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 
 def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
-    """States on NVMe in larger or smaller shards, at once for all units."""
-    for num_shards in STATE_SHARDS:
-        yield lambda plan, num_shards=num_shards: with_shards(plan, num_shards)  # type: ignore[misc]
+    """States that travel in larger or smaller shards, at once for all units with updates in the same place."""
+    for place in dict.fromkeys(choice.update for choice in plan.units if choice.states_travel):
+        for num_shards in STATE_SHARDS:
+            yield lambda plan, num=num_shards, place=place: with_shards(plan, num, place)  # type: ignore[misc]
 
 
 def _brought(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -219,7 +219,7 @@ def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
 def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
     """The choice of one of the plan's units with this placement."""
     late = choice.late_update and mode.updated == "host" and mode.grads != "nvme"
-    shards = max(other.state_shards for other in plan.units) if mode.states == "nvme" else 1
+    shards = _shards_of(plan, mode.update)
     places = {name: getattr(mode, name) for name in ("params", "grads", "states", "frozen", "update")}
     return in_shards(replace(choice, **places, late_update=late), shards)  # type: ignore[arg-type]
 
@@ -283,7 +283,7 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
         able = [placement_of(replace(MODES[k], frozen=None)) for k in problem.modes(u)]
         if choice.states != "device" and placement_of(replace(choice, frozen=None)) not in able:
             other: Place = "host" if choice.grads == "device" else "device"
-            units[u] = replace(choice, grads=other, update="home")
+            units[u] = in_shards(replace(choice, grads=other, update="home"), choice.state_shards)
     return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)
 
 
@@ -295,12 +295,12 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
 def with_brought_states(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
     """The plan with states that live elsewhere brought to the device for their updates: of one in so many units, and
     of no others."""
-    units = []
+    units, there, here = [], _shards_of(plan, "home"), _shards_of(plan, "device")
     for k, u in enumerate(plan.units):
         if u.states != "device" and k % every == 0:
-            u = in_shards(replace(u, grads="device", update="device", late_update=False), 1)
+            u = in_shards(replace(u, grads="device", update="device", late_update=False), here)
         elif u.states != "device" and u.update == "device":
-            u = replace(u, grads="host", update="home")
+            u = in_shards(replace(u, grads="host", update="home"), there)
         units.append(u)
     return replace(plan, units=tuple(units))
 
@@ -311,15 +311,25 @@ def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwiseP
     return replace(plan, prefetch_params_units=params, prefetch_acts_units=acts, prefetch_states_units=states)
 
 
-def with_shards(plan: UnitwisePlan, num_shards: int) -> UnitwisePlan:
-    """The plan with states on NVMe travelling in `num_shards` shards."""
-    return replace(plan, units=tuple(in_shards(choice, num_shards) for choice in plan.units))
+def with_shards(plan: UnitwisePlan, num_shards: int, place: UpdatePlace | None = None) -> UnitwisePlan:
+    """The plan with states travelling in `num_shards` shards, all or those that are updated in this place.
+
+    On the host each shard costs the latency of an update, so fewer may be better there.
+    """
+    units = (in_shards(choice, num_shards) if place in (None, choice.update) else choice for choice in plan.units)
+    return replace(plan, units=tuple(units))
+
+
+def _shards_of(plan: UnitwisePlan, place: UpdatePlace) -> int:
+    """In how many shards the states of one more unit travel to its update in this place: in as many as others'."""
+    others = (choice.state_shards for choice in plan.units if choice.states_travel and choice.update == place)
+    return max(others, default=STATE_SHARDS[0])
 
 
 def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:
-    """The choice with states on NVMe travelling in so many shards, of which no more stay in host memory than now."""
-    num = num_shards if choice.states == "nvme" and not choice.updates_here else 1
-    in_host = 0 if choice.grads == "nvme" else min(int(choice.host_frac * num), num - 1)
+    """The choice with states that travel in so many shards, of which no more stay in host memory than now."""
+    num = num_shards if choice.states_travel else 1
+    in_host = min(int(choice.host_frac * num), num - 1) if choice.states == "nvme" != choice.grads else 0
     return replace(choice, state_shards=num, host_shards=in_host)
 
 

@@ -25,6 +25,7 @@ from tierplan.planner.search.moves import (
     GENERAL_FAMILIES,
     Placement,
     acting,
+    in_shards,
     placed,
     placement_of,
     spread,
@@ -440,7 +441,7 @@ def with_more_in_host(plan: UnitwisePlan, problem: Problem, room_gb: float) -> U
         if num > choice.host_shards:
             room_gb -= (num - choice.host_shards) * shard_gb
             all_there = num == choice.state_shards
-            changed = replace(choice, states="host", state_shards=1, host_shards=0)
+            changed = in_shards(replace(choice, states="host", host_shards=0), choice.state_shards)
             choices[u] = changed if all_there else replace(choice, host_shards=num)
     return replace(plan, units=tuple(choices)) if tuple(choices) != plan.units else None
 

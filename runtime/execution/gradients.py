@@ -8,7 +8,7 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -65,6 +65,18 @@ def complete(value: BufferValue, unit: ModelUnit) -> None:
             if k not in value.filled:
                 view.zero_()
         value.filled = None
+
+
+def flat_gradients(gradients: Iterable[torch.Tensor | None], part: range) -> list[torch.Tensor]:
+    """What these gradients of all parameters of a unit have of a part of its elements: flat, one after the other."""
+    pieces, begin = [], 0
+    for gradient in gradients:
+        assert gradient is not None, "a gradient that is complete has all of its unit's"
+        own = slice(max(part.start - begin, 0), max(part.stop - begin, 0))
+        begin += gradient.numel()
+        if own.start < gradient.numel() and own.stop > own.start:
+            pieces.append(gradient.view(-1)[own])
+    return pieces
 
 
 def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:

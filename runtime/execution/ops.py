@@ -14,7 +14,15 @@ from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
-from tierplan.runtime.execution.gradients import complete, gather, given, gradients_of, sink_of, take_over
+from tierplan.runtime.execution.gradients import (
+    complete,
+    flat_gradients,
+    gather,
+    given,
+    gradients_of,
+    sink_of,
+    take_over,
+)
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.threads import threads_here
@@ -522,8 +530,7 @@ class Bodies:
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.gradients is not None:
-            assert len(part) == unit.num_trained, "states travel in parts, but not on the device"
-            gradient = [t.view(-1) for t in grads.gradients if t is not None]
+            gradient = flat_gradients(grads.gradients, part)
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = of_part(flat_gradient).to(self.dtype)  # exact either way

@@ -208,10 +208,12 @@ class Training:
         flat = num_parts == 1 or self.optim.is_flat or not unit.num_trained
         return part_ranges(unit.num_trained, num_parts) if flat else state_parts(self.optim, unit.owned, num_parts)
 
-    def update_work(self, unit: Unit) -> Amounts:
-        """Of a unit's update on a device: states and parameters both ways, the gradient once, and matrix products."""
-        moved = 2 * self.states_bytes(unit) + unit.num_trained * (self.grad_bytes + 2 * self.param_bytes)
-        flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, range(unit.num_trained))
+    def update_work(self, unit: Unit, part: range | None = None) -> Amounts:
+        """Of a unit's update on a device, or of a part of it: states and parameters both ways, the gradient once, and
+        matrix products."""
+        part = part or range(unit.num_trained)
+        moved = 2 * self.states_bytes(unit, part) + len(part) * (self.grad_bytes + 2 * self.param_bytes)
+        flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, part)
         return {"elementwise_bytes": moved, **({"matmul_bf16_flops": flops} if flops else {})}
 
     def host_work(self, unit: Unit, part: range | None = None) -> Amounts:

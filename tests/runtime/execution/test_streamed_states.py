@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.planner.instances import MB, chain, small_machine
 from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, check
 from tierplan.hwmodels import load_machine
-from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import predict
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 
@@ -20,19 +24,26 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("states", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("states", "shards", "in_host"),
+    [("host", 1, 0), ("nvme", 1, 0), ("host", 3, 0), ("nvme", 4, 0), ("nvme", 4, 1)],
+)
 @pytest.mark.parametrize("params", ["device", "host", "nvme"])
 @pytest.mark.parametrize(("dtype", "clip"), [("fp32", None), ("bf16", 0.5)])
 @pytest.mark.parametrize("spec", ["adamw", "adamw:states=8bit", "muon"])
 def test_numbers_of_plain_training(
-    spec: str, dtype: str, clip: float | None, params: str, states: str, tmp_path: Path
+    spec: str, dtype: str, clip: float | None, params: str, states: str, shards: int, in_host: int, tmp_path: Path
 ) -> None:
     training = replace(CPU, dtype=dtype, max_grad_norm=clip, optimizer=spec, gradient_accumulation_steps=2)  # type: ignore[arg-type]
-    choice = UnitPlan(params=params, grads="device", states=states, update="device")  # type: ignore[arg-type]
+    places: dict[str, Any] = {"params": params, "states": states, "state_shards": shards, "host_shards": in_host}
+    choice = UnitPlan(grads="device", update="device", **places)
     schedule = check(make_model("gpt2", num_blocks=2, dtype=dtype), training, choice, tmp_path)
-    updates = [op for op in schedule.ops if op.kind == "update"]
+    updates = [op for op in schedule.ops if op.kind == "update" and op.unit == "L1"]
     assert {op.stream for op in updates} == {"gpu0.compute"}
-    assert any(op.key == f"fetch_states/{updates[0].unit}" for op in schedule.ops)
+    assert len(updates) == shards
+    assert {f"fetch_states/{op.key.removeprefix('update/')}" for op in updates} <= {op.key for op in schedule.ops}
+    read = {op.key for op in schedule.ops if op.key.startswith("read_states/L1")}
+    assert len(read) == (shards - in_host if states == "nvme" else 0)
 
 
 def test_states_cross_the_link_both_ways_and_gradients_stay() -> None:
@@ -45,9 +56,20 @@ def test_states_cross_the_link_both_ways_and_gradients_stay() -> None:
     assert moved == {"h2d": workload.states_bytes, "d2h": workload.states_bytes}
 
 
-@pytest.mark.parametrize(
-    "changed", [{"grads": "host"}, {"state_shards": 2, "states": "nvme"}, {"late_update": True}], ids=str
-)
+def test_the_device_has_room_for_a_shard_at_a_time() -> None:
+    """Three blocks of 20 MB in bf16: their states are 120 MB."""
+    workload = chain(forward_s=[0.1] * 3, parameters=[10 * MB] * 3, saved_mb=[[5]] * 3)
+    simulate_plan = PlanSimulator(workload, small_machine(device_mb=400, nvme_mb=0), Budget(1e9))
+    free_gb = []
+    for shards in (1, 2, 6):
+        choice = UnitPlan(params="host", states="host", update="device", state_shards=shards)
+        found = simulate_plan(UnitwisePlan(policy="all", units=(choice,) * 3, prefetch_states_units=0))
+        free_gb.append(found.room_gb["device"])
+    assert free_gb[1] - free_gb[0] == pytest.approx(0.060, rel=1e-3)
+    assert free_gb[2] - free_gb[0] == pytest.approx(0.100, rel=1e-3)
+
+
+@pytest.mark.parametrize("changed", [{"grads": "host"}, {"late_update": True}], ids=str)
 def test_what_such_an_update_cannot_do_is_refused(changed: dict[str, object], tmp_path: Path) -> None:
     choice = UnitPlan(states="host", update="device")
     with pytest.raises(PlanError, match="brought to the device"):
