@@ -268,8 +268,12 @@ class FakeCuda(Device):
 
     def _raise(self) -> None:
         while self._freed:
-            memory, clock = self._freed.popleft()
-            uses = {**memory.reads}
+            try:
+                memory, clock = self._freed.popleft()
+            except IndexError:  # another thread took the last one
+                break
+            with self._lock:
+                uses = {**memory.reads}
             if memory.write is not None and memory.write[0] not in uses:
                 uses[memory.write[0]] = memory.write[1:]
             for other, (number, by) in uses.items():

