@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 
 from tierplan.runtime.execution.executable import executable_step
+from tierplan.runtime.execution.executor import traced_steps
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_trainer_settings
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
@@ -89,7 +90,7 @@ class ScheduleTrainer(transformers.Trainer):
             seed=None,
             num_threads=num_threads,
             device="cuda" if args.device.type == "cuda" else "cpu",
-            trace_steps=20,
+            trace_steps=traced_steps(schedule),
         )
 
     def create_optimizer(self, *unused: Any, **ignored: Any) -> torch.optim.Optimizer:

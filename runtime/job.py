@@ -20,6 +20,7 @@ from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.execution.device import device_named
 from tierplan.runtime.execution.executable import check_tokens, executable_step
+from tierplan.runtime.execution.executor import traced_steps
 from tierplan.runtime.measure.reference_work import MOST_FRAC
 from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
@@ -39,8 +40,6 @@ from tierplan.sim.workloads.workload import Training
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens")
-TRACED_STEPS = 20
-"""The trace file covers the first so many steps of a run."""
 
 
 class JobError(ValueError):
@@ -178,7 +177,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             seed=job.seed,
             device=device_named(job.device),
             num_threads=job.num_threads,
-            trace_steps=TRACED_STEPS,
+            trace_steps=traced_steps(schedule),
             reference_frac=MOST_FRAC,
             on_step=metrics.on_step if rank == 0 else lambda step, loss: None,
             out_dir=job.out_dir,

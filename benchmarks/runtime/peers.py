@@ -138,7 +138,7 @@ def with_tierplan(
     from benchmarks.runtime.speed import machine
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
-    from tierplan.runtime.job import TRACED_STEPS
+    from tierplan.runtime.execution.executor import traced_steps
     from tierplan.runtime.optim.adam import OptimizerSettings
     from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
@@ -155,13 +155,14 @@ def with_tierplan(
     place = machine(int(args.device_mib * MIB), int(args.host_mib * MIB))
     optimizer = OptimizerSettings(lr=LEARNING_RATE)
     losses: list[float] = []
+    schedule = lower(plan, workload, place)
     trainer = Trainer(
-        lower(plan, workload, place),
+        schedule,
         make_model(args, {}),
         nvme_dir=folder,
         optimizer=optimizer,
         on_step=lambda step, loss: losses.append(loss),
-        trace_steps=TRACED_STEPS,
+        trace_steps=traced_steps(schedule),
     )
     batches = itertools.repeat({k: v for k, v in make_batch(args).items() if k != "use_cache"})
 
@@ -173,7 +174,7 @@ def with_tierplan(
     def finish() -> dict[str, Any]:
         result = trainer.result()
         trainer.close()
-        num_traced = min(TRACED_STEPS, len(result.step_ends_s))
+        num_traced = min(traced_steps(schedule), len(result.step_ends_s))
         busy_s: dict[str, float] = {}
         for span in result.trace.spans:
             if int(span.key[1:].partition("/")[0]) >= args.warmup:

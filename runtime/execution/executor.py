@@ -33,6 +33,14 @@ from tierplan.sim.trace import Span, Trace
 
 MOST_ISSUED = 64
 """Ops that a stream of the device is given before their ends are waited for."""
+TRACED_STEPS, TRACED_OPS = 20, 20_000
+"""A trace covers the first so many steps of a run; or more, as long as they have no more ops together: a machine
+becomes a tenth slower or quicker within seconds, so few short steps say little of it."""
+
+
+def traced_steps(schedule: Schedule) -> int:
+    """Steps of a run that its trace covers where nobody asked for more."""
+    return max(TRACED_STEPS, TRACED_OPS // max(1, len(schedule.ops)))
 
 
 class Executor:

@@ -20,7 +20,7 @@ from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.executor import TRACED_OPS, TRACED_STEPS, Executor, traced_steps
 from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
 from tierplan.runtime.execution.ledger import TierFullError
@@ -401,6 +401,14 @@ def test_trace_steps_bounds_what_is_recorded() -> None:
     assert len(trace.spans) == 4
     assert len(trace.memory) < 20
     assert trace.peak_bytes == {"t": 7}
+
+
+def test_a_trace_of_short_steps_covers_more_of_them() -> None:
+    """Twenty steps of two ops are over before a machine has shown how quick it is."""
+    long = Schedule(
+        name="long", tiers=(), buffers=(), ops=tuple(Op(key=f"{k}", stream="a", kind="x") for k in range(5_000))
+    )
+    assert (traced_steps(chain()), traced_steps(long)) == (TRACED_OPS // len(chain().ops), TRACED_STEPS)
 
 
 def test_release_sees_the_value() -> None:
