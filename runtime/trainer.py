@@ -422,6 +422,7 @@ class Trainer:
             max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: self.optimizer.lr),
             begin_micro_batch=self._begin_micro_batch,
+            before_computing=self.reference_work.on_op if self.reference_work is not None else lambda step: None,
             # without a seed, fetching and forward draw from the same generators, in turns
             while_computing=lambda: None if self.seed is None else self._batches.fetch(),
             num_threads=self._threads,
@@ -488,8 +489,6 @@ class Trainer:
         return batch
 
     def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
-        if self.reference_work is not None:
-            self.reference_work.on_step(step)
         batch, specs = self._batch(step, m, turn), self._step.units
         if turn.is_visit:
             specs = tuple(spec.all("keep" if turn.goes_back else "recompute") for spec in specs)

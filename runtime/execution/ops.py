@@ -85,6 +85,8 @@ class Bodies:
     """By step, from 0."""
     begin_micro_batch: Callable[[int, int, Turn], MicroBatchRun]
     """Starts micro-batch m of a step, for a turn of this process."""
+    before_computing: Callable[[int], None]
+    """Called with the step where an op of the compute stream begins in the stream's own thread."""
     while_computing: Callable[[], None]
     """Called when the device has been told to run a forward, and may still be at it."""
     num_threads: int
@@ -164,6 +166,8 @@ class Bodies:
         self.working.add(call.op.stream)
         try:
             with self.device.on(call.op.stream):
+                if call.op.stream == COMPUTE and call.op.kind != "forward":
+                    self.before_computing(call.step)
                 self._kinds[call.op.kind](call)
                 if call.op.kind == "forward":
                     self.while_computing()
@@ -320,6 +324,7 @@ class Bodies:
         index, turn = self._index[call.op.unit], self._turn(call)
         key = call.step, call.op.micro_batch
         if index == turn.units.start:
+            self.before_computing(call.step)
             self._runs[key] = self.begin_micro_batch(*key, turn)
         batch_run = self._runs[key]
         self._compute_with(batch_run)

@@ -2,8 +2,7 @@
 
 The same piece is timed in a calibration run, so that a slower machine can be told from a wrong prediction. What its
 thread waits for a core is left out: spans say that of every op (`Span.coreless_ns`), and a few moments say little. So
-are moments in which other streams work: where cores share their units, the piece takes a fifth longer then, and late
-updates run wherever a step begins.
+are moments in which other streams work: where cores share their units, the piece takes a fifth longer then.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOST_FRAC = 0.005
 TOKENS, WIDTH, ELEMENTS = 64, 512, 1 << 18
 """About 2 ms on a core, so that a run of some seconds has several."""
 NUM_ASKED = 6
-"""Times in a row: one of them is off by a sixth."""
+"""Times in a step: one of them is off by a sixth."""
 GPU_TIMES = 16
 """Larger on a GPU, where so little would be all launches."""
 
@@ -38,7 +37,7 @@ class ReferenceWork:
     is_alone: Callable[[], bool] = lambda: True
     """Whether no other stream works now."""
     asked_step: int = -1
-    """Where this step begins it is timed `NUM_ASKED` times in any case."""
+    """In this step it is timed `NUM_ASKED` times, as soon as other streams rest."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
     """By step."""
 
@@ -48,24 +47,26 @@ class ReferenceWork:
         self._x_td = torch.full((TOKENS * times, WIDTH), 0.5, **where)  # type: ignore[call-overload]
         self._weight_dd = torch.full((WIDTH, WIDTH), 1e-3, **where)  # type: ignore[call-overload]
         self._long = torch.full((ELEMENTS * times,), 0.5, **where)  # type: ignore[call-overload]
-        self._spent_s, self._began_s, self._last_s = 0.0, 0.0, 0.0
+        self._spent_s, self._began_s = 0.0, 0.0
         self._last_s = min(self._cost_s() for _ in range(3))
 
-    def on_step(self, step: int) -> None:
-        """Called where each micro-batch begins, in the thread of the compute stream."""
+    def on_op(self, step: int) -> None:
+        """Called where ops begin in the thread of the compute stream. While other streams work there is no time to
+        lose."""
         now_s = time.perf_counter()
         self._began_s = self._began_s or now_s
-        num_asked = NUM_ASKED * (step == self.asked_step)
-        while num_asked > 0 or self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s):
-            num_asked -= 1
+        may_be = self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s)
+        num = NUM_ASKED - len(self.seconds.get(step, ())) if step == self.asked_step else int(may_be)
+        while num > 0 and self.is_alone():
+            num -= 1
             self._last_s = self._cost_s(step)
             self._spent_s += self._last_s
 
     def _cost_s(self, step: int | None = None) -> float:
         """Times it, for a step or to be ready; what that takes in all."""
-        began_s, was_alone = time.perf_counter(), step is not None and self.is_alone()
+        began_s = time.perf_counter()
         seconds = self._time_s()
-        if step is not None and was_alone and self.is_alone():
+        if step is not None and self.is_alone():
             self.seconds.setdefault(step, []).append(seconds)
         return time.perf_counter() - began_s
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import reference_work
 from tierplan.runtime.measure.reference_work import NUM_ASKED, ReferenceWork
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.workloads.workload import Training
 
 CPU = Device()
 
@@ -26,7 +33,7 @@ def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
     begin_s = clock[0]
     for step in range(100):
         clock[0] += 0.1
-        timed.on_step(step)
+        timed.on_op(step)
     spent_s = 0.002 * sum(map(len, timed.seconds.values()))
     assert 0.004 * (clock[0] - begin_s) < spent_s <= 0.005 * (clock[0] - begin_s) + 1e-9
     assert torch.equal(torch.get_rng_state(), state), "training draws the same numbers as without it"
@@ -35,15 +42,29 @@ def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
 def test_it_is_timed_when_asked_and_only_then() -> None:
     timed = ReferenceWork(CPU, torch.bfloat16, 0.0, asked_step=3)
     for step in range(6):
-        timed.on_step(step)
+        timed.on_op(step)
     assert list(timed.seconds) == [3]
     assert len(timed.seconds[3]) == NUM_ASKED
     assert timed.seconds[3][0] > 0
 
 
 def test_moments_in_which_other_streams_work_say_nothing_of_the_machine() -> None:
-    alone = iter([True, True, True, False, False])
+    alone = iter([False, False, True, True, True, False, False, True, True, False])
     timed = ReferenceWork(CPU, torch.float32, 0.0, lambda: next(alone, False), asked_step=3)
-    for step in range(6):
-        timed.on_step(step)
-    assert {step: len(times) for step, times in timed.seconds.items()} == {3: 1}, "alone at its beginning and its end"
+    for step in (2, 3, 3, 3, 3, 4):
+        timed.on_op(step)
+    assert {step: len(times) for step, times in timed.seconds.items()} == {3: 2}, "alone at its beginning and its end"
+
+
+def test_it_has_several_moments_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one begins, states of the step before may be on their way to drives; later others may rest."""
+    moments: list[int] = []
+    monkeypatch.setattr(ReferenceWork, "on_op", lambda self, step: moments.append(step))
+    training = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
+    model, batches = make_model(), make_batches(2)
+    workload = observed_workload(model, batches[0], training)
+    plan = uniform_plan(workload, UnitPlan(params="host", grads="host", states="host"))
+    with Trainer(lower(plan, workload, machine()), model, reference_frac=0.5) as trainer:
+        trainer.run(batches, 2)
+    assert moments == sorted(moments)
+    assert min(moments.count(0), moments.count(1)) > 1
