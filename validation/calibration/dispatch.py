@@ -70,6 +70,8 @@ def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> 
 
 TIMES_DIFFER = 0.05
 """Relative: by at least so much the reference work's times differ within a run."""
+LEAST_TIMES = 8
+"""Fewer say nothing: where other streams hardly ever rest, these are moments close to their work."""
 OFTEN_OFF = 0.03
 """Relative: so far the reference work is often off beside the ops of the same run. Chosen on 117 rows."""
 COLD = 0.15
@@ -85,7 +87,7 @@ def typical_reference_s(times_s: Sequence[float]) -> float:
 def core_slowdown(times_s: Sequence[float], known_s: float) -> float:
     """How much longer the reference work takes than `known_s`, as far as its times are sure: 1 where chance explains
     it, and much more or less only as far as all of them show it. A factor that is none makes a prediction worse."""
-    if len(times_s) < 2 or not known_s:
+    if len(times_s) < LEAST_TIMES or not known_s:
         return 1.0
     off = log(typical_reference_s(times_s) / known_s)
     chance = max(TIMES_DIFFER, pstdev(map(log, times_s))) / sqrt(len(times_s) - 1)
