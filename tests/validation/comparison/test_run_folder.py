@@ -175,7 +175,7 @@ def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 def test_a_factor_that_chance_explains_is_none() -> None:
     assert core_slowdown([], 1.0) == core_slowdown([1.0], 0.0) == core_slowdown([1.24], 1.0) == 1.0
-    assert core_slowdown([1.2, 0.9, 1.0] * 3, 0.97) == pytest.approx(1.0, abs=0.02)
+    assert core_slowdown([1.2, 0.9, 1.0, 1.0] * 2, 0.97) == pytest.approx(1.0, abs=0.02)
     assert core_slowdown([1.04] * 50, 1.0) == pytest.approx(1.04, abs=0.002)
     assert core_slowdown([2.0] * (LEAST_TIMES - 1), 1.0) == 1.0, "moments close to other streams' work"
     assert core_slowdown([2.0, 2.0, 2.0, 2.1] * 2, 1.0) == pytest.approx(2.0, rel=0.02)
