@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 IN_A_KERNEL = "01_first_steps"
+LONG = ("04_dram_or_drives", "11_four_ways_to_fine_tune")
+"""They plan for minutes: `make nightly` runs them."""
 
 
 def cells(path: Path) -> list[tuple[str, str]]:
@@ -44,7 +46,14 @@ def test_it_asks_and_answers(path: Path) -> None:
     assert "**Answer.**" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != IN_A_KERNEL], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.nightly if path.stem in LONG else ())
+        for path in NOTEBOOKS
+        if path.stem != IN_A_KERNEL
+    ],
+)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)

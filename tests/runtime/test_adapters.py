@@ -132,7 +132,9 @@ STEPS = 6
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("which", ["base in host", "all away"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("llama", "mixtral"))]
+)
 def test_a_run_killed_at_random_moments_ends_as_plain_training(family: str, which: str, tmp_path: Path) -> None:
     script = f"from {__name__} import die_often; die_often({family!r}, {which!r}, 6, {str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)

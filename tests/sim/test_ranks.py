@@ -101,6 +101,7 @@ def test_devices_that_do_not_do_alike_are_refused(policy: str, options: dict[str
         rank_schedule(schedule, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("policy", "options", "clip"),

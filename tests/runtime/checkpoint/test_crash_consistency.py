@@ -108,7 +108,13 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::Warning:peft")
-@pytest.mark.parametrize("name", ["zero-infinity, all on NVMe", "fuyou, delayed", EIGHT_BITS, *ADAPTERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("zero-infinity, all on NVMe", "fuyou, delayed", EIGHT_BITS, next(iter(ADAPTERS))),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in list(ADAPTERS)[1:]),
+    ],
+)
 def test_kills_and_faults(name: str, tmp_path: Path) -> None:
     killed = kills(name, 4, tmp_path / "kills", 0)
     failed = faults(name, 4, tmp_path / "faults", 0)

@@ -1,4 +1,7 @@
-"""The runtime on a device that is as late as CUDA allows: tests of other files again, the same bits, and no race."""
+"""The runtime on a device that is as late as CUDA allows: tests of other files again, the same bits, and no race.
+
+More of them are in `test_more_on_fake_cuda`.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,11 @@ from tests.runtime.checkpoint.test_commits import (  # noqa: F401
     test_a_run_resumes_on_another_plan,
     test_resumed_training_is_uninterrupted_training,
 )
-from tests.runtime.execution.test_policies_run import (  # noqa: F401
-    test_a_policy_trains_bit_for_bit,
-    test_packs_visit_the_device,
-    test_segments_are_made_again_from_their_first_input,
-)
+from tests.runtime.execution.test_policies_run import test_a_policy_trains_bit_for_bit  # noqa: F401
 from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
 from tests.runtime.test_coded_activations import (  # noqa: F401
     test_bits_are_those_of_plain_training_with_coded_tensors,
 )
-from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
 from tests.runtime.test_trainer import (  # noqa: F401
     test_a_gradient_that_is_not_finite_ends_the_run,
     test_a_resumed_run_makes_the_updates_that_still_waited,

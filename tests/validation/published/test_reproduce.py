@@ -240,7 +240,7 @@ def test_compare_policies_lists_all_and_draws(tmp_path: Path, capsys: pytest.Cap
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["compare-policies", "--model", str(tmp_path), "--machine", "fuyou-4090", "--plot", str(picture)]
-    assert main([*arguments, "--set", "gpu.capacity=10 GB", "--semantics", "exact-clip"]) == 0
+    assert main([*arguments, "--set", "gpu.capacity=10 GB", "--semantics", "exact-clip", "--batch", "8"]) == 0
     text = capsys.readouterr().out
     for policy in ("fuyou", "zero-infinity", "harmony-pp", "sliding-window"):
         assert policy in text
