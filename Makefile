@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist workste
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about a minute)"
-	@echo "make test    install into $(VENV) when needed, then lint, type check and test (8 minutes on two cores; TESTERS=N for N processes)"
+	@echo "make test    install into $(VENV) when needed, then lint, type check and test (a quarter of an hour on two cores; TESTERS=N for N processes)"
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make docs    the pages as a site, in build/site (two minutes)"
 	@echo "make figures make the pictures of README.md and docs/ again (a quarter of an hour)"
