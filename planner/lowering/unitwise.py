@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,13 +37,38 @@ from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import Semantics, StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
+Chains = dict[tuple[int, int, Terms], Chain]
+"""By sub-batches, tiles of operators and terms."""
+NUM_WORKLOADS = 16
+"""Of which a thread has the templates at hand: those of one question that asks for several machines."""
+
+
+class _Drawn(threading.local):
+    """What a thread has drawn, for no template depends on the machine."""
+
+    def __init__(self) -> None:
+        self.chains: list[tuple[Workload, Chains]] = []
+        """The last one that was asked for comes last."""
+
+
+_DRAWN = _Drawn()
+
+
+def chains_of(workload: Workload) -> Chains:
+    """The chains of a workload with what they have drawn so far, in this thread."""
+    known = _DRAWN.chains
+    at = next((k for k, (other, _) in enumerate(known) if other is workload or other == workload), None)
+    known.append((workload, {}) if at is None else known.pop(at))
+    del known[:-NUM_WORKLOADS]
+    return known[-1][1]
+
 
 class UnitwiseLowering:
     """Lowers unit-wise plans of one workload for one machine; the next one has the templates of those before."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
-        self._chains: dict[tuple[int, int, Terms], Chain] = {}
+        self._chains = chains_of(workload)
 
     def columns(self, plan: UnitwisePlan) -> ScheduleColumns:
         """One step of a plan that has been checked, on one device, in the list order of positions."""
@@ -150,12 +176,15 @@ class UnitwiseStep:
         old, new = self.chain.cell("old grads"), self.chain.cell("grads")
         is_old = (self.initial >= old) & (self.initial < old + len(self.workload.units))
         becomes[self.step.ids[np.where(is_old, self.initial - old + new, self.initial)]] = self.initial_ids
-        is_used = np.zeros(len(self.chain.works.listed), np.bool_)
-        is_used[made.work] = True
+        # in order of first use: what other plans have drawn before changes nothing, not even the order of sums
+        used, first = np.unique(made.work, return_index=True)
+        used = used[np.argsort(first)]
+        number = np.empty(len(self.chain.works.listed), np.int32)
+        number[used] = np.arange(len(used))
         columns = ScheduleColumns(
             tiers=tiers_of(machine),
-            works=tuple(self.chain.works.listed[w] for w in np.flatnonzero(is_used).tolist()),
-            op_work=(np.cumsum(is_used, dtype=np.int32) - 1)[made.work],
+            works=tuple(self.chain.works.listed[w] for w in used.tolist()),
+            op_work=number[made.work],
             reads=made.reads,
             writes=made.writes,
             after=made.after,

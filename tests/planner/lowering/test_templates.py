@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tierplan.planner.lowering.templates import Chain
 from tierplan.planner.lowering.unitwise import UnitwiseStep
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import ScheduleColumns, columns_of
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -103,10 +104,16 @@ def test_schedules_are_those_of_the_walk_without_templates(batches: int, clip: f
 def test_what_was_drawn_for_other_plans_changes_nothing() -> None:
     rng = random.Random(0)
     workload, machine = random_workload(rng, 2, None), toy_machine()
-    kept = Lowering(workload, machine)
+
+    def columns() -> ScheduleColumns:
+        return Lowering(workload, machine).columns(plan, refine=False)
+
     for _ in range(40):
         plan = with_some_in_host(random_plan(workload, rng), rng)
-        assert kept.columns(plan, refine=False).schedule() == lower(plan, workload, machine, refine=False)
+        with ThreadPoolExecutor(1) as thread:  # a thread begins with no templates
+            alone = thread.submit(columns).result()
+        assert columns().schedule() == alone.schedule()
+        assert columns().works == alone.works  # figures are sums over them, in this order
 
 
 @pytest.mark.parametrize("number", range(20))
