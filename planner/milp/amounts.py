@@ -272,7 +272,6 @@ def problem(
         blocks = (BatchGroup(1, True, False), BatchGroup(batches - 2, False, False), BatchGroup(1, False, True))
     tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
     streams = {s.name for s in machine.streams}
-    names = {u.name: i for i, u in enumerate(workload.units)}
     has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
     rates = _rates(workload, machine, has_nvme)
     return Problem(
@@ -281,7 +280,7 @@ def problem(
         semantics=semantics,
         order="vertical" if vertical else "horizontal",
         sub_batches=sub_batches,
-        units=tuple(_unit(u, workload, machine, names) for u in workload.units),
+        units=_units(workload, machine),
         runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
         blocks=blocks,
         turn=batches if vertical else 1,
@@ -323,6 +322,22 @@ def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str,
     cost = machine.cost(stream, work)
     limits = machine.limits
     return {name: demand * cost.work_s / limits[name] for name, demand in cost.demand.items()}
+
+
+def _units(workload: Workload, machine: Machine) -> tuple[UnitAmounts, ...]:
+    """Those of units that differ in no more than their names are counted once."""
+    names = {u.name: i for i, u in enumerate(workload.units)}
+    below, found = workload.first_trained, list[UnitAmounts]()
+    known: list[tuple[Unit, tuple[bool, ...], UnitAmounts]] = []
+    for u, unit in enumerate(workload.units):
+        place, nameless = (u == 0, u <= below, u >= below), replace(unit, name="")
+        one = next((amounts for other, at, amounts in known if at == place and other == nameless), None)
+        if one is None:
+            one = _unit(unit, workload, machine, names)
+            known.append((nameless, place, one))
+        own = u if unit.num_parameters and not unit.shares else one.fetched_from
+        found.append(replace(one, name=unit.name, fetched_from=own))
+    return tuple(found)
 
 
 def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, int]) -> UnitAmounts:
