@@ -139,10 +139,11 @@ class Builder:
         self, name: str, tiers: Iterable[Tier], *, step: StepSpec | None = None, meta: Mapping[str, object]
     ) -> Schedule:
         """All of it, in list order."""
+        becomes = self._becomes.get
         return Schedule(
             name=name,
             tiers=tuple(tiers),
-            buffers=tuple(replace(b, becomes=self._becomes.get(b.name)) for b in self.buffers.values()),
+            buffers=tuple(replace(b, becomes=new) if (new := becomes(b.name)) else b for b in self.buffers.values()),
             ops=tuple(self._ops),
             step=step,
             meta=meta,
