@@ -29,7 +29,7 @@ from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import columns_of
-from tierplan.sim.pricing import simulate_on
+from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
 SHARES_BATCHES = True
@@ -110,7 +110,7 @@ def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine) -> Pa
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
     columns = refine_columns(columns_of(pack_schedule(plan, workload, machine)), machine, num_devices=plan.devices)
     try:
-        return simulate_on(columns.schedule(), machine).duration_s
+        return float(simulate_columns(columns, machine).end_ns.max()) / 1e9
     except OutOfMemory:
         return float("inf")
 
