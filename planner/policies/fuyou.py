@@ -121,6 +121,11 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], d
     def seconds(stream: str, work: Mapping[str, float]) -> float:
         return machine.cost(stream, work).work_s
 
+    known: dict[int, float] = {}  # blocks that are alike have one work
+
+    def computing_s(work: Mapping[str, float]) -> float:
+        return known[id(work)] if id(work) in known else known.setdefault(id(work), seconds(COMPUTE, work))
+
     n = workload.num_parameters
     params = {"bytes": float(n * t.param_bytes)}
     share = {"bytes": params["bytes"] / devices}  # by each link
@@ -130,11 +135,11 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], d
         kind = kinds[unit.name]
         acts += t.moved_bytes(unit)
         acts += sum(t.moved_bytes(unit, tensor) for tensor in unit.saved if (kind, tensor.index) in leaving)
-    forward = batches * sum(seconds(COMPUTE, u.forward) for u in workload.units)
-    backward = batches * sum(seconds(COMPUTE, u.backward) for u in workload.units)
+    forward = batches * sum(computing_s(u.forward) for u in workload.units)
+    backward = batches * sum(computing_s(u.backward) for u in workload.units)
     for unit in workload.blocks:
         again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
-        backward += batches * sum(seconds(COMPUTE, work) for work in again)
+        backward += batches * sum(computing_s(work) for work in again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + share["bytes"]}
     states = {"bytes": float(workload.states_bytes)}
     drive = seconds(NVME_READ, {"bytes": params["bytes"] + states["bytes"]})
