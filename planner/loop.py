@@ -501,7 +501,7 @@ class Search:
             solve_s=self.bound_s + sum(chain.from_program.solve_s for chain in self.chains),
             total_s=time.perf_counter() - self.started,
             status=status,
-            policies={name: result() for name, result in self.compared.items()},
+            compared=self.compared,
             bound_shares=bound.shares,
             s_per_gb=bound.s_per_gb,
             num_simulated=self.simulate_plan.num_simulated,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from tierplan.hwmodels.shown import Shown
@@ -28,7 +29,7 @@ class PolicyResult:
     """Whether it trains the numbers that were asked for; only then it is a candidate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanResult(Shown):
     """The best plan found, with its schedule, its step time, and how much better any other could be."""
 
@@ -39,7 +40,8 @@ class PlanResult(Shown):
     """Seconds in solvers."""
     total_s: float
     status: Status
-    policies: Mapping[str, PolicyResult]
+    compared: Mapping[str, Callable[[], PolicyResult]] = field(repr=False)
+    """By name: what a policy would reach; to say why one does not fit takes a while."""
     bound_shares: Mapping[str, float]
     """Share of the lower bound that each stream or shared limit explains, largest first."""
     s_per_gb: Mapping[str, float]
@@ -50,6 +52,11 @@ class PlanResult(Shown):
     notes: tuple[str, ...] = field(default=())
     milp_gap: float | None = None
     """How far whole actions were above the bound of the program without integers; None where that was not solved."""
+
+    @cached_property
+    def policies(self) -> Mapping[str, PolicyResult]:
+        """What each policy would reach that was compared with."""
+        return {name: result() for name, result in self.compared.items()}
 
     @property
     def plan(self) -> Plan:
