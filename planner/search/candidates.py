@@ -25,7 +25,7 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.compiled.compiler import computing_s
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
-from tierplan.sim.compiled.simulation import prices_on
+from tierplan.sim.compiled.simulation import KnownRows, prices_on
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
@@ -69,6 +69,7 @@ class PlanSimulator:
         self.workload, self.machine, self.budget = workload, machine, budget
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
         self.lowering = Lowering(workload, machine)
+        self.known_rows: KnownRows = {}
         self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
         training = workload.training
@@ -95,7 +96,7 @@ class PlanSimulator:
         room_gb: dict[str, float] = {}
         try:
             columns = self.lowering.columns(plan, refine=False)
-            graph, prices = graph_columns(columns), prices_on(columns, self.machine)
+            graph, prices = graph_columns(columns), prices_on(columns, self.machine, self.known_rows)
             room_gb = self._room_gb(graph)
             self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating

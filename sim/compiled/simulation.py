@@ -9,9 +9,13 @@ import numpy as np
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
-from tierplan.sim.columns import Int32, ScheduleColumns
+from tierplan.sim.columns import Int32, ScheduleColumns, Work
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import TOO_LATE, Execution, Prices, execute, stuck
+
+Row = tuple[float, ...]
+KnownRows = dict[tuple[int, bool], tuple[Work, Row]]
+"""By a work's identity, and whether its stream is alone: the work, and what it costs on one machine."""
 
 
 def simulate_columns(columns: ScheduleColumns, machine: Machine, prices: Prices | None = None) -> Execution:
@@ -37,11 +41,23 @@ def run(columns: ScheduleColumns, graph: GraphColumns, prices: Prices) -> Execut
     return execution
 
 
-def prices_on(columns: ScheduleColumns, machine: Machine) -> Prices:
-    """What the ops cost on a machine. Raises `SimulationError` for what no op can cost, as the engine does."""
+def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | None = None) -> Prices:
+    """What the ops cost on a machine. Raises `SimulationError` for what no op can cost, as the engine does.
+
+    `known` keeps what works cost on this machine, for schedules that share them.
+    """
     is_alone = len({work.stream for work in columns.works}) == 1
-    costs = [machine.cost(work.stream, work.amounts, is_alone=is_alone) for work in columns.works]
-    return _prices(columns.op_work, costs, machine.limits, lambda i: columns.labels().ops[i].key)
+    known, limits, rows = {} if known is None else known, machine.limits, list[Row]()
+    for p, work in enumerate(columns.works):
+        if (one := known.get((id(work), is_alone))) is None:
+            cost = machine.cost(work.stream, work.amounts, is_alone=is_alone)
+            one = work, _row(cost, limits)
+            if fault := _fault(cost, limits):
+                _refuse(columns.op_work, p, fault, lambda i: columns.labels().ops[i].key)
+            else:
+                known[id(work), is_alone] = one
+        rows.append(one[1])
+    return _prices(columns.op_work, rows, limits)
 
 
 def prices_by_key(columns: ScheduleColumns, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> Prices:
@@ -52,32 +68,43 @@ def prices_by_key(columns: ScheduleColumns, costs: Mapping[str, Cost], limits: M
     distinct = {id(cost): cost for cost in map(costs.__getitem__, keys)}
     place = {one: k for k, one in enumerate(distinct)}
     op_price = np.array([place[id(costs[key])] for key in keys], np.int32)
-    return _prices(op_price, list(distinct.values()), limits, keys.__getitem__)
+    for p, cost in enumerate(distinct.values()):
+        if fault := _fault(cost, limits):
+            _refuse(op_price, p, fault, keys.__getitem__)
+    return _prices(op_price, [_row(cost, limits) for cost in distinct.values()], limits)
 
 
-def _prices(
-    op_price: Int32, costs: Sequence[Cost], limits: Mapping[str, float], key_of: Callable[[int], str]
-) -> Prices:
-    """`key_of(i)` names op i in errors."""
-    work_ns = np.array([cost.work_s for cost in costs]) * 1e9
-    latency_ns = np.array([cost.latency_s for cost in costs]) * 1e9
-    wake_ns = np.array([cost.wake_s for cost in costs]) * 1e9
-    for p, cost in enumerate(costs):
-        fault = cost.fault(limits)
-        if not fault and max(work_ns[p], latency_ns[p], wake_ns[p]) > TOO_LATE:
-            fault = f"takes {cost.alone_s:.3g} s, and nothing is simulated beyond {TOO_LATE / 1e9:.3g} s"
-        if fault and (ops := np.flatnonzero(op_price == p)).size:
-            raise SimulationError(f"op {key_of(int(ops[0]))!r} {fault}")
+def _row(cost: Cost, limits: Mapping[str, float]) -> Row:
+    """Seconds alone; nanoseconds of latency, waking and work; whether it is a flow, its share, and its demands."""
+    times_ns = cost.latency_s * 1e9, cost.wake_s * 1e9, cost.work_s * 1e9
+    return (cost.alone_s, *times_ns, bool(cost.demand), cost.share, *(cost.demand.get(name, 0.0) for name in limits))
+
+
+def _fault(cost: Cost, limits: Mapping[str, float]) -> str:
+    """Why no op can cost this; empty if it can."""
+    fault = cost.fault(limits)
+    if not fault and max(cost.work_s, cost.latency_s, cost.wake_s) * 1e9 > TOO_LATE:
+        fault = f"takes {cost.alone_s:.3g} s, and nothing is simulated beyond {TOO_LATE / 1e9:.3g} s"
+    return fault
+
+
+def _refuse(op_price: Int32, price: int, fault: str, key_of: Callable[[int], str]) -> None:
+    """Raises `SimulationError` where an op has this price; `key_of(i)` names op i."""
+    if (ops := np.flatnonzero(op_price == price)).size:
+        raise SimulationError(f"op {key_of(int(ops[0]))!r} {fault}")
+
+
+def _prices(op_price: Int32, rows: Sequence[Row], limits: Mapping[str, float]) -> Prices:
+    table = np.array(rows, np.float64).reshape(len(rows), 6 + len(limits)).T.copy()
+    times_ns = np.rint(table[1:4]).astype(np.int64)
     return Prices(
         op_price=op_price,
-        alone_s=np.array([cost.alone_s for cost in costs]),
-        latency_ns=np.rint(latency_ns).astype(np.int64),
-        wake_ns=np.rint(wake_ns).astype(np.int64),
-        work_ns=np.rint(work_ns).astype(np.int64),
-        is_flow=np.array([bool(cost.demand) for cost in costs], np.bool_),
-        share=np.array([cost.share for cost in costs], np.float64),
-        demand=np.array([[cost.demand.get(name, 0.0) for name in limits] for cost in costs], np.float64).reshape(
-            len(costs), len(limits)
-        ),
+        alone_s=table[0],
+        latency_ns=times_ns[0],
+        wake_ns=times_ns[1],
+        work_ns=times_ns[2],
+        is_flow=table[4] > 0,
+        share=table[5],
+        demand=table[6:].T.copy(),
         limits=np.array(list(limits.values()), np.float64),
     )
