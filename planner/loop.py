@@ -20,7 +20,7 @@ from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
-from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, SHARED
+from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, SHARED, comparable
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
@@ -129,7 +129,8 @@ class Search:
         before, and `like` one that has compared the policies.
         """
         if like is None:
-            self.compared, self.seeds = self._compare(frozenset(POLICIES if policies is None else policies))
+            names = comparable(self.num_devices) if policies is None else policies
+            self.compared, self.seeds = self._compare(frozenset(names))
         else:
             self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
         shapes = self._shapes(self.seeds.by_shape) if only is None else {only: [1]}
@@ -297,7 +298,7 @@ class Search:
             return posed
         return replace(posed, brings_states=False)
 
-    def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[[], PolicyResult]], Incumbents]:
+    def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[..., PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.
 
         The search is the same whatever it is compared with, so comparing with more never makes it worse. To say why one
@@ -317,13 +318,22 @@ class Search:
         def is_same(plan: Plan) -> bool:
             return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
 
-        def result(name: str) -> PolicyResult:
+        def result(name: str, *, is_best: bool = True) -> PolicyResult:
             if isinstance(plan := decided(name), str):
                 return PolicyResult(step_s=None, reason=plan)
-            found, num, same = self.simulate_plan(plan), plan.num_batches, is_same(plan)
+            if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
+                return PolicyResult(step_s=None)  # other work than was asked for; another search has it
+            found, same = self.simulate_plan(plan), is_same(plan)
             if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
                 same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
-            return PolicyResult(step_s=found.step_s, reason=found.reason, same_numbers=same, num_batches=num)
+            return PolicyResult(
+                step_s=found.step_s,
+                reason=found.reason if is_best else "",
+                same_numbers=same,
+                micro_batch=self.workload.training.per_device_train_batch_size,
+                accumulation=self.workload.training.gradient_accumulation_steps,
+                num_batches=plan.num_batches,
+            )
 
         for name in POLICIES:
             if self.batches == "each" and name in SHARED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 from tierplan.hwmodels.shown import Shown
@@ -23,10 +24,24 @@ class PolicyResult:
     step_s: float | None
     reason: str = ""
     """Why it has no step time, in one line."""
+    micro_batch: int = 1
+    """Sequences in one micro-batch."""
+    accumulation: int = 1
+    """Micro-batches of one device in a step; where devices share them, of all."""
     num_batches: int = 1
-    """How many times the workload's micro-batches its step trains on."""
+    """How many times these micro-batches its step trains on."""
     same_numbers: bool = True
     """Whether it trains the numbers that were asked for; only then it is a candidate."""
+
+    @property
+    def num_sequences(self) -> int:
+        """In one step, over all devices."""
+        return self.micro_batch * self.accumulation * self.num_batches
+
+    @property
+    def per_sequence_s(self) -> float:
+        """Infinite where it does not run."""
+        return inf if self.step_s is None else self.step_s / self.num_sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +106,24 @@ class PlanResult(Shown):
 
     @property
     def best_policy(self) -> str | None:
-        """The policy that fits, trains the same numbers, and takes least for the work of one device's micro-batches."""
-        fitting = {
-            k: p.step_s / p.num_batches for k, p in self.policies.items() if p.step_s is not None and p.same_numbers
-        }
+        """The policy that fits, trains the same numbers, and takes least for the same work."""
+        fitting = {k: p.per_sequence_s for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
 
     def rows(self) -> list[dict[str, object]]:
         """The plan and the published systems for the same work, the quickest first."""
         found: list[tuple[str, float | None, str]] = [("this plan", self.step_s, "")]
-        found += [(name, self._same_work_s(policy), policy.reason) for name, policy in self.policies.items()]
+        found += [(name, self.same_work_s(policy), policy.reason) for name, policy in self.policies.items()]
         return [
             {"system": name, "step_s": step_s, "times": step_s and step_s / self.step_s, "why_not": reason}
             for name, step_s, reason in sorted(found, key=lambda row: row[1] or float("inf"))
         ]
 
-    def _same_work_s(self, policy: PolicyResult) -> float | None:
-        return policy.step_s and policy.step_s * self.plan.num_batches / policy.num_batches
+    def same_work_s(self, policy: PolicyResult) -> float | None:
+        """What the policy takes for the sequences of the plan's step."""
+        p = self.prediction
+        num_sequences = p.micro_batch * p.accumulation * self.plan.num_batches
+        return policy.step_s and policy.step_s * (num_sequences / policy.num_sequences)
 
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan plan` prints."""

@@ -31,7 +31,7 @@ from tierplan.planner.plan import Plan
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["NEED_SEVERAL_DEVICES", "POLICIES", "SHARED", "Policy", "check_name", "decide"]
+__all__ = ["NEED_SEVERAL_DEVICES", "POLICIES", "SHARED", "Policy", "check_name", "comparable", "decide"]
 
 
 ORDER = (
@@ -65,6 +65,11 @@ def _find() -> tuple[dict[str, Policy], set[str], set[str]]:
 POLICIES, NEED_SEVERAL_DEVICES, SHARED = _find()
 """By the name that the command line takes; of these, the ones in `several` that do not say `ON_ONE_DEVICE`, which have
 nothing of their own there; and the ones whose devices share the micro-batches of one step (`SHARES_BATCHES`)."""
+
+
+def comparable(num_devices: int) -> list[str]:
+    """The policies with something of their own on so many devices."""
+    return [name for name in POLICIES if num_devices > 1 or name not in NEED_SEVERAL_DEVICES]
 
 
 def check_name(name: str) -> None:

@@ -11,7 +11,8 @@ None is searched any longer once all that is left of it has a bound above what i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isqrt, log
 from typing import Any
 
@@ -21,7 +22,7 @@ from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
-from tierplan.planner.results import PlanResult
+from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
@@ -137,8 +138,23 @@ def plan_sequences(
         single = make(1, sequences)
         return Division(workload=single, result=plan(single, machine, **asked))  # or says what is missing
     result = best.result()
+    result = replace(result, compared=_in_their_best(best.compared, searches, sequences))
     remember(machine, question, best.workload, result)
     return Division(workload=best.workload, result=result, planned_s=planned)
+
+
+def _in_their_best(
+    compared: Mapping[str, Callable[..., PolicyResult]], searches: list[Search], sequences: int
+) -> dict[str, Callable[[], PolicyResult]]:
+    """Each published system in the division that suits it best, of those that were searched, for whoever asks."""
+
+    def rank(result: PolicyResult) -> tuple[bool, float]:
+        return result.num_sequences != sequences, result.per_sequence_s
+
+    def result(name: str) -> PolicyResult:
+        return min((compared[name](), *(s.compared[name](is_best=False) for s in searches)), key=rank)
+
+    return {name: partial(result, name) for name in compared}
 
 
 def _one_by_one(searches: list[Search]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tierplan.cli import main
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_record
-from tierplan.studies.evaluate import best_plan, evaluate_point
+from tierplan.studies.evaluate import best_plan, evaluate_point, predict_point
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
 
@@ -97,6 +97,21 @@ def test_the_commands_print_the_same(
     assert len({tuple(one[name] for name in FIGURES[:-1]) for one in found}) == 1
     limits = [[(limit["name"], limit["busy_frac"], limit["gain_frac"]) for limit in one["limits"]] for one in found]
     assert limits[0] == limits[1] == limits[2]
+
+
+def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `plan` and `advise` say of a published system is what `compare-policies` says of it."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    rng, others = random.Random(1), set[tuple[int, int]]()
+    for k in range(2):
+        point = replace(question(rng, tmp_path / str(k)), sequences=4, semantics="")
+        point = replace(point, overrides={**point.overrides, "gpu.capacity": "4 MiB", "host.capacity": "16 MiB"})
+        result = best_plan(point).result
+        for name, policy in result.policies.items():
+            assert (name, result.same_work_s(policy)) == (name, predict_point(replace(point, policy=name)).step_s)
+            if policy.step_s is not None:
+                others.add((policy.micro_batch, policy.accumulation))
+    assert len(others) > 1
 
 
 def test_the_card_that_is_in_the_machine_changes_nothing() -> None:

@@ -1,7 +1,8 @@
-"""Compares all published systems' policies, and the planner, for one model and machine, side by side, with a plot.
+"""Compares published systems' policies, and the planner, for one model and machine, side by side, with a plot.
 
 Each is simulated in steady state, with the division of a step into micro-batches that suits it best unless --batch or
 --accumulation say which; one that does not fit says what is missing. The planner's row is what `tierplan plan` says.
+Policies for several devices are compared on such machines, and where they are named.
 `--plot FILE` writes the picture.
 
 Example:
@@ -28,7 +29,7 @@ OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--policies NAME", "only these (default: all)", nargs="+")
+    option(parser, "--policies NAME", "only these (default: all that suit the machine)", nargs="+")
     option(parser, "--plot FILE", "write the comparison as a picture (PNG, SVG or PDF)", new_file(*PICTURES))
     option(parser, "--json", "print one JSON object")
     scenario.add_arguments(parser)
@@ -41,15 +42,15 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from tierplan.planner.plan_rules import PLANNER
-    from tierplan.planner.policies import POLICIES, check_name
+    from tierplan.planner.policies import check_name, comparable
     from tierplan.studies.evaluate import machine_of, predict_point
 
-    names = args.policies or [PLANNER, *POLICIES]
-    for name in names:
+    for name in args.policies or ():
         if name != PLANNER:
             check_name(name)
     point = scenario.read_point(args)
     machine = machine_of(point)
+    names = args.policies or [PLANNER, *comparable(machine.num_devices)]
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     predictions = []
     for name in bar:
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         gpus = ", ".join([f"{machine.num_devices} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
         where = f"{machine.name}, {gpus}" if machine.num_devices > 1 else machine.name
         print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step")
-        say(policy_table(predictions))
+        say(policy_table(predictions, point.semantics))
         for p in predictions:
             if p.fits and p.tokens != tokens:
                 print(
@@ -79,10 +80,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def policy_table(predictions: Sequence[Prediction]) -> str:
+def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
     from tierplan.hwmodels.names import HOST, NVME, device_index
     from tierplan.sim.output.text import columns
+
+    def name(p: Prediction) -> str:
+        return p.policy + "*" * (p.plan is not None and p.plan.semantics == "delayed-1" != semantics)
 
     heads = ("policy", "step s", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
     rows = []
@@ -93,9 +97,10 @@ def policy_table(predictions: Sequence[Prediction]) -> str:
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"
-        rows.append((p.policy, f"{p.step_s:.3f}", f"{p.tokens_per_s:,.1f}", batch, *held, p.limited_by))
+        rows.append((name(p), f"{p.step_s:.3f}", f"{p.tokens_per_s:,.1f}", batch, *held, p.limited_by))
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
-    return "\n".join([*columns([heads, *rows]), *columns(missing)])
+    late = ["* other numbers than plain training's: updates come a step late"] if any("*" in r[0] for r in rows) else []
+    return "\n".join([*columns([heads, *rows]), *late, *columns(missing)])
 
 
 def short_reason(prediction: Prediction) -> str:

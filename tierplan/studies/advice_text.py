@@ -62,7 +62,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
     if advice.fits:
         systems = _policy_rows(advice)
         end = len(systems) - (systems[-1][1] == "-")  # what does not run is a list that would stretch the table
-        missing = (paragraph(f"{row[0]}: {row[2]}.") for row in systems[end:])
+        missing = (paragraph(f"{row[0]}: {row[-1]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
         figures = [
@@ -174,13 +174,13 @@ def _policy_rows(advice: Advice) -> list[Sequence[str]]:
     """A header, the plan, and the published systems for the same work, quickest first."""
     answer = advice.answer
     rows: list[Sequence[str]] = [
-        ("system, same work", "step", "takes"),
-        ("this plan", format_s(answer["step_s"]), "1.00 x"),
+        ("system, same work", "batch", "step", "takes"),
+        ("this plan", f"{answer['micro_batch']} x {answer['accumulation']}", format_s(answer["step_s"]), "1.00 x"),
     ]
     policies = answer["policies"]
     rows += policy_rows(policies, answer["step_s"])
     missing = [name for name in policies if not policies[name]["same_work_s"]]
-    return [*rows, ("does not run", "-", ", ".join(missing))] if missing else rows
+    return [*rows, ("does not run", "-", "-", ", ".join(missing))] if missing else rows
 
 
 def _nothing_helps(advice: Advice) -> str:

@@ -147,21 +147,17 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
 
 def _policies(result: PlanResult) -> dict[str, dict[str, Any]]:
     """The published systems, and what each takes for the plan's work."""
-    policies = {}
-    for name, p in result.policies.items():
-        same_work_s = None if p.step_s is None else p.step_s * result.plan.num_batches / p.num_batches
-        same = {"step_s": p.step_s, "same_work_s": same_work_s, "reason": p.reason, "same_numbers": p.same_numbers}
-        policies[name] = same
-    return policies
+    return {name: {**asdict(p), "same_work_s": result.same_work_s(p)} for name, p in result.policies.items()}
 
 
-def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> list[tuple[str, str, str]]:
+def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> list[tuple[str, ...]]:
     """The published systems that run, quickest first, beside a plan whose step takes `step_s`."""
-    rows = []
-    for name in sorted(policies, key=lambda name: (policies[name]["same_work_s"] or float("inf"), name)):
-        if seconds := policies[name]["same_work_s"]:
-            other = "" if policies[name]["same_numbers"] else " (other numbers)"
-            rows.append((name, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
+    rows: list[tuple[str, ...]] = []
+    for name, p in sorted(policies.items(), key=lambda item: (item[1]["same_work_s"] or float("inf"), item[0])):
+        if seconds := p["same_work_s"]:
+            other = "" if p["same_numbers"] else " (other numbers)"
+            batch = f"{p['micro_batch']} x {p['accumulation']}"
+            rows.append((name, batch, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
     return rows
 
 
@@ -174,7 +170,7 @@ def _policy_lines(result: PlanResult) -> list[str]:
     missing = [
         (f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {why}",) for why, names in reasons.items()
     ]
-    head = ("published systems, same work", "step", "takes")
+    head = ("published systems, same work", "batch", "step", "takes")
     return [*columns([head, *policy_rows(policies, result.step_s)]), *columns(missing)]
 
 
