@@ -100,7 +100,8 @@ class Search:
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
         self.bound_s = 0.0
-        self.incumbents = self._no_incumbents()
+        self.incumbents, self.seeds = self._no_incumbents(), self._no_incumbents()
+        self.compared: Mapping[str, Callable[..., PolicyResult]] = {}
         self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
         self.has_all_orders = True
@@ -129,8 +130,7 @@ class Search:
         before, and `like` one that has compared the policies.
         """
         if like is None:
-            names = comparable(self.num_devices) if policies is None else policies
-            self.compared, self.seeds = self._compare(frozenset(names))
+            self.compare(policies)
         else:
             self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
         shapes = self._shapes(self.seeds.by_shape) if only is None else {only: [1]}
@@ -143,6 +143,11 @@ class Search:
             self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
         self.in_rounds = self._rounds()
+
+    def compare(self, policies: Iterable[str] | None = None) -> None:
+        """Simulates the policies: the best of them is the best plan until a quicker one is found."""
+        names = comparable(self.num_devices) if policies is None else policies
+        self.compared, self.seeds = self._compare(frozenset(names))
 
     def go_on(self) -> None:
         """Until the budget is spent."""

@@ -96,8 +96,8 @@ def plan_sequences(
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
-    def searched(some: list[int]) -> list[Search]:
-        """Searches for the divisions into these micro-batches, carried out."""
+    def searched(some: list[int], *, compared: bool = False) -> list[Search]:
+        """Searches for the divisions into these micro-batches, carried out; or with the policies `compared` alone."""
         found, to_the_end = [], False
         for batch in some:
             accumulation = sequences // batch
@@ -110,12 +110,15 @@ def plan_sequences(
                 own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
                 own_budget = budget_of(time_limit_s) if to_the_end else budget
                 search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
-                if to_the_end:  # plans of one device are no answer for several: beside others, packs alone are searched
+                if compared:
+                    search.compare()
+                elif to_the_end:
+                    # plans of one device are no answer for several: beside others, packs alone are searched
                     search.begin(orders=() if kind == "shared" and len(divided) > 1 else None)
                 else:
                     search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
                 found.append(search)
-        if known is None or not known.is_cut:
+        if not compared and (known is None or not known.is_cut):
             _one_by_one(found) if to_the_end else _raced(found, budget)
         return found
 
@@ -127,12 +130,18 @@ def plan_sequences(
     for some in ([b for b in ranked if b in first], [b for b in ranked if b not in first]):
         if some and min((s.best_s for s in searches), default=inf) == inf:
             searches += searched(some)
+    rest = [b for b in ranked if b not in map(_micro_batch, searches)]
+    if not any(s.is_interrupted for s in searches) and (others := searched(rest, compared=True)):
+        best = min(others, key=lambda s: s.best_s)
+        if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
+            others += searched([_micro_batch(best)])
+        searches += others
     for search in searches:
         search.hold()
     best = min(searches, key=lambda s: s.best_s)
     planned: dict[int, float] = {}
     for search in searches:
-        batch = search.workload.training.per_device_train_batch_size
+        batch = _micro_batch(search)
         planned[batch] = min(search.best_s, planned.get(batch, inf))
     if best.best_s == inf:
         single = make(1, sequences)
@@ -141,6 +150,10 @@ def plan_sequences(
     result = replace(result, compared=_in_their_best(best.compared, searches, sequences))
     remember(machine, question, best.workload, result)
     return Division(workload=best.workload, result=result, planned_s=planned)
+
+
+def _micro_batch(search: Search) -> int:
+    return search.workload.training.per_device_train_batch_size
 
 
 def _in_their_best(
