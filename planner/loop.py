@@ -30,7 +30,7 @@ from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
 from tierplan.planner.search.moves import loosened, with_brought_states, with_shape_of
-from tierplan.planner.search.race import OrderSearch, Racer, race, rounds
+from tierplan.planner.search.race import FIRST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.restarts import descend_with_restarts
 from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.search import (
@@ -49,6 +49,8 @@ FAR = 1.1
 """A search goes on beyond its default budget while the step is more than this times the bound."""
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below."""
+ALONE_OPS = 250_000
+"""Of work that the plans which are quicker at first have before the others."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -446,26 +448,33 @@ class Search:
                     found.consider(self.simulate_plan(changed))
                     yield best_s()
 
+        def going(trials: Iterator[float], p: Problem, bound: Bound) -> Iterator[float]:
+            for _ in trials:
+                yield best_s()
+            yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
+            if shape in found.by_shape:
+                yield from self._descended(p, bound, found, self.seed)
+
         yield from reshaped(seeds.values())
-        trials = from_program.tried(p, bound, goal_s=goal_s)
+        kinds = [(from_program.tried(p, bound, goal_s=goal_s), p, bound)]
         if bound.plain is not None and bound.plain.feasible and bound.plain.model is not None:
-            # whichever gets a quicker plan that fits: in memory that is short, bringing states may only be in the way
-            firsts, posed = [], (bound.plain.model.problem, bound.plain)
-            both = (from_program.tried(*posed, goal_s=goal_s), trials)
-            for each in both:
+            # first what has the quicker first plan: in memory that is short, bringing states may only be in the way
+            posed = bound.plain.model.problem, bound.plain
+            kinds.insert(0, (from_program.tried(*posed, goal_s=goal_s), *posed))
+            firsts = []
+            for each, *_ in kinds:
                 firsts.append(inf)
                 for firsts[-1] in each:
                     yield best_s()
                     if firsts[-1] < inf:
                         break
-            if CLEARLY_QUICKER * firsts[0] <= firsts[1]:
-                trials, (p, bound) = both[0], posed
-        for _ in trials:
+            if CLEARLY_QUICKER * firsts[0] > firsts[1]:
+                kinds.reverse()
+        racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
+        for _ in racers[0].run(ALONE_OPS, self.budget):
             yield best_s()
-        yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
-        if shape not in found.by_shape:
-            return
-        yield from self._descended(p, bound, found, self.seed)
+        for _ in race(racers, self.budget, good_frac=GOOD_FRAC, kept_frac=1.0, first_ops=FIRST_OPS / 2):
+            yield best_s()
 
     def _descended(self, p: Problem, bound: Bound, found: Incumbents, seed: int) -> Iterator[float]:
         """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""

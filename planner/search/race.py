@@ -50,6 +50,7 @@ def race(
     *,
     good_frac: float,
     kept_frac: float = 0.5,
+    first_ops: float = FIRST_OPS,
     meet: Callable[[], list[Racer]] = list,
 ) -> Iterator[None]:
     """All searches to their ends, the most promising first: a step each time it may be interrupted.
@@ -57,8 +58,7 @@ def race(
     In each round are `kept_frac` of those of the one before, and each does twice as much. They `meet` after it, to tell
     each other what they have found; others may join then.
     """
-    ops = FIRST_OPS
-    num = len(racers)
+    ops, num = first_ops, len(racers)
     while racers:
         for racer in racers[:num]:
             for _ in racer.run(ops, budget):
