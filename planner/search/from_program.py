@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
@@ -63,7 +63,7 @@ class ProgramPlans:
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         tuned = None
-        for found in tune(trial, goal_s=goal_s, stretch=stretch):
+        for found in tune(trial, goal_s=goal_s, stretch=stretch, brings_states=p.brings_states):
             tuned = found
             yield inf if found is None else found[1]
         if tuned is None:
@@ -96,7 +96,7 @@ class ProgramPlans:
 
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
-    in_shards = with_shards(with_shards(plan, STATE_SHARDS[0], "device"), knobs.shards, "home")
+    in_shards = with_shards(with_shards(plan, knobs.brought_shards, "device"), knobs.shards, "home")
     return with_windows(late_updates(p, in_shards, stretch=knobs.stretch), knobs.windows)
 
 

@@ -30,12 +30,22 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "shards": sorted(STATE_SHARDS),
     "device": (0.3, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
 }
+BROUGHT_SETTINGS: Mapping[str, Sequence[Any]] = {
+    **SETTINGS,
+    "windows": ((0, 0, 1), (0, 1, 0), (1, 1, 0), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
+    "device": (*SETTINGS["device"], 8.0, 12.0),
+    "brought_shards": (4, 8, 16),
+}
+"""Where states may come to the device. Gradients, new parameters and some shards of them are there beside all else."""
 SHORTER = 1 - 2e-4
 WORTH_A_ROUND = 0.99
 """A knob that shortens the step to less than this has all others tried again; local moves find sooner what is finer."""
 CORNERS = ((4.0, 1.5, 1), (2.0, 1.5, 4), (4.0, INF, 4), (4.0, 1.5, 4), (2.0, INF, 1), (4.0, 1.0, 1), (2.0, 1.0, 4))
 """Margins in host memory, late updates and shards, which trade the same bytes: walking along one of them alone may not
 get from a setting to a better one of all. Parts need less memory, but also less is read ahead."""
+BROUGHT_CORNERS = ((4.0, 1.15, 16), (4.0, 1.5, 16), (8.0, 1.0, 4), (8.0, 1.15, 16))
+"""Margins in device memory, late updates and shards where states may come to the device: with much room there, and what
+comes for an update not read ahead."""
 NUM_SCATTERED = 18
 """Settings from all over that are tried too: walks from them all would take longer than they bring."""
 
@@ -56,6 +66,8 @@ class Knobs:
     """Margin in device memory, in the largest things that come there."""
     shards: int = STATE_SHARDS[0]
     """In which states on NVMe travel to their update and back."""
+    brought_shards: int = STATE_SHARDS[0]
+    """In which states come to the device for their update and go back."""
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
@@ -68,41 +80,48 @@ class Knobs:
         )
 
 
-def tune(trial: Trial, *, goal_s: float, stretch: float = 1.5) -> Iterator[tuple[Knobs, float] | None]:
+def tune(
+    trial: Trial, *, goal_s: float, stretch: float = 1.5, brings_states: bool = False
+) -> Iterator[tuple[Knobs, float] | None]:
     """After each trial, the best knobs so far and their step time, or None as long as nothing fits; until `goal_s`.
 
-    `stretch` is where the search begins.
+    `stretch` is where the search begins; with `brings_states`, some may come to the device for their updates.
     """
+    settings = BROUGHT_SETTINGS if brings_states else SETTINGS
     found: tuple[Knobs, float] | None = None
-    for first in _first_that_fits(trial, stretch):
+    firsts = [
+        Knobs(device=device, host=4.0, rate_frac=1.0, stretch=late, windows=(1, 1, 0), brought_shards=shards)
+        for device, late, shards in (BROUGHT_CORNERS if brings_states else ())
+    ]
+    for first in _first_that_fits(trial, stretch, firsts):
         found = first
         yield found
     if found is None:
         return
     start, best_s = best, _ = found
-    corners = [replace(start, host=host, stretch=late, shards=shards) for host, late, shards in CORNERS]
-    for corner in [*corners, *scattered(NUM_SCATTERED)]:
+    corners = [*firsts, *(replace(start, host=host, stretch=late, shards=shards) for host, late, shards in CORNERS)]
+    for corner in [*corners, *scattered(NUM_SCATTERED, settings)]:
         if best_s <= goal_s:
             return
         best, best_s = _shorter(corner, trial(corner), (best, best_s))
         yield best, best_s
     stale = 0
-    for name in cycle(SETTINGS):
+    for name in cycle(settings):
         before_s = best_s
-        for found in _along(name, best, best_s, trial):
+        for found in _along(name, settings[name], (best, best_s), trial):
             best, best_s = found
             yield found
             if best_s <= goal_s:
                 return
         stale = 0 if best_s < before_s * WORTH_A_ROUND else stale + 1
-        if stale >= len(SETTINGS):
+        if stale >= len(settings):
             return
 
 
-def scattered(num: int) -> list[Knobs]:
-    """Settings from all over, the same for every question."""
+def scattered(num: int, settings: Mapping[str, Sequence[Any]] = SETTINGS) -> list[Knobs]:
+    """Settings from all over, the same for every question of one kind."""
     rng = random.Random(0)
-    settings = {**SETTINGS, "rate_frac": [f for f in SETTINGS["rate_frac"] if f >= 0.15]}
+    settings = {**settings, "rate_frac": [f for f in settings["rate_frac"] if f >= 0.15]}
     found: list[Knobs] = []
     for i in range(num):
         drawn = Knobs(**{name: rng.choice(some) for name, some in settings.items()})
@@ -117,8 +136,17 @@ def _shorter(knobs: Knobs, tried: Candidate[UnitwisePlan] | None, best: tuple[Kn
     return (knobs, tried.step_s) if is_shorter else best  # type: ignore[union-attr,return-value]
 
 
-def _first_that_fits(trial: Trial, first_stretch: float) -> Iterator[tuple[Knobs, float] | None]:
-    """Margins grow, and late updates, which hold gradients in host memory, are given up, until a plan fits."""
+def _first_that_fits(
+    trial: Trial, first_stretch: float, firsts: Sequence[Knobs]
+) -> Iterator[tuple[Knobs, float] | None]:
+    """After `firsts`, margins grow, and late updates, which hold gradients in host memory, are given up, until a plan
+    fits."""
+    for knobs in firsts:
+        tried = trial(knobs)
+        if tried is not None and tried.step_s is not None:
+            yield knobs, tried.step_s
+            return
+        yield None
     for device, host in (
         (1.0, 2.0),
         (1.5, 4.0),
@@ -141,12 +169,13 @@ def _first_that_fits(trial: Trial, first_stretch: float) -> Iterator[tuple[Knobs
                 break
 
 
-def _along(name: str, knobs: Knobs, step_s: float, trial: Trial) -> Iterator[tuple[Knobs, float]]:
+def _along(
+    name: str, settings: Sequence[Any], best: tuple[Knobs, float], trial: Trial
+) -> Iterator[tuple[Knobs, float]]:
     """Walks along one knob's settings from where it stands, both ways, as long as that helps, or makes no update more
     or fewer late."""
-    settings = list(SETTINGS[name])
+    settings, (knobs, _) = list(settings), best
     at = settings.index(getattr(knobs, name)) if getattr(knobs, name) in settings else 0
-    best = knobs, step_s
     for ahead in (settings[at + 1 :], settings[:at][::-1]):
         for setting in ahead:
             changed, before = replace(knobs, **{name: setting}), best
