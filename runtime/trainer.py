@@ -228,6 +228,7 @@ class Trainer:
         wanted = self.num_steps_done + steps
         try:
             due = self.num_steps_done
+            self._time_reference_work(due)
             while self.num_steps_done < wanted:
                 due = min(wanted, due + (self.checkpoint_every or steps)) if self.num_steps_done == due else due
                 part = 1 if self._is_stop_wanted else due - self.num_steps_done
@@ -245,6 +246,7 @@ class Trainer:
                 if is_last or self._is_stop_wanted:
                     break
             self._end_commit()
+            self._time_reference_work(self.num_steps_done - 1)
         except BaseException as error:
             if self._committing is not None and (other := self._committing.exception()) is not None:
                 error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
@@ -252,6 +254,10 @@ class Trainer:
         finally:
             self.was_stopped, self._is_stop_wanted = self._is_stop_wanted, False
             torch.set_num_threads(self._threads_before)
+
+    def _time_reference_work(self, step: int) -> None:
+        if self.reference_work is not None:
+            self.reference_work.at_rest(step)
 
     def commit(self, *, read_back: bool = True) -> None:
         """Makes the steps so far survive whatever happens next.

@@ -23,6 +23,9 @@ TOKENS, WIDTH, ELEMENTS = 64, 512, 1 << 18
 """About 2 ms on a core, so that a run of some seconds has several."""
 NUM_ASKED = 6
 """Times in a step: one of them is off by a sixth."""
+NUM_AT_REST = 4
+"""Times before the first step of a run, and at most twice as many after its last one: in some plans other streams
+hardly ever rest, and a few moments say nothing."""
 GPU_TIMES = 16
 """Larger on a GPU, where so little would be all launches."""
 
@@ -53,14 +56,26 @@ class ReferenceWork:
     def on_op(self, step: int) -> None:
         """Called where ops begin in the thread of the compute stream. While other streams work there is no time to
         lose."""
-        now_s = time.perf_counter()
-        self._began_s = self._began_s or now_s
-        may_be = self._spent_s + self._last_s <= self.most_frac * (now_s - self._began_s)
-        num = NUM_ASKED - len(self.seconds.get(step, ())) if step == self.asked_step else int(may_be)
+        self._began_s = self._began_s or time.perf_counter()
+        num = NUM_ASKED - len(self.seconds.get(step, ())) if step == self.asked_step else int(self._may_be)
         while num > 0 and self.is_alone():
             num -= 1
-            self._last_s = self._cost_s(step)
-            self._spent_s += self._last_s
+            self._take(step)
+
+    @property
+    def _may_be(self) -> bool:
+        return self._spent_s + self._last_s <= self.most_frac * (time.perf_counter() - self._began_s)
+
+    def _take(self, step: int) -> None:
+        self._last_s = self._cost_s(step)
+        self._spent_s += self._last_s
+
+    def at_rest(self, step: int) -> None:
+        """Called before a run's steps and after them, when no stream works."""
+        is_first = not self._began_s
+        for _ in range(NUM_AT_REST if is_first else 2 * NUM_AT_REST):
+            if self.most_frac and (is_first or self._may_be):
+                self._take(step)
 
     def _cost_s(self, step: int | None = None) -> float:
         """Times it, for a step or to be ready; what that takes in all."""

@@ -48,6 +48,28 @@ def test_it_is_timed_when_asked_and_only_then() -> None:
     assert timed.seconds[3][0] > 0
 
 
+def test_a_run_whose_streams_never_rest_has_moments_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(reference_work.time, "perf_counter", lambda: clock[0])
+
+    def work(self: ReferenceWork) -> float:
+        clock[0] += 0.002
+        return 0.002
+
+    monkeypatch.setattr(ReferenceWork, "_time_s", work)
+    timed = ReferenceWork(CPU, torch.float32, 0.005)
+    timed.is_alone = lambda: True
+    timed.at_rest(0)
+    timed.is_alone = lambda: False
+    for step in range(40):
+        clock[0] += 0.1
+        timed.on_op(step)
+    timed.is_alone = lambda: True
+    for _ in range(3):
+        timed.at_rest(39)
+        assert {step: len(times) for step, times in timed.seconds.items()} == {0: 4, 39: 5}, "9 in 3.9 s are 0.5 %"
+
+
 def test_moments_in_which_other_streams_work_say_nothing_of_the_machine() -> None:
     alone = iter([False, False, True, True, True, False, False, True, True, False])
     timed = ReferenceWork(CPU, torch.float32, 0.0, lambda: next(alone, False), asked_step=3)
@@ -59,7 +81,9 @@ def test_moments_in_which_other_streams_work_say_nothing_of_the_machine() -> Non
 def test_it_has_several_moments_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one begins, states of the step before may be on their way to drives; later others may rest."""
     moments: list[int] = []
+    at_rest: list[int] = []
     monkeypatch.setattr(ReferenceWork, "on_op", lambda self, step: moments.append(step))
+    monkeypatch.setattr(ReferenceWork, "at_rest", lambda self, step: at_rest.append(step))
     training = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
     model, batches = make_model(), make_batches(2)
     workload = observed_workload(model, batches[0], training)
@@ -67,4 +91,5 @@ def test_it_has_several_moments_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch
     with Trainer(lower(plan, workload, machine()), model, reference_frac=0.5) as trainer:
         trainer.run(batches, 2)
     assert moments == sorted(moments)
+    assert at_rest == [0, 1], "before the first step, and after the last one"
     assert min(moments.count(0), moments.count(1)) > 1
