@@ -34,9 +34,9 @@ from tierplan.validation.calibration.factors import (
 )
 from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
-from tierplan.validation.calibration.rates import fit_rates, without_compute_latency
+from tierplan.validation.calibration.rates import fit_drives, fit_rates, with_demand_on_drives, without_compute_latency
 
-FORMAT, VERSION = "tierplan-calibration", 4
+FORMAT, VERSION = "tierplan-calibration", 5
 PRIOR_SPREAD, NUM_PRIOR = 0.06, 10
 """Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 38
 rows of seven models in a quiet hour, of which intervals hold 34, and 32 where each model has only its own checks."""
@@ -85,6 +85,8 @@ class Calibration:
     units: Mapping[str, UnitFit]
     """By kind of unit."""
     streams: Mapping[str, StreamFit]
+    drives: float
+    """Factor on what reads and writes take of limits that drives alone share."""
     in_memory_step_s: float
     """Predicted seconds per step of the calibration model with everything in memory, at a slowdown of 1."""
     measured_step_s: Mapping[str, float]
@@ -116,7 +118,7 @@ class Calibration:
         """The machine as it is inside a step, all devices like the first. Computations have no latency: their seconds
         contain it."""
         streams = []
-        for s in without_compute_latency(machine).streams:
+        for s in with_demand_on_drives(without_compute_latency(machine), self.drives).streams:
             name = parse_stream(s.name)
             if fit := self.streams.get(on_first_device(s.name)):
                 s = with_rate_factors(s, fit.rates)
@@ -188,7 +190,7 @@ def calibrate(
         if name == IN_MEMORY:
             continue
         others = {other: m for other, m in measurements.items() if other != name}
-        without, factors = _fit(modelled, profiled, machine, others)
+        without, factors = _fit(modelled, profiled, machine, others, calibration.drives)
         schedule = schedule_with_factors(name, checked.schedule, profiled, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
         # as long as its threads waited for cores in its own turns
@@ -200,13 +202,19 @@ def calibrate(
 
 
 def _fit(
-    modelled: Workload, profiled: Workload, machine: Machine, measurements: Mapping[str, PlanMeasurement]
+    modelled: Workload,
+    profiled: Workload,
+    machine: Machine,
+    measurements: Mapping[str, PlanMeasurement],
+    drives: float | None = None,
 ) -> tuple[Calibration, Factors]:
-    """The calibration without checks, and the factors of computations."""
+    """The calibration without checks, and the factors of computations; `drives` if it is known."""
     factors = compute_factors(profiled, measurements)
     schedules = {name: schedule_with_factors(name, m.schedule, profiled, factors) for name, m in measurements.items()}
     described = without_compute_latency(machine)
-    fitted = fit_rates(described, [(schedules[name], m.op_s) for name, m in measurements.items()])
+    measured = [(schedules[name], m.op_s) for name, m in measurements.items()]
+    drives = fit_drives(described, measured) if drives is None else drives
+    fitted = fit_rates(described, measured, drives=drives)
     beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if m.is_beside])
     alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if not m.is_beside])
     timed = workload_with_factors(profiled, factors)
@@ -222,6 +230,7 @@ def _fit(
         streams={
             s.name: _stream_fit(s, described, fitted, beside.get(s.name), alone.get(s.name)) for s in described.streams
         },
+        drives=drives,
         in_memory_step_s=1.0,
         measured_step_s={},
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import log
 from statistics import fmean
 from typing import NamedTuple
 
@@ -22,11 +23,14 @@ COMPUTATIONS = ("forward", "backward", "recompute")
 NUM_ROUNDS = 6
 """Rates and contention depend on each other, so they are fitted in turn."""
 RATE_FACTOR_LIMIT = 10.0
+DRIVE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+WORTH_A_FACTOR = 0.98
+"""Less than this part of the misfit has to remain, for another factor to count."""
 LEAST_WORK_FRAC = 0.05
 """Of the mean work of a stream's ops: shorter ops weigh no more than one of this length."""
 NUM_FITS, LEAST_OUTLIER = 20, 0.1
 """Times that a stream is fitted again without its outliers: ops that are off by more than this part."""
-CONTENTION_FACTOR_LIMIT = 3.0
+CONTENTION_FACTOR_LIMIT = 6.0
 LEAST_CONTENTION_FRAC = 0.002
 """Contention is fitted where it is predicted to be at least this part of computation."""
 
@@ -39,7 +43,50 @@ def without_compute_latency(machine: Machine) -> Machine:
     return replace(machine, streams=streams)
 
 
-def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]]) -> Machine:
+def fit_drives(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]]) -> float:
+    """How much more reads and writes take of what they share than the machine's description says: of `DRIVE_FACTORS`
+    the one with which, the rates fitted, the copies of each schedule to and from drives last as long as measured.
+
+    A rate says how long they take in all schedules together; this, in which of them reads and writes meet.
+    """
+
+    def misfit(factor: float) -> float:
+        fitted = fit_rates(machine, measured, drives=factor)
+        return sum(
+            seconds[0] * abs(log(seconds[1] / seconds[0]))
+            for schedule, op_s in measured
+            for seconds in _seconds_on_drives(schedule, op_s, fitted).values()
+            if min(seconds) > 0
+        )
+
+    at = DRIVE_FACTORS.index(1.0)
+    best, least = 1.0, misfit(1.0) * WORTH_A_FACTOR
+    for ahead in (DRIVE_FACTORS[at + 1 :], DRIVE_FACTORS[:at][::-1]):
+        for factor in ahead:
+            if (found := misfit(factor)) >= least:
+                break
+            best, least = factor, found * WORTH_A_FACTOR
+        if best != 1.0:
+            break
+    return best
+
+
+def _seconds_on_drives(
+    schedule: Schedule, op_s: Mapping[str, float], machine: Machine
+) -> dict[str, tuple[float, float]]:
+    """By stream of the drives: seconds of its ops in a step, measured and predicted."""
+    predicted_ns = cut_predicted(simulate_on(unroll(schedule, 3), machine)).ns_by_key()
+    ops = {name: [op.key for op in schedule.ops if op.stream == name] for name in schedule.streams}
+    return {
+        name: (sum(op_s[key] for key in keys), sum(predicted_ns[key] for key in keys) / 1e9)
+        for name, keys in ops.items()
+        if parse_stream(name).is_drive
+    }
+
+
+def fit_rates(
+    machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]], *, drives: float = 1.0
+) -> Machine:
     """The machine on which simulated ops take as long as the measured ones, summed over all schedules.
 
     Each stream gets a latency, and a factor on its rate for each kind of work. Computations keep theirs: their seconds
@@ -51,7 +98,10 @@ def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, 
     ----------
     measured
         Schedules, each with the measured seconds of its ops by key.
+    drives
+        Factor on what reads and writes take of limits that drives alone share: see `fit_drives`.
     """
+    machine = with_demand_on_drives(machine, drives)
     unrolled = [unroll(schedule, 3) for schedule, _ in measured]
     latency_s = machine.stream(COMPUTE).latency_s
     computations = [
@@ -88,6 +138,13 @@ def fit_rates(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, 
             streams = (s if s.name == COMPUTE else with_demand(s, shared, factor) for s in machine.streams)
             machine, contention = replace(machine, streams=tuple(streams)), wanted
     return machine
+
+
+def with_demand_on_drives(machine: Machine, factor: float) -> Machine:
+    """Reads and writes taking `factor` times as much of the limits that only they share."""
+    others = {limit for s in machine.streams if not parse_stream(s.name).is_drive for limit in s.takes}
+    streams = (with_demand(s, s.takes.keys() - others, factor) for s in machine.streams)
+    return replace(machine, streams=tuple(streams))
 
 
 class _Sample(NamedTuple):

@@ -33,7 +33,7 @@ from tierplan.validation.calibration.dispatch import (
 )
 from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
 from tierplan.validation.calibration.plans import calibration_plans
-from tierplan.validation.calibration.rates import fit_rates
+from tierplan.validation.calibration.rates import fit_drives, fit_rates
 from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 
@@ -108,6 +108,41 @@ def test_calibration_finds_the_rates_and_the_contention_that_were_put_in(pressur
     before = cut_predicted(simulate_on(unroll(schedule, 4), machine))
     assert again.step_s == pytest.approx(measured.step_s, rel=0.03)
     assert abs(before.step_s - measured.step_s) > 3 * abs(again.step_s - measured.step_s)
+
+
+@pytest.mark.parametrize("pressure", [1.0, 1.8])
+def test_calibration_finds_how_much_reads_slow_writes(pressure: float) -> None:
+    """Of a drive that is described as having room for both, nearly."""
+    machine, described = toy_machine(), 0.6
+    workload = timed(toy_workload(4), machine)
+    rates = {s.name: max(y for _, y in s.rates["bytes"].points) for s in machine.streams if "nvme" in s.name}
+
+    def with_drive(weight: float) -> Machine:
+        """Reads and writes take this part of it while they go at their full rate."""
+        streams = [
+            replace(s, takes={"drive": {"bytes": weight / rates[s.name]}}) if s.name in rates else s
+            for s in machine.streams
+        ]
+        return replace(machine, streams=tuple(streams), shared_limits=(SharedLimit(name="drive", limit=1.0),))
+
+    plans = [
+        UnitPlan(params="host", grads="host", states="nvme"),
+        UnitPlan(params="nvme", grads="nvme", states="nvme", acts="nvme"),
+    ]
+    schedules = [lower(uniform_plan(workload, plan), workload, machine) for plan in plans]
+    truth = with_drive(pressure * described)
+    measured = [cut_predicted(simulate_on(unroll(schedule, 4), truth)) for schedule in schedules]
+    ops_s = [seconds_of(schedule, steps) for schedule, steps in zip(schedules, measured, strict=True)]
+    pairs = list(zip(schedules, ops_s, strict=True))
+    factor = fit_drives(with_drive(described), pairs)
+    assert factor == (1.0 if pressure == 1.0 else pytest.approx(pressure, rel=0.25))
+    found = fit_rates(with_drive(described), pairs, drives=factor)
+    without = fit_rates(with_drive(described), pairs)
+    for schedule, steps in zip(schedules, measured, strict=True):
+        step_s = cut_predicted(simulate_on(unroll(schedule, 4), found)).step_s
+        assert step_s == pytest.approx(steps.step_s, rel=0.03)
+        off_s = abs(cut_predicted(simulate_on(unroll(schedule, 4), without)).step_s - steps.step_s)
+        assert factor == 1.0 or off_s > 2 * abs(step_s - steps.step_s)
 
 
 def test_a_drives_ops_that_took_ten_times_as_long_once_are_no_latency_of_it() -> None:
