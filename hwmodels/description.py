@@ -256,6 +256,7 @@ DRIVES_SAY_MB = ("nvme.read", "nvme.write")
 MOST_PLAUSIBLE: Mapping[str, float] = {
     "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
     "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
+    "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
 }  # fmt: skip
 
 
@@ -268,9 +269,10 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
             number = f"{float(number) / 1000:g}"
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
     if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
-        raise MachineError(
-            f"{what} is {value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
-        )
+        shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
+        if key.unit == "count":
+            shown = f"{value}; no machine has more than {MOST_PLAUSIBLE[key.name]:g}"
+        raise MachineError(f"{what} is {shown}")
     return amount
 
 

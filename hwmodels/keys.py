@@ -18,6 +18,7 @@ from tierplan.hwmodels.units import Unit
 
 PARTS: Mapping[str, str] = MappingProxyType({"gpu": "gpus", "nvme": "drives"})
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
+SAID_OF_CAPACITY = ("dram", "ram", "vram", "memory", "mem", "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def find_key(name: str) -> Key:
         return KEYS[name]
     section = name.split(".")[0]
     close = difflib.get_close_matches(name, KEYS, n=3, cutoff=0.6)
+    if name.split(".")[-1] in SAID_OF_CAPACITY:
+        close = [key for key in (f"{section}.capacity", "host.capacity") if key in KEYS][:1]
     siblings = [key for key in KEYS if KEYS[key].section == section] or list(KEYS)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise MachineError(f"no key {name!r} in a machine's description; {hint}the keys are {', '.join(siblings)}")

@@ -66,7 +66,7 @@ print(f"{len(nx.descendants(tight, middle))} of {len(causes)} ops would have sta
 
 # %%
 gains = sensitivities(p.schedule, machine)
-shown = {f"{g.name} (with its limits)" if g.kind == "part" else g.name: 100 * g.gain_frac for g in reversed(gains)}
+shown = {g.shown_name: 100 * g.gain_frac for g in reversed(gains)}
 figure, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
 ax.barh(list(shown), list(shown.values()), color="#0072B2")
 _ = ax.set(xlabel="% of the step saved, if twice as good")

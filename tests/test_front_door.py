@@ -52,7 +52,9 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])
     assert stopped.value.code == 0
-    assert len(capsys.readouterr().out.splitlines()) > 5
+    help_text = capsys.readouterr().out
+    assert len(help_text.splitlines()) > 5
+    assert "default ())" not in help_text
 
 
 def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +64,7 @@ def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> N
     assert "no-such-command" in capsys.readouterr().err
 
 
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "tierplan", "--version"], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("module", ["tierplan", "tierplan.cli"])
+def test_the_module_is_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"tierplan {tp.__version__}"

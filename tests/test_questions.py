@@ -114,6 +114,8 @@ def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFi
         (["--machine", "m2-ultra"], "Apple's memory, which CPU and GPU share, is not planned yet"),
         (["--machine", "macbook-pro"], "Apple's memory"),
         (["--model", "mixtral"], "did you mean 'mixtral-8x7b'?"),
+        (["--model", "llama3"], "'llama-3.2-1b' or 'llama-3.2-3b' or 'llama-3.1-8b' or 'llama-3.3-70b'"),
+        (["--model", "Llama-3.1"], "did you mean 'llama-3.1-8b' or 'llama-3.1-405b'?"),
         (["--model", "folder/config.json"], "there is no file 'folder/config.json'"),
         (["--set", "gpu.capacity=24"], 'did you mean "24 GiB"?'),
         (["--set", "gpu.capacity=24 TB"], "which nothing reaches; check its unit"),

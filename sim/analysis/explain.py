@@ -231,6 +231,11 @@ class Sensitivity:
     gain_frac: float
     """Part of the step time that is saved; below 0 where a faster part makes the step slower."""
 
+    @property
+    def shown_name(self) -> str:
+        """A limit may be called as the part that has it."""
+        return f"{self.name} (shared limit)" if self.kind == "limit" else self.name
+
 
 NOTHING = "nothing alone"
 """What limits a step that nothing makes shorter by itself."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -81,8 +82,7 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     if not path.exists() and (cached := _cached(str(model))):
         file = cached
     if not file.is_file():
-        close = get_close_matches(str(model), named, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
+        meant = f"did you mean {' or '.join(map(repr, close))}? " if (close := _similar(str(model), named)) else ""
         if file.suffix in (".json", ".toml") or path.is_absolute():
             raise WorkloadError(f"there is no file {str(file)!r}; give the config.json of a model, or a known name")
         raise WorkloadError(
@@ -99,6 +99,16 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     _check_shape(file if path.exists() else model, config)
     return (name or file.stem) if path.exists() else str(model), config
+
+
+def _similar(asked: str, names: Iterable[str]) -> list[str]:
+    """Those that begin as `asked` does, whatever is between letters and digits; else the nearest one."""
+
+    def plain(name: str) -> str:
+        return re.sub("[^a-z0-9]", "", name.lower())
+
+    begin = [name for name in names if plain(asked) and plain(name).startswith(plain(asked))]
+    return begin or get_close_matches(asked, names, n=1)
 
 
 def _cached(model: str) -> Path | None:

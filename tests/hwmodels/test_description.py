@@ -395,6 +395,11 @@ def test_another_part_drops_what_was_said_of_the_old_one() -> None:
         ("link.h2d=[[1e6, 1e9], [1e3, 2e9]]", "rising amounts"),
         ("link.h2d=[[1e6", "is not a list of points"),
         ("unheard.of=1", "the keys are gpu.part"),
+        ("host.dram=64 GiB", r"did you mean host.capacity\?"),
+        ("gpu.memory=24 GiB", r"did you mean gpu.capacity\?"),
+        ("dram.size=64 GiB", r"did you mean host.capacity\?"),
+        ("nvme.drives=1000000", "is 1000000; no machine has more than 128"),
+        ("gpu.count=5000", "is 5000; no machine has more than 1024"),
     ],
 )
 def test_a_wrong_setting_says_what_is_right(setting: str, message: str) -> None:

@@ -90,9 +90,12 @@ def interval_rows(prediction: Prediction) -> list[tuple[str, str]]:
 def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:
     """What was asked, with the division into micro-batches that answers it."""
     why = f", in {dtype} since this machine has no bf16" if point.dtype == "auto" and dtype != "bf16" else ""
+    return f"{_batches(accumulation, micro_batch)}, {point.seq} tokens each{why}"
+
+
+def _batches(accumulation: int, micro_batch: int) -> str:
     sequences = "1 sequence" if micro_batch == 1 else f"{micro_batch} sequences"
-    times = f"{accumulation} micro-batches of {sequences}" if accumulation > 1 else f"one micro-batch of {sequences}"
-    return f"{times}, {point.seq} tokens each{why}"
+    return f"{accumulation} micro-batches of {sequences}" if accumulation > 1 else f"one micro-batch of {sequences}"
 
 
 def write_timeline(prediction: Prediction, path: str) -> None:
@@ -138,10 +141,8 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
     rows = [("what limits", "busy", "twice as good saves")]
     shown: dict[str, tuple[str, str, str]] = {}
     for s in limits:
-        name = f"{s.name} (with its limits)" if s.kind == "part" else s.name
-        shown.setdefault(
-            name, (name, format_frac(s.busy_frac), f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0"))
-        )
+        saves = f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0")
+        shown.setdefault(s.shown_name, (s.shown_name, format_frac(s.busy_frac), saves))
     return [*rows, *shown.values()]
 
 
@@ -196,7 +197,7 @@ def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
     """What sub-batches change in the last bits, and coded activations in more."""
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
-        numbers.append(f"of training in {same_as['accumulation']} micro-batches of {same_as['micro_batch']} sequences")
+        numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
     step = prediction.schedule.step if prediction.schedule else None
     if step is not None and (form := step.training.activation_format):
         numbers.append(f"not of plain training: activations that leave the device do so in {form}")

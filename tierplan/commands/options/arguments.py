@@ -58,7 +58,7 @@ def option(
     if default is not None:
         more["default"] = default
         shown = f"{default:g}" if isinstance(default, int | float) else default
-        help += "" if "default" in help else f" (default {shown})"
+        help += "" if "default" in help or default == () else f" (default {shown})"
     if type is not None:
         more["type"] = type
     action = parser.add_argument(*names, help=help, **more)
