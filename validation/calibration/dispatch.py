@@ -80,7 +80,7 @@ COLD = 0.15
 
 
 def typical_reference_s(times_s: Sequence[float]) -> float:
-    """Seconds of the reference work: the mean of the middle half, as steps have it (`middle_half`). Where a core has two
+    """Seconds of the reference work: the mean of the middle half, as for steps (`middle_half`). Where a core has two
     speeds, as it shares its units or not, a quartile says the quicker one, however long the other lasts."""
     num_outer = len(times_s) // 4
     return fmean(sorted(times_s)[num_outer : len(times_s) - num_outer])
