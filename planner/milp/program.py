@@ -16,6 +16,7 @@ itself (`Program.violation`).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,8 @@ MOST_NODES = 100
 """At which branching ends, so that no clock decides what is found."""
 OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.01
 """Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
+NUM_ENDS = 32
+"""Programs of a shape whose ends are kept."""
 FEW_FRAC = 0.05
 """Share of a program's coefficients that are changed one by one where they stand; if more differ, it is loaded anew."""
 
@@ -80,6 +83,15 @@ class Program:
     def row_of_entry(self) -> Ints:
         return np.repeat(np.arange(len(self.row_low), dtype=np.int32), np.diff(self.starts))
 
+    def distance(self, other: Program) -> float:
+        """How much rows and coefficients differ, each relative to its size, from those of a program of this shape."""
+        if self.size != other.size:
+            return inf
+        pairs = ((self.values, other.values), (self.row_low, other.row_low), (self.row_high, other.row_high))
+        return sum(
+            float(np.sum(_relative(a[changed], b[changed]))) for a, b in pairs if len(changed := np.flatnonzero(a != b))
+        )
+
     def violation(self, values: Floats, *, integral: bool = True) -> float:
         """Largest violation of a row, a bound or (if asked) an integrality, relative to the row's scale."""
         worst = [0.0, float(np.max(self.low - values)), float(np.max(values - self.high))]
@@ -93,6 +105,13 @@ class Program:
             whole = values[self.integer]
             worst.append(float(np.max(np.abs(whole - np.round(whole)))))
         return max(worst)
+
+
+def _relative(a: Floats, b: Floats) -> Floats:
+    """Differences, 1 at most; 0 where one of the two is infinite."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    relative: Floats = np.abs(a - b)[finite] / (np.abs(a) + np.abs(b))[finite]
+    return relative
 
 
 @dataclass
@@ -180,8 +199,9 @@ class Solution:
 
 
 class Solver:
-    """HiGHS with the program that it solved last, from whose basis the next one of that shape starts.
+    """HiGHS with the programs that it solved last: the next one starts from the basis of the one that is most like it.
 
+    Settings that are tried jump back and forth, and from a basis far away there are as many iterations as from nothing.
     Deterministic for a seed and a sequence of programs, unless a time limit is reached.
     """
 
@@ -189,8 +209,8 @@ class Solver:
         self.seed = seed
         self.highs: Any = None
         self.loaded: Program | None = None
-        self.bases: dict[tuple[int, int], Any] = {}
-        """By shape: where the last solve without integers ended."""
+        self.ends: dict[tuple[int, int], deque[tuple[Program, Any]]] = {}
+        """By shape: programs without integers, and the bases at which they ended."""
 
     @cached_property
     def wider(self) -> Solver:
@@ -206,18 +226,20 @@ class Solver:
             self._load(program, integral=True, mip_rel_gap=gap)
             self.loaded = None
             return self._run(program, True, time_limit_s, started)
-        basis = self.bases.get(program.shape)
-        if not self._change(program):
+        ends, before = self.ends.setdefault(program.shape, deque(maxlen=NUM_ENDS)), self.loaded
+        like, basis = min(ends, key=lambda end: program.distance(end[0]), default=(None, None))
+        is_loaded = self._change(program)
+        if not is_loaded:
             self._load(program)
-            if basis is not None:
-                self.highs.setBasis(basis)
+        if basis is not None and not (is_loaded and like is before):
+            self.highs.setBasis(basis)
         found = self._run(program, False, time_limit_s, started)
         if basis is not None and found.status != "optimal":
             # not believed: once more, from nothing
             self._load(program)
             found = self._run(program, False, time_limit_s, started)
         if found.status == "optimal":
-            self.bases[program.shape] = self.highs.getBasis()
+            ends.append((program, self.highs.getBasis()))
         return found
 
     def _load(self, program: Program, *, integral: bool = False, **options: float) -> None:
@@ -226,7 +248,7 @@ class Solver:
         self.highs = highspy.Highs()
         settings: dict[str, object] = {"output_flag": False, "threads": 1, "random_seed": self.seed, **options}
         # the simplex method takes a fourth of interior points' time, and leaves duals and a basis; numbers in GB and s
-        # need no scaling, which doubles its iterations, and little perturbation
+        # need no scaling. With more perturbation it ends sooner, at plans that are 1 to 3 % slower; without, too
         branching = {"mip_heuristic_effort": 0.05, "mip_max_nodes": MOST_NODES}
         simplex = {"solver": "simplex", "simplex_scale_strategy": 0, "dual_simplex_cost_perturbation_multiplier": 0.1}
         settings |= branching if integral else simplex

@@ -79,13 +79,17 @@ class ProgramPlans:
 
     def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         changed = with_margins(model, margins)
-        solution = self.solver.solve(changed.program)
+        solution = self._solver_of(model).solve(changed.program)
         self.solve_s += solution.seconds
         self.simulate_plan.budget.ops_left -= solution.work_ops
         return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
 
+    def _solver_of(self, model: Model) -> Solver:
+        """The one that has bounded this program: it goes on from there, whatever is solved of the other kind."""
+        return self.solver.wider if model.problem.brings_states else self.solver
+
     def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
-        whole = solve_whole(model, margins, solver=self.solver)
+        whole = solve_whole(model, margins, solver=self._solver_of(model))
         if whole is None:
             return None
         self.solve_s += whole.seconds

@@ -14,7 +14,7 @@ import pytest
 
 from tests.planner.instances import random_chain, random_machine
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.model import build
+from tierplan.planner.milp.model import Margins, build
 from tierplan.planner.milp.program import Draft, Program, Solver, solve
 
 
@@ -121,6 +121,20 @@ def test_a_solver_that_is_given_one_program_after_the_other_is_right_about_each(
         assert found.status == alone.status
         if found.usable:
             assert found.objective == pytest.approx(alone.objective)
+
+
+def test_a_program_that_was_solved_before_is_not_solved_again() -> None:
+    """Whatever was solved in between: from where it ended there is nothing to do."""
+    workload = random_chain(random.Random(6), 12)
+    posed = problem(workload, random_machine(random.Random(6), workload), semantics="exact-clip")
+    programs = [build(posed, margins=Margins(device_gb=frac * posed.device_gb)).program for frac in (0.0, 0.05, 0.1)]
+    solver = Solver()
+    first = [solver.solve(program) for program in programs]
+    assert all(found.status == "optimal" and found.iterations > 0 for found in first)
+    for program, before in zip(programs, first, strict=True):
+        again = solver.solve(program)
+        assert again.iterations == 0
+        assert again.objective == pytest.approx(before.objective)
 
 
 def test_violation_sees_rows_bounds_and_fractions():
