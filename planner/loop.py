@@ -25,14 +25,12 @@ from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import LONG_CHAIN, descend
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
-from tierplan.planner.search.moves import loosened, with_brought_states, with_shape_of
-from tierplan.planner.search.race import FIRST_OPS, OrderSearch, Racer, race, rounds
-from tierplan.planner.search.restarts import descend_with_restarts
-from tierplan.planner.search.shifts import descend_by_shifts
+from tierplan.planner.search.moves import loosened, with_shape_of
+from tierplan.planner.search.race import GOOD_FRAC, OrderSearch, Racer, race, rounds
+from tierplan.planner.search.shape import descended, tried
 from tierplan.planner.several_devices.search import (
     bound_by_compute,
     bound_of_packs,
@@ -43,14 +41,8 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
-GOOD_FRAC = 0.003
-"""The search stops when the step is this close to the bound."""
 FAR = 1.1
 """A search goes on beyond its default budget while the step is more than this times the bound."""
-CLEARLY_QUICKER = 0.8
-"""Of the first plan's step without states that come to the device, what one with them has to be below."""
-ALONE_OPS = 250_000
-"""Of work that the plans which are quicker at first have before the others."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -61,12 +53,6 @@ SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
 MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
 """Long chains, whose programs take about a second each, try fewer."""
-
-
-def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
-    if len(p.units) > LONG_CHAIN:
-        return [partial(descend_by_shifts, bound=bound, seed=seed)]
-    return [descend, partial(descend_with_restarts, seed=seed)]
 
 
 class Search:
@@ -267,7 +253,7 @@ class Search:
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
-        racers = [Racer(self._tried(from_program, p, bound, seeds), bound.step_s) for p, bound in pairs]
+        racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.step_s) for p, bound in pairs]
         going = race(racers, self.budget, good_frac=GOOD_FRAC)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
@@ -405,7 +391,7 @@ class Search:
             found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
             if shape in found.by_shape:
                 pools.append(found)
-                racers.append(Racer(self._descended(*asked[shape], found, seed), asked[shape][1].step_s))
+                racers.append(Racer(descended(*asked[shape], found, self.simulate_plan, seed), asked[shape][1].step_s))
         end_ops = self.budget.ops_left - self.budget.more_ops
         for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
             for found in pools:
@@ -427,68 +413,6 @@ class Search:
                 self.incumbents.consider(chain.found.plain)
                 if ops == inf:
                     return
-
-    def _tried(
-        self, from_program: ProgramPlans, p: Problem, bound: Bound, seeds: Mapping[Shape, Candidate[UnitwisePlan]]
-    ) -> Iterator[float]:
-        """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
-        goal_s = bound.step_s * (1 + GOOD_FRAC)
-        shape: Shape = (p.order, p.sub_batches)
-        found = from_program.incumbents
-
-        def best_s() -> float:
-            best = found.by_shape.get(shape)
-            return inf if best is None or best.step_s is None else best.step_s
-
-        def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
-            for other in others:
-                same = with_shape_of(other.plan, p)
-                brought = [with_brought_states(loosened(same))] if p.brings_states else []
-                for changed in (same, loosened(same), *brought):
-                    found.consider(self.simulate_plan(changed))
-                    yield best_s()
-
-        def going(trials: Iterator[float], p: Problem, bound: Bound) -> Iterator[float]:
-            for _ in trials:
-                yield best_s()
-            yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
-            if shape in found.by_shape:
-                yield from self._descended(p, bound, found, self.seed)
-
-        yield from reshaped(seeds.values())
-        kinds = [(from_program.tried(p, bound, goal_s=goal_s), p, bound)]
-        if bound.plain is not None and bound.plain.feasible and bound.plain.model is not None:
-            # first what has the quicker first plan: in memory that is short, bringing states may only be in the way
-            posed = bound.plain.model.problem, bound.plain
-            kinds.insert(0, (from_program.tried(*posed, goal_s=goal_s), *posed))
-            firsts = []
-            for each, *_ in kinds:
-                firsts.append(inf)
-                for firsts[-1] in each:
-                    yield best_s()
-                    if firsts[-1] < inf:
-                        break
-            if CLEARLY_QUICKER * firsts[0] > firsts[1]:
-                kinds.reverse()
-        racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
-        for _ in racers[0].run(ALONE_OPS, self.budget):
-            yield best_s()
-        for _ in race(racers, self.budget, good_frac=GOOD_FRAC, kept_frac=1.0, first_ops=FIRST_OPS / 2):
-            yield best_s()
-
-    def _descended(self, p: Problem, bound: Bound, found: Incumbents, seed: int) -> Iterator[float]:
-        """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
-        shape = p.order, p.sub_batches
-        for descent in _descents(p, bound, seed):
-            start = None
-            while start is not found.by_shape[shape]:
-                start = found.by_shape[shape]
-                for best in descent(p, start, self.simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
-                    found.consider(best)
-                    start = found.by_shape[shape]
-                    yield start.step_s or inf
-                    if start is not found.by_shape[shape]:
-                        break
 
     def _to_beat_s(self) -> float:
         """What a bound has to be below, for its chain to be worth searching."""

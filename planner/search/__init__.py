@@ -4,11 +4,11 @@ budget        what it may spend
 candidates    a candidate: a plan that was simulated
 moves         small changes of a plan
 incumbents    the best candidates so far
-descent       from one candidate to better ones, move by move
+descent       from one candidate to better ones, move by move; on short chains from random ones, too
 shifts        moves of many units at once, and the descent by them, on long chains
-restarts      descents from random plans, on short chains
 knobs         what the program cannot decide, tuned one after the other
 from_program  plans of the planning program, rounded, tuned and simulated
+shape         all plans of one shape, from whatever source
 race          the searches of all shapes, side by side
 late_updates  which updates wait for the next step
 lesser        answers of lesser machines, which better ones have too

@@ -17,7 +17,7 @@ from math import inf, isqrt, log
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.loop import GOOD_FRAC, Search
+from tierplan.planner.loop import Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
@@ -27,7 +27,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.moves import with_shape_of
-from tierplan.planner.search.race import Racer, race
+from tierplan.planner.search.race import GOOD_FRAC, Racer, race
 from tierplan.sim.digest import digest
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import MAX_SEQUENCES, Workload

@@ -18,6 +18,8 @@ from tierplan.planner.search.incumbents import Incumbents
 
 LEAST_OPS, GROWTH, MOST_OPS = 1_000, 1.5, 100_000
 """Of a round in which all orders of micro-batches have their turn: the first, how they grow, and the last."""
+GOOD_FRAC = 0.003
+"""A search ends when the step is this close to the bound."""
 FIRST_OPS = 90_000
 """Of work that each search may do in the first round."""
 

@@ -1,0 +1,102 @@
+"""The search for plans of one shape: those of the program, of published systems and of other shapes, and from the best
+of them by local moves.
+
+A program has plans whose states come to the device for their updates, and plans whose states do not. Both are tuned,
+one after the other: which is quicker at first says little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from math import inf
+
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import LONG_CHAIN, descend, descend_with_restarts
+from tierplan.planner.search.from_program import ProgramPlans
+from tierplan.planner.search.incumbents import Incumbents, Shape
+from tierplan.planner.search.moves import loosened, with_brought_states, with_shape_of
+from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
+from tierplan.planner.search.shifts import descend_by_shifts
+
+CLEARLY_QUICKER = 0.8
+"""Of the first plan's step without states that come to the device, what one with them has to be below."""
+ALONE_OPS = 250_000
+"""Of work that the plans which are quicker at first have before the others."""
+
+
+def tried(
+    from_program: ProgramPlans,
+    p: Problem,
+    bound: Bound,
+    seeds: Mapping[Shape, Candidate[UnitwisePlan]],
+    seed: int,
+) -> Iterator[float]:
+    """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
+    goal_s = bound.step_s * (1 + GOOD_FRAC)
+    shape: Shape = (p.order, p.sub_batches)
+    found, simulate_plan = from_program.incumbents, from_program.simulate_plan
+
+    def best_s() -> float:
+        best = found.by_shape.get(shape)
+        return inf if best is None or best.step_s is None else best.step_s
+
+    def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
+        for other in others:
+            same = with_shape_of(other.plan, p)
+            brought = [with_brought_states(loosened(same))] if p.brings_states else []
+            for changed in (same, loosened(same), *brought):
+                found.consider(simulate_plan(changed))
+                yield best_s()
+
+    def going(trials: Iterator[float], p: Problem, bound: Bound) -> Iterator[float]:
+        for _ in trials:
+            yield best_s()
+        yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
+        if shape in found.by_shape:
+            yield from descended(p, bound, found, simulate_plan, seed)
+
+    yield from reshaped(seeds.values())
+    kinds = [(from_program.tried(p, bound, goal_s=goal_s), p, bound)]
+    if bound.plain is not None and bound.plain.feasible and bound.plain.model is not None:
+        # first what has the quicker first plan: in memory that is short, bringing states may only be in the way
+        posed = bound.plain.model.problem, bound.plain
+        kinds.insert(0, (from_program.tried(*posed, goal_s=goal_s), *posed))
+        firsts = []
+        for each, *_ in kinds:
+            firsts.append(inf)
+            for firsts[-1] in each:
+                yield best_s()
+                if firsts[-1] < inf:
+                    break
+        if CLEARLY_QUICKER * firsts[0] > firsts[1]:
+            kinds.reverse()
+    racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
+    for _ in racers[0].run(ALONE_OPS, simulate_plan.budget):
+        yield best_s()
+    for _ in race(racers, simulate_plan.budget, good_frac=GOOD_FRAC, kept_frac=1.0, first_ops=FIRST_OPS / 2):
+        yield best_s()
+
+
+def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSimulator, seed: int) -> Iterator[float]:
+    """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
+    shape = p.order, p.sub_batches
+    for descent in _descents(p, bound, seed):
+        start = None
+        while start is not found.by_shape[shape]:
+            start = found.by_shape[shape]
+            for best in descent(p, start, simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+                found.consider(best)
+                start = found.by_shape[shape]
+                yield start.step_s or inf
+                if start is not found.by_shape[shape]:
+                    break
+
+
+def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
+    if len(p.units) > LONG_CHAIN:
+        return [partial(descend_by_shifts, bound=bound, seed=seed)]
+    return [descend, partial(descend_with_restarts, seed=seed)]
