@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
-from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.names import COMPUTE, on_first_device, parse_stream
 from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -31,14 +31,21 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     """The comparison with the run's slowdown, and the prediction for it, where both timed the reference work.
 
     Of each stream: how long its threads waited for a core in the run, over what they waited in the calibration; and how
-    long the reference work took with a core, where work is not the drives'. Neither looks at what was predicted.
+    long the reference work took with a core, where work is not the drives'. Neither looks at what the step was
+    predicted to take.
     """
     times, several = measured.meta.get("reference_s"), len(schedule.streams) > 1
-    known_s, known = machine.basis.reference_s[several], machine.basis.stretch[several]
+    known_s, known = machine.basis.reference_s[several], dict(machine.basis.stretch[several])
     if not isinstance(times, Mapping) or not known_s:
         return comparison
     core = core_slowdown(list(chain(*times.values())), known_s)
     waited = cut_steps(measured, comparison.warmup_steps).stretch
+    for s in comparison.streams if several else ():
+        # computation is predicted from what it takes alone: what other streams make it wait is in the prediction
+        if parse_stream(s.stream).is_compute and s.stream in waited and s.predicted.alone_s:
+            alone = machine.basis.stretch[False].get(on_first_device(s.stream), 1.0)
+            known[on_first_device(s.stream)] = alone * s.predicted.busy_s / s.predicted.alone_s
+            waited[s.stream] = max(waited[s.stream], known[on_first_device(s.stream)])
     slowdown = slowdown_between(core, known, waited)
     step_s = steady_at(schedule, machine, slowdown).period_s
     return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)

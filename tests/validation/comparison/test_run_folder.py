@@ -13,6 +13,7 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.commands import compare as command
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import CATALOG, PredictionBasis
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_file import PlanFileError, machine_meta, save_plan
@@ -124,6 +125,23 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
     causes = causes_in_words(comparison)
     assert len(causes) == 3
     assert any("gpu0.compute; the ops themselves were slower" in text for text in causes), causes
+
+
+def test_waits_that_the_prediction_has_are_no_slowdown(folder: Path) -> None:
+    """Computation was predicted to be slowed by what is beside it. As long as its thread waits no longer for a core,
+    the machine is as quick as it was, however long other plans had to wait in the calibration."""
+    schedule, machine = read_schedule(folder / "plan.json", None)
+    trace = load_run(folder / "run").trace
+    comparison = compare(schedule, steady_state(schedule, machine).trace, trace, warmup_steps=2)
+    computing = next(s for s in comparison.streams if s.stream == COMPUTE)
+    slowed = replace(computing, predicted=replace(computing.predicted, slowed_s=0.2 * computing.predicted.alone_s))
+    others = [s for s in comparison.streams if s is not computing]
+    comparison = replace(comparison, streams=(slowed, *others))
+    times = replace(trace, meta={"reference_s": {"1": [machine.basis.reference_s[True]]}})
+    for part, wanted in ((0.1, 1.0), (1 / 6, 1.0), (0.25, 4 / 3 / 1.2)):  # waits, of what ops took
+        spans = tuple(s._replace(coreless_ns=round(part * s.duration_ns), late_ns=0) for s in trace.spans)
+        found = at_slowdown(comparison, schedule, machine, replace(times, spans=spans))
+        assert found.slowdown == pytest.approx(wanted, rel=0.03)
 
 
 def test_a_folder_without_a_run_is_refused(folder: Path) -> None:
