@@ -254,7 +254,7 @@ class Search:
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.step_s) for p, bound in pairs]
-        going = race(racers, self.budget, good_frac=GOOD_FRAC)
+        going = race(racers, self.budget)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
     def _bound(self, p: Problem, solver: Solver) -> Bound:
@@ -393,7 +393,7 @@ class Search:
                 pools.append(found)
                 racers.append(Racer(descended(*asked[shape], found, self.simulate_plan, seed), asked[shape][1].step_s))
         end_ops = self.budget.ops_left - self.budget.more_ops
-        for _ in race(racers, self.budget, good_frac=GOOD_FRAC):
+        for _ in race(racers, self.budget):
             for found in pools:
                 self.incumbents.consider(found.by_shape[shape])
             if self._to_beat_s() <= FAR * least_s or self.budget.ops_left <= end_ops or self.budget.is_out_of_time:

@@ -201,9 +201,7 @@ def _raced(searches: list[Search], budget: Budget) -> None:
 
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
     try:
-        for _ in race(
-            sorted(racers, key=lambda r: r.bound_s), budget, good_frac=GOOD_FRAC, kept_frac=KEPT_FRAC, meet=meet
-        ):
+        for _ in race(sorted(racers, key=lambda r: r.bound_s), budget, kept_frac=KEPT_FRAC, meet=meet):
             if budget.ops_left <= 0 or budget.is_out_of_time:
                 break
         for search in searches:

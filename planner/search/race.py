@@ -50,7 +50,6 @@ def race(
     racers: list[Racer],
     budget: Budget,
     *,
-    good_frac: float,
     kept_frac: float = 0.5,
     first_ops: float = FIRST_OPS,
     meet: Callable[[], list[Racer]] = list,
@@ -66,7 +65,7 @@ def race(
             for _ in racer.run(ops, budget):
                 best_s = min(r.best_s for r in racers)
                 for other in racers:
-                    other.is_over = other.is_over or other.bound_s >= best_s * (1 - good_frac)
+                    other.is_over = other.is_over or other.bound_s >= best_s * (1 - GOOD_FRAC)
                 yield
         joining = meet()
         racers = sorted((r for r in [*racers, *joining] if not r.is_over), key=lambda r: r.best_s)

@@ -77,7 +77,7 @@ def tried(
     racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
     for _ in racers[0].run(ALONE_OPS, simulate_plan.budget):
         yield best_s()
-    for _ in race(racers, simulate_plan.budget, good_frac=GOOD_FRAC, kept_frac=1.0, first_ops=FIRST_OPS / 2):
+    for _ in race(racers, simulate_plan.budget, kept_frac=1.0, first_ops=FIRST_OPS / 2):
         yield best_s()
 
 
