@@ -19,16 +19,22 @@ from tierplan.sim.workloads.workload import Training
 CPU = Device()
 
 
-def test_it_takes_at_most_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 0.1 s and the reference work 2 ms, by a clock that the work moves on."""
-    clock, state = [0.0], torch.get_rng_state()
-    monkeypatch.setattr(reference_work.time, "perf_counter", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that the reference work moves on by 2 ms, and the test by steps of 0.1 s."""
+    now_s = [0.0]
+    monkeypatch.setattr(reference_work.time, "perf_counter", lambda: now_s[0])
 
     def work(self: ReferenceWork) -> float:
-        clock[0] += 0.002
+        now_s[0] += 0.002
         return 0.002
 
     monkeypatch.setattr(ReferenceWork, "_time_s", work)
+    return now_s
+
+
+def test_it_takes_at_most_its_part_of_the_time(clock: list[float]) -> None:
+    state = torch.get_rng_state()
     timed = ReferenceWork(CPU, torch.float32, 0.005)
     begin_s = clock[0]
     for step in range(100):
@@ -48,15 +54,7 @@ def test_it_is_timed_when_asked_and_only_then() -> None:
     assert timed.seconds[3][0] > 0
 
 
-def test_a_run_whose_streams_never_rest_has_moments_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(reference_work.time, "perf_counter", lambda: clock[0])
-
-    def work(self: ReferenceWork) -> float:
-        clock[0] += 0.002
-        return 0.002
-
-    monkeypatch.setattr(ReferenceWork, "_time_s", work)
+def test_a_run_whose_streams_never_rest_has_moments_before_and_after_it(clock: list[float]) -> None:
     timed = ReferenceWork(CPU, torch.float32, 0.005)
     timed.is_alone = lambda: True
     timed.at_rest(0)
