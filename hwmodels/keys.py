@@ -19,6 +19,7 @@ from tierplan.hwmodels.units import Unit
 PARTS: Mapping[str, str] = MappingProxyType({"gpu": "gpus", "nvme": "drives"})
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
 SAID_OF_CAPACITY = ("dram", "ram", "vram", "memory", "mem", "size")
+"""Words that people have for it, in the place of a key's name."""
 
 
 @dataclass(frozen=True, slots=True)

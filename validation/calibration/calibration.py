@@ -20,12 +20,13 @@ from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
 from tierplan.hwmodels.records import load_record
 from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
+from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.digest import digest
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_between, steady_at
+from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_in, steady_at
 from tierplan.validation.calibration.factors import (
     Factors,
     compute_factors,
@@ -34,7 +35,12 @@ from tierplan.validation.calibration.factors import (
 )
 from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
-from tierplan.validation.calibration.rates import fit_drives, fit_rates, with_demand_on_drives, without_compute_latency
+from tierplan.validation.calibration.rates import (
+    fit_drive_contention,
+    fit_rates,
+    with_drive_contention,
+    without_compute_latency,
+)
 
 FORMAT, VERSION = "tierplan-calibration", 5
 PRIOR_SPREAD, NUM_PRIOR = 0.06, 10
@@ -85,7 +91,7 @@ class Calibration:
     units: Mapping[str, UnitFit]
     """By kind of unit."""
     streams: Mapping[str, StreamFit]
-    drives: float
+    drive_contention: float
     """Factor on what reads and writes take of limits that drives alone share."""
     in_memory_step_s: float
     """Predicted seconds per step of the calibration model with everything in memory, at a slowdown of 1."""
@@ -118,7 +124,7 @@ class Calibration:
         """The machine as it is inside a step, all devices like the first. Computations have no latency: their seconds
         contain it."""
         streams = []
-        for s in with_demand_on_drives(without_compute_latency(machine), self.drives).streams:
+        for s in with_drive_contention(without_compute_latency(machine), self.drive_contention).streams:
             name = parse_stream(s.name)
             if fit := self.streams.get(on_first_device(s.name)):
                 s = with_rate_factors(s, fit.rates)
@@ -190,11 +196,12 @@ def calibrate(
         if name == IN_MEMORY:
             continue
         others = {other: m for other, m in measurements.items() if other != name}
-        without, factors = _fit(modelled, profiled, machine, others, calibration.drives)
+        without, factors = _fit(modelled, profiled, machine, others, calibration.drive_contention)
         schedule = schedule_with_factors(name, checked.schedule, profiled, factors)
         fitted = _with_capacities_of(schedule, without.on(machine))
         # as long as its threads waited for cores in its own turns
-        waited = slowdown_between(1.0, typical[checked.is_beside], checked.stretch)
+        steady = steady_state(schedule, fitted)
+        waited = slowdown_in(1.0, typical, checked.stretch, stream_times(steady.trace, steady.window_s))
         checks[name] = steady_at(schedule, fitted, waited).period_s / checked.step_s
     measured_s = {name: m.step_s for name, m in measurements.items()}
     slowdowns = tuple(s / m.step_s for m in measurements.values() for s in m.turns_s)
@@ -206,15 +213,16 @@ def _fit(
     profiled: Workload,
     machine: Machine,
     measurements: Mapping[str, PlanMeasurement],
-    drives: float | None = None,
+    drive_contention: float | None = None,
 ) -> tuple[Calibration, Factors]:
-    """The calibration without checks, and the factors of computations; `drives` if it is known."""
+    """The calibration without checks, and the factors of computations; `drive_contention` if it is known."""
     factors = compute_factors(profiled, measurements)
     schedules = {name: schedule_with_factors(name, m.schedule, profiled, factors) for name, m in measurements.items()}
     described = without_compute_latency(machine)
     measured = [(schedules[name], m.op_s) for name, m in measurements.items()]
-    drives = fit_drives(described, measured) if drives is None else drives
-    fitted = fit_rates(described, measured, drives=drives)
+    if drive_contention is None:
+        drive_contention = fit_drive_contention(described, measured)
+    fitted = fit_rates(described, measured, drive_contention=drive_contention)
     beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if m.is_beside])
     alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if not m.is_beside])
     timed = workload_with_factors(profiled, factors)
@@ -230,7 +238,7 @@ def _fit(
         streams={
             s.name: _stream_fit(s, described, fitted, beside.get(s.name), alone.get(s.name)) for s in described.streams
         },
-        drives=drives,
+        drive_contention=drive_contention,
         in_memory_step_s=1.0,
         measured_step_s={},
     )  # fmt: skip

@@ -12,17 +12,20 @@ from functools import partial
 from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import on_first_device, parse_stream
+from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 from tierplan.validation.comparison.steps import Steps
+
+T = TypeVar("T")
 
 
 class DispatchLatency(NamedTuple):
@@ -82,8 +85,13 @@ COLD = 0.15
 def typical_reference_s(times_s: Sequence[float]) -> float:
     """Seconds of the reference work: the mean of the middle half, as for steps (`middle_half`). Where a core has two
     speeds, as it shares its units or not, a quartile says the quicker one, however long the other lasts."""
-    num_outer = len(times_s) // 4
-    return fmean(sorted(times_s)[num_outer : len(times_s) - num_outer])
+    return fmean(middle(sorted(times_s)))
+
+
+def middle(ordered: Sequence[T]) -> Sequence[T]:
+    """The middle half of what is in order: without outliers."""
+    num_outer = len(ordered) // 4
+    return ordered[num_outer : len(ordered) - num_outer]
 
 
 def core_slowdown(times_s: Sequence[float], known_s: float) -> float:
@@ -110,10 +118,34 @@ def slowdown_of(stream: str, slowdown: Slowdown) -> float:
     return 1.0 if parse_stream(stream).is_drive else slowdown
 
 
+Stretches = tuple[Mapping[str, float], Mapping[str, float]]
+"""By stream, how much longer waits for a core make its ops (`Steps.stretch`): alone, and beside other streams."""
+
+
 def slowdown_between(core: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """By stream, where a core is `core` times as slow as before, and ops are stretched so much by waits for one."""
-    waits = {stream: own / before.get(on_first_device(stream), 1.0) for stream, own in now.items()}
+    waits = {stream: own / before.get(stream, before.get(on_first_device(stream), 1.0)) for stream, own in now.items()}
     return {stream: slowdown_of(stream, core * longer**COLD) * longer for stream, longer in waits.items()}
+
+
+def slowdown_in(
+    core: float, typical: Stretches, now: Mapping[str, float], predicted: Mapping[str, StreamTime]
+) -> dict[str, float]:
+    """As `slowdown_between`, of a schedule whose streams were `predicted` to spend a step so, with typical waits.
+
+    Computation is predicted from what it takes alone, and by the contention that the schedule has: what other streams
+    make it wait is no news as long as it is not more than that.
+    """
+    alone, beside = typical
+    if len(now) < 2:
+        return slowdown_between(core, alone, now)
+    expected = {
+        name: alone.get(on_first_device(name), 1.0) * spent.busy_s / spent.alone_s
+        for name, spent in predicted.items()
+        if parse_stream(name).is_compute and spent.alone_s
+    }
+    now = {name: max(own, expected.get(name, own)) for name, own in now.items()}
+    return slowdown_between(core, {**beside, **expected}, now)
 
 
 def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: Slowdown) -> Trace:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.dispatch import DispatchLatency, measure_dispatch_latency
+from tierplan.validation.calibration.dispatch import DispatchLatency, measure_dispatch_latency, middle
 from tierplan.validation.comparison.steps import Steps, cut_steps
 
 
@@ -78,6 +78,4 @@ def _mean_stretch(measured: Sequence[PlanMeasurement]) -> dict[str, float]:
 
 def middle_half(steps: Steps) -> Steps:
     """Only the middle half of the steady steps, by their duration: without outliers."""
-    ordered = sorted(steps.steady, key=steps.durations_s.__getitem__)
-    num_outer = len(ordered) // 4
-    return replace(steps, steady=tuple(sorted(ordered[num_outer : len(ordered) - num_outer])))
+    return replace(steps, steady=tuple(sorted(middle(sorted(steps.steady, key=steps.durations_s.__getitem__)))))

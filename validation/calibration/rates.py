@@ -24,6 +24,7 @@ NUM_ROUNDS = 6
 """Rates and contention depend on each other, so they are fitted in turn."""
 RATE_FACTOR_LIMIT = 10.0
 DRIVE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+"""On what reads and writes take of what they share; between two of them a step changes by a few percent."""
 WORTH_A_FACTOR = 0.98
 """Less than this part of the misfit has to remain, for another factor to count."""
 LEAST_WORK_FRAC = 0.05
@@ -43,7 +44,7 @@ def without_compute_latency(machine: Machine) -> Machine:
     return replace(machine, streams=streams)
 
 
-def fit_drives(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]]) -> float:
+def fit_drive_contention(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]]) -> float:
     """How much more reads and writes take of what they share than the machine's description says: of `DRIVE_FACTORS`
     the one with which, the rates fitted, the copies of each schedule to and from drives last as long as measured.
 
@@ -51,7 +52,7 @@ def fit_drives(machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str,
     """
 
     def misfit(factor: float) -> float:
-        fitted = fit_rates(machine, measured, drives=factor)
+        fitted = fit_rates(machine, measured, drive_contention=factor)
         return sum(
             seconds[0] * abs(log(seconds[1] / seconds[0]))
             for schedule, op_s in measured
@@ -85,7 +86,7 @@ def _seconds_on_drives(
 
 
 def fit_rates(
-    machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]], *, drives: float = 1.0
+    machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]], *, drive_contention: float = 1.0
 ) -> Machine:
     """The machine on which simulated ops take as long as the measured ones, summed over all schedules.
 
@@ -98,10 +99,10 @@ def fit_rates(
     ----------
     measured
         Schedules, each with the measured seconds of its ops by key.
-    drives
-        Factor on what reads and writes take of limits that drives alone share: see `fit_drives`.
+    drive_contention
+        Factor on what reads and writes take of limits that drives alone share: see `fit_drive_contention`.
     """
-    machine = with_demand_on_drives(machine, drives)
+    machine = with_drive_contention(machine, drive_contention)
     unrolled = [unroll(schedule, 3) for schedule, _ in measured]
     latency_s = machine.stream(COMPUTE).latency_s
     computations = [
@@ -140,7 +141,7 @@ def fit_rates(
     return machine
 
 
-def with_demand_on_drives(machine: Machine, factor: float) -> Machine:
+def with_drive_contention(machine: Machine, factor: float) -> Machine:
     """Reads and writes taking `factor` times as much of the limits that only they share."""
     others = {limit for s in machine.streams if not parse_stream(s.name).is_drive for limit in s.takes}
     streams = (with_demand(s, s.takes.keys() - others, factor) for s in machine.streams)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import chain
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
-from tierplan.hwmodels.names import COMPUTE, on_first_device, parse_stream
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.sim.output.text import format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
-from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_between, slowdown_of, steady_at
+from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_in, slowdown_of, steady_at
 from tierplan.validation.comparison.attribution import Contribution
 from tierplan.validation.comparison.compare import Comparison
 from tierplan.validation.comparison.steps import cut_steps
@@ -35,18 +35,12 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     predicted to take.
     """
     times, several = measured.meta.get("reference_s"), len(schedule.streams) > 1
-    known_s, known = machine.basis.reference_s[several], dict(machine.basis.stretch[several])
+    known_s = machine.basis.reference_s[several]
     if not isinstance(times, Mapping) or not known_s:
         return comparison
     core = core_slowdown(list(chain(*times.values())), known_s)
     waited = cut_steps(measured, comparison.warmup_steps).stretch
-    for s in comparison.streams if several else ():
-        # computation is predicted from what it takes alone: what other streams make it wait is in the prediction
-        if parse_stream(s.stream).is_compute and s.stream in waited and s.predicted.alone_s:
-            alone = machine.basis.stretch[False].get(on_first_device(s.stream), 1.0)
-            known[on_first_device(s.stream)] = alone * s.predicted.busy_s / s.predicted.alone_s
-            waited[s.stream] = max(waited[s.stream], known[on_first_device(s.stream)])
-    slowdown = slowdown_between(core, known, waited)
+    slowdown = slowdown_in(core, machine.basis.stretch, waited, {s.stream: s.predicted for s in comparison.streams})
     step_s = steady_at(schedule, machine, slowdown).period_s
     return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)
 

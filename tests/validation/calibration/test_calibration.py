@@ -33,7 +33,7 @@ from tierplan.validation.calibration.dispatch import (
 )
 from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
 from tierplan.validation.calibration.plans import calibration_plans
-from tierplan.validation.calibration.rates import fit_drives, fit_rates
+from tierplan.validation.calibration.rates import fit_drive_contention, fit_rates
 from tierplan.validation.comparison.steps import Steps, cut_predicted
 
 
@@ -134,9 +134,9 @@ def test_calibration_finds_how_much_reads_slow_writes(pressure: float) -> None:
     measured = [cut_predicted(simulate_on(unroll(schedule, 4), truth)) for schedule in schedules]
     ops_s = [seconds_of(schedule, steps) for schedule, steps in zip(schedules, measured, strict=True)]
     pairs = list(zip(schedules, ops_s, strict=True))
-    factor = fit_drives(with_drive(described), pairs)
+    factor = fit_drive_contention(with_drive(described), pairs)
     assert factor == (1.0 if pressure == 1.0 else pytest.approx(pressure, rel=0.25))
-    found = fit_rates(with_drive(described), pairs, drives=factor)
+    found = fit_rates(with_drive(described), pairs, drive_contention=factor)
     without = fit_rates(with_drive(described), pairs)
     for schedule, steps in zip(schedules, measured, strict=True):
         step_s = cut_predicted(simulate_on(unroll(schedule, 4), found)).step_s

@@ -53,7 +53,7 @@ def calibration_of(family: str, machine: Machine, **changes: object) -> Calibrat
         training=TRAINING,
         units=dict.fromkeys(("embed", "block", "head"), TWICE),
         streams={"gpu0.h2d": half},
-        drives=1.0,
+        drive_contention=1.0,
         in_memory_step_s=1.0,
         measured_step_s={},
         checks={"a": 1.05, "b": 0.95},
