@@ -413,7 +413,6 @@ class Trainer:
         self._set_back.callback(self._device.take_buffers(self.model))
         self._hooks.are_replays_timed = self.time_replays
         places = Places(
-            units=self.units,
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
             store=self._store,

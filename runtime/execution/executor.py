@@ -109,9 +109,10 @@ class Executor:
         self._last_end_ns = dict.fromkeys(self._issued, 0)
         self._latest_ns: dict[int, int] = {}
         self._queue: dict[str, deque[OpRun]] = {stream: deque() for stream in schedule.streams}
-        self._at: dict[str, OpRun] = {}
+        self._at: dict[str, OpRun | None] = {}
+        """By stream, the op that it has come to; None where there is no more to do."""
         self._waited_ns: dict[str, int] = {}
-        """By stream, the op that it is at, or was at last; and its waits for a core by then."""
+        """By stream, its waits for a core when they were last asked for."""
         self._grants: dict[str, deque[OpRun]] = {name: deque() for name in self.ledger.capacity_bytes}
         self._ops_left: dict[int, int] = {}
         self._first_step = self._num_opened = self._num_begun = self._end = first_step
@@ -254,12 +255,13 @@ class Executor:
         try:
             self._on_thread_start(stream)
             self._waited_ns[stream] = coreless_ns()
-            while (node := self._begin(stream)) is not None:
+            node = self._begin_next(stream)
+            while node is not None:
                 self._body(node)
-                self._end_of(stream)
+                node = self._begin_next(stream, self._at[stream])
         except BaseException as error:
-            if (node := self._at.get(stream)) is not None:
-                error.add_note(f"in op {node.op.key!r} of step {node.step}")
+            if (at := self._at.get(stream)) is not None:
+                error.add_note(f"in op {at.op.key!r} of step {at.step}")
             with self._lock:
                 self._fail(error)
         finally:
@@ -274,43 +276,53 @@ class Executor:
 
     def go_on(self, stream: str) -> Call:
         """For a body that does the stream's next op, too, in whatever thread: ends its own, and begins that one."""
-        self._end_of(stream)
-        if (node := self._begin(stream)) is None:
+        if (node := self._begin_next(stream, self._at[stream])) is None:
             raise ExecutionError("this execution has failed")
         return node
 
-    def _begin(self, stream: str) -> OpRun | None:
-        """The stream's next op, begun; None when there is no more to do."""
-        node = self._next(stream)
-        if node is None:
-            return None
-        self._at[stream] = node
-        if stream in self._issued:
+    def _begin_next(self, stream: str, done: OpRun | None = None) -> OpRun | None:
+        """Ends the op whose body is done, and begins the stream's next one; None when there is no more to do."""
+        is_ahead = stream in self._issued
+        if done is not None and is_ahead:
+            self._note_issued(done)
+        elif done is not None and self._is_traced(done):
+            end_ns = coreless_ns()
+            done.coreless_ns, self._waited_ns[stream] = end_ns - self._waited_ns[stream], end_ns
+        with self._lock:
+            if done is not None and not is_ahead:
+                self._take_over(done)
+                done.end_ns = self._now_ns()
+                self._finish(done)
+            node = self._come_to_next(stream)
+            if self._await_others is None:
+                self._await_start(node)
+        if node is not None and self._await_others is not None:
+            self._await_others(node)
             with self._lock:
-                while len(self._issued[stream]) >= MOST_ISSUED and self._failure is None:
-                    self._moves[stream].wait()
-            for earlier in node.behind:
-                if earlier.op.stream != stream:
-                    assert earlier.ended is not None
-                    self._device.wait_for(stream, earlier.ended)
-            node.begun = self._device.record(stream)
-        else:
+                self._await_start(node)
+        if node is None or self._failure is not None:
+            return None
+        if is_ahead:
+            self._wait_on_device(node)
+        elif self._is_traced(node):
             begin_ns = coreless_ns()
             node.late_ns, self._waited_ns[stream] = begin_ns - self._waited_ns[stream], begin_ns
         return node
 
-    def _end_of(self, stream: str) -> None:
-        """The body of the stream's op is done."""
-        node = self._at[stream]
-        if stream in self._issued:
-            self._note_issued(node)
-            return
-        end_ns = coreless_ns()
-        node.coreless_ns, self._waited_ns[stream] = end_ns - self._waited_ns[stream], end_ns
+    def _is_traced(self, node: OpRun) -> bool:
+        return self._trace_end is None or node.step < self._trace_end
+
+    def _wait_on_device(self, node: OpRun) -> None:
+        """Puts what the op has to wait for before it on its stream of the device."""
+        stream = node.op.stream
         with self._lock:
-            self._take_over(node)
-            node.end_ns = self._now_ns()
-            self._finish(node)
+            while len(self._issued[stream]) >= MOST_ISSUED and self._failure is None:
+                self._moves[stream].wait()
+        for earlier in node.behind:
+            if earlier.op.stream != stream:
+                assert earlier.ended is not None
+                self._device.wait_for(stream, earlier.ended)
+        node.begun = self._device.record(stream)
 
     def _note_issued(self, node: OpRun) -> None:
         """An op has been put on its stream of the device, behind what it waits for."""
@@ -379,30 +391,31 @@ class Executor:
             self._moves[first.op.stream].notify_all()
         self._check_stalled()
 
-    def _next(self, stream: str) -> OpRun | None:
-        """The stream's next op, when it may start; None when there is no more to do."""
-        with self._lock:
-            queue = self._queue[stream]
-            if self._failure is not None or not queue or queue[0].step >= self._end:
-                return None
+    def _come_to_next(self, stream: str) -> OpRun | None:
+        queue, node = self._queue[stream], None
+        if self._failure is None and queue and queue[0].step < self._end:
             node = queue.popleft()
-            self._num_begun = max(self._num_begun, node.step + 1)
-            self.ledger.is_noted = self._trace_end is None or self._num_begun <= self._trace_end
+            if node.step >= self._num_begun:
+                self._num_begun = node.step + 1
+                self.ledger.is_noted = self._is_traced(node)
             if node.step + 1 == self._num_opened < self._end:
                 self._open_step()
             node.free_ns = self._now_ns()
-        if self._await_others is not None:
-            self._await_others(node)
-        with self._lock:
-            node.is_reached = True
-            self._num_running -= 1  # until `_start`
-            if node.waiting_for == 0:
-                self._make_eligible(node)
-            self._check_stalled()
-            while not node.is_started and self._failure is None:
-                self._wakeup[stream].wait()
-            node.start_ns = self._now_ns()  # here, not where it was granted: waking up is not work of the op
-            return None if self._failure is not None else node
+        self._at[stream] = node
+        return node
+
+    def _await_start(self, node: OpRun | None) -> None:
+        """Returns when the op that its stream has come to may start, or never will."""
+        if node is None:
+            return
+        node.is_reached = True
+        self._num_running -= 1  # until `_start`
+        if node.waiting_for == 0:
+            self._make_eligible(node)
+        self._check_stalled()
+        while not node.is_started and self._failure is None:
+            self._wakeup[node.op.stream].wait()
+        node.start_ns = self._now_ns()  # here, not where it was granted: waking up is not work of the op
 
     def _make_eligible(self, node: OpRun) -> None:
         node.is_eligible = True
@@ -450,7 +463,7 @@ class Executor:
         now_ns, node.has_ended = node.end_ns, True
         for call in node.at_end:
             call()
-        if self._trace_end is None or node.step < self._trace_end:
+        if self._is_traced(node):
             times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
             key = step_prefix(node.step) + node.op.key
             waits = (node.granted_ns, node.coreless_ns, node.late_ns)

@@ -308,11 +308,9 @@ class Bodies:
                 value.handle.use(value)
             if isinstance(content, Params | Frozen):
                 block, unit = value_of(instance).block, self.units[self._index[content.unit]]
-                block.is_bound = True
-                if isinstance(content, Params):
-                    unit.bind(block.data.view(self.dtype))
-                else:
-                    unit.frozen.bind(block.data)
+                part = unit if isinstance(content, Params) else unit.frozen
+                block.unbind = part.unbind
+                part.bind(block.data.view(self.dtype) if part is unit else block.data)
 
     def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
         """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import torch
 
 from tierplan.hwmodels.names import DEVICE, NVME
-from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
@@ -26,7 +25,6 @@ IN_BLOCKS = ("copy", "accumulate", "cast", "update", SEND, *COLLECTIVES)
 class Places:
     """Gives buffers their places in the tiers, takes them back, and keeps what a commit needs."""
 
-    units: Sequence[ModelUnit]
     device_pool: Pool
     host_pool: Pool
     store: Store | None
@@ -80,8 +78,8 @@ class Places:
             if value.place not in self.committed:
                 self.drives.free(value.place)
         elif value.place is not None:
-            for part in (part for unit in self.units for part in unit.parts) if value.place.is_bound else ():
-                part.unbind(value.place.pages.data_ptr())
+            if value.place.unbind is not None:
+                value.place.unbind(value.place.pages.data_ptr())
             self.snapshot.before_change(value.place)
             (self.device_pool if instance.buffer.tier == DEVICE else self.host_pool).give(value.place)
 

@@ -35,8 +35,8 @@ class Block:
     data: torch.Tensor
     """uint8, one-dimensional."""
     pages: torch.Tensor
-    is_bound: bool = False
-    """Parameters of the model may have been made views of it."""
+    unbind: Callable[[int], None] | None = None
+    """Takes memory at an address away from the model's parameters that were made views of this block."""
 
 
 def map_host(size_bytes: int, *, for_transfers: bool = False) -> torch.Tensor:
@@ -90,18 +90,19 @@ class Pool:
         with self._lock:
             self.lent_bytes += room
             spare = self._spare.get(room)
-            pages = spare.pop() if spare else None
-            if pages is None:
-                self._shed(room)
-                self.mapped_bytes += room
-        if pages is None:  # out of the lock: mapping and pinning take long
-            try:
-                pages = self.allocate(room)
-            except BaseException:
-                with self._lock:
-                    self.lent_bytes -= room
-                    self.mapped_bytes -= room
-                raise
+            if spare:
+                pages = spare.pop()
+                self._lent[pages.data_ptr()] = pages
+                return Block(pages[:size_bytes], pages)
+            self._shed(room)
+            self.mapped_bytes += room
+        try:  # out of the lock: mapping and pinning take long
+            pages = self.allocate(room)
+        except BaseException:
+            with self._lock:
+                self.lent_bytes -= room
+                self.mapped_bytes -= room
+            raise
         with self._lock:
             self._lent[pages.data_ptr()] = pages
         return Block(pages[:size_bytes], pages)

@@ -42,12 +42,12 @@ def copy_bytes(
     new: torch.Tensor, old: torch.Tensor, name: str, units: Sequence[ModelUnit], ranks: Ranks | None
 ) -> None:
     """Copies (uint8); of parameters that are whole on one side and a rank's shard on the other, that shard."""
-    if len(new) != len(old):
+    if new.numel() != old.numel():
         assert ranks is not None
         unit = next(unit for unit in units if unit.name == name)
         own = shards_of(unit, ranks.size)[ranks.rank]
         here = slice(own.start * unit.dtype.itemsize, own.stop * unit.dtype.itemsize)
-        new, old = (new[here], old) if len(new) > len(old) else (new, old[here])
+        new, old = (new[here], old) if new.numel() > old.numel() else (new, old[here])
     new.copy_(old, non_blocking=True)
 
 

@@ -37,7 +37,9 @@ LATENESS_S = (0.001, 0.2)
 """By the parity of the seed. An op that ended long ago, and of which the host knows nothing, shows other mistakes."""
 ON_HOST = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
 RACES: dict[str, tuple[Any, str, str, str]] = {
-    "streams do not wait for each other": (Executor, "_begin", "self._device.wait_for(stream, earlier.ended)", "pass"),
+    "streams do not wait for each other": (
+        Executor, "_wait_on_device", "self._device.wait_for(stream, earlier.ended)", "pass",
+    ),
     "the event is recorded before the work": (
         Executor, "_note_issued", "node.ended = self._device.record(stream)", "node.ended = node.begun",
     ),
