@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def test_every_figure_is_what_a_sweep_says(page: tuple[Study, Path]) -> None:
             for tier, peak, capacity, _ in row["memory"]:
                 assert (peak, capacity) == (figures[f"peak_bytes.{tier}"], figures[f"capacity_bytes.{tier}"])
     assert {row["fits"] for row in grid["rows"]} == {True, False}
+
+
+def test_a_search_that_was_cut_short_is_no_secret(page: tuple[Study, Path], tmp_path: Path) -> None:
+    study, path = page
+    short = replace(study, scenario={**study.scenario, "policy": ["in-memory"], "planner_s": [1.5]})
+    write_what_if(tmp_path / "short.html", short, keep_in=tmp_path / "answers", num_workers=1)
+    said = "The planner had at most 1.5 s for each: with more it finds quicker plans."
+    assert said in (tmp_path / "short.html").read_text(encoding="utf-8")
+    assert "The planner had at most" not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("place", [0, 9])

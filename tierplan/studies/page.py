@@ -22,6 +22,7 @@ from tierplan.hwmodels.catalog import catalog_names, load_part
 from tierplan.hwmodels.description import override
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.search.budget import DEFAULT_TIME_LIMIT_S
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
@@ -147,6 +148,7 @@ def write_what_if(
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
+        f"{_short_search(points[0].planner_s)}"
         f"Electricity at {prices.electricity_usd_per_kwh:g} USD per kWh, machines written off over {prices.years:g} "
         f"years, DRAM at {prices.dram_usd_per_gib:g} USD per GiB more or less than the machine has."
     )
@@ -159,6 +161,13 @@ def write_what_if(
     )
     write_page(path, f"What if: training on {machine.name}", [body])
     return rows
+
+
+def _short_search(planner_s: float | None) -> str:
+    """What the reader has to know of searches that were cut short."""
+    if planner_s is None or planner_s >= DEFAULT_TIME_LIMIT_S:
+        return ""
+    return f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
 
 
 def shown_row(point: Point, row: Row, prices: PriceList, job: TrainingJob) -> dict[str, Any]:
