@@ -294,9 +294,9 @@ class Executor:
                 done.end_ns = self._now_ns()
                 self._finish(done)
             node = self._come_to_next(stream)
-            if self._await_others is None:
+            if node is not None and self._await_others is None:
                 self._await_start(node)
-        if node is not None and self._await_others is not None:
+        if node is not None and self._await_others is not None:  # who may take long, and other streams need the lock
             self._await_others(node)
             with self._lock:
                 self._await_start(node)
@@ -392,6 +392,7 @@ class Executor:
         self._check_stalled()
 
     def _come_to_next(self, stream: str) -> OpRun | None:
+        """Takes the stream's next op off its list, and opens a step where it is the first to reach the one before."""
         queue, node = self._queue[stream], None
         if self._failure is None and queue and queue[0].step < self._end:
             node = queue.popleft()
@@ -404,10 +405,8 @@ class Executor:
         self._at[stream] = node
         return node
 
-    def _await_start(self, node: OpRun | None) -> None:
+    def _await_start(self, node: OpRun) -> None:
         """Returns when the op that its stream has come to may start, or never will."""
-        if node is None:
-            return
         node.is_reached = True
         self._num_running -= 1  # until `_start`
         if node.waiting_for == 0:

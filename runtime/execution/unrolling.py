@@ -41,7 +41,7 @@ class Unrolling:
         nodes: dict[str, OpRun] = {}
         for op, needs in zip(self._schedule.ops, self._needs, strict=True):
             is_ahead = op.stream in self._streams_ahead
-            inputs = {nodes[key] for key in op.after} if op.after else set()
+            inputs = {nodes[key] for key in op.after}
             reads = tuple(names[name] for name in op.reads)
             for instance in reads:
                 instance.num_unissued += 1
