@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import hypot, log, sqrt
-from statistics import median, pstdev
+from statistics import median
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
@@ -43,9 +43,9 @@ from tierplan.validation.calibration.rates import (
 )
 
 FORMAT, VERSION = "tierplan-calibration", 5
-PRIOR_SPREAD, NUM_PRIOR = 0.06, 10
-"""Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 38
-rows of seven models in a quiet hour, of which intervals hold 34, and 32 where each model has only its own checks."""
+PRIOR_SPREAD, NUM_PRIOR = 0.04, 10
+"""Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 72
+rows of four models, in two quiet hours and one beside another job: 0.035 to 0.04 makes their errors likeliest."""
 LEAST_FRAC = 0.01
 """Of a unit's forward: added to every modelled time that a measured one is divided by, since some are 0."""
 
@@ -117,8 +117,8 @@ class Calibration:
     @property
     def half_width(self) -> float:
         """Of the 90 % interval of a prediction, as a logarithm: by the checks, and by how slowdowns scattered."""
-        scatter = pstdev(map(log, self.slowdowns)) if len(self.slowdowns) > 1 else 0.0
-        return hypot(interval_half_width(tuple(self.checks.values())), 1.645 * scatter)
+        checked = interval_half_width(tuple(self.checks.values()))
+        return hypot(checked, scatter_half_width(self.slowdowns, len(self.measured_step_s)))
 
     def on(self, machine: Machine, basis: str = "calibrated here", half_width: float | None = None) -> Machine:
         """The machine as it is inside a step, all devices like the first. Computations have no latency: their seconds
@@ -320,9 +320,25 @@ def interval_half_width(checks: Sequence[float]) -> float:
     By their median, as it is of normal errors: a plan without a like among the others says what extrapolating costs,
     and no user's plan is without a like among all of them. (By their mean square, all of 24 steps lay within.)
     """
-    from scipy.special import stdtrit  # which all that ask for a machine would import
-
     spread = 1.4826 * median(abs(log(x)) for x in checks) if checks else 0.0
     num = len(checks) + NUM_PRIOR
-    pooled = sqrt((len(checks) * spread**2 + NUM_PRIOR * PRIOR_SPREAD**2) / num)
-    return float(stdtrit(num, 0.95)) * pooled
+    return _quantile(num) * sqrt((len(checks) * spread**2 + NUM_PRIOR * PRIOR_SPREAD**2) / num)
+
+
+def scatter_half_width(slowdowns: Sequence[float], num_plans: int) -> float:
+    """Half the width of the 90 % interval of one more turn, as a logarithm, by the turns of `num_plans` plans.
+
+    Each plan's turns are over their own median, so each plan costs one of them: two turns of a plan scatter around
+    their middle by less than they would around the truth, and say little of how far the next one is off.
+    """
+    num_free = len(slowdowns) - num_plans
+    if num_free < 1:
+        return 0.0
+    return _quantile(num_free) * sqrt(sum(log(s) ** 2 for s in slowdowns) / num_free * (1 + num_plans / len(slowdowns)))
+
+
+def _quantile(num_free: int) -> float:
+    """Of Student's distribution: nineteen in twenty are less."""
+    from scipy.special import stdtrit  # which all that ask for a machine would import
+
+    return float(stdtrit(num_free, 0.95))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
+from random import Random
+from statistics import fmean, median
 
 import pytest
 
@@ -24,6 +26,7 @@ from tierplan.validation.calibration.calibration import (
     CalibrationError,
     calibrate,
     interval_half_width,
+    scatter_half_width,
 )
 from tierplan.validation.calibration.dispatch import (
     measure_dispatch_latency,
@@ -291,10 +294,24 @@ def test_intervals_are_as_wide_as_checks_were_off() -> None:
     )
     same = interval_half_width([1.1, 0.9, 1.1, 0.9, 1.1])
     assert interval_half_width([1.1, 0.9, 1.1, 0.9, 1.8]) == pytest.approx(same, rel=0.1), "it counts as any other"
-    assert interval_half_width([1.0] * 40) > 0.04, "no handful of checks shows that nothing varies"
+    assert interval_half_width([1.0] * 40) > 0.025, "no handful of checks shows that nothing varies"
     low, high = PredictionBasis("", 0.1).interval_s(2.0)
     assert (low, high) == pytest.approx((2.0 * exp(-0.1), 2.0 * exp(0.1)))
     assert log(high / low) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("num_turns", [2, 3, 10])
+def test_nine_in_ten_turns_lie_as_far_off_as_the_scatter_says(num_turns: int) -> None:
+    """However few turns a plan had: what is known is their distance from their own median, not from the truth."""
+    random, num_plans = Random(num_turns), 6
+    held = []
+    for _ in range(4000):
+        turns = [[exp(random.gauss(0, 0.05)) for _ in range(num_turns)] for _ in range(num_plans)]
+        slowdowns = [turn / median(plan) for plan in turns for turn in plan]
+        next_turn = exp(random.gauss(0, 0.05)) / median([exp(random.gauss(0, 0.05)) for _ in range(num_turns)])
+        held.append(abs(log(next_turn)) < scatter_half_width(slowdowns, num_plans))
+    assert 0.88 < fmean(held) < 0.92
+    assert scatter_half_width([1.0] * num_plans, num_plans) == 0.0, "one turn of each says nothing"
 
 
 def test_a_head_that_was_timed_badly_is_no_fault_of_the_blocks() -> None:
