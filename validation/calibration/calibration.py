@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from math import hypot, log, sqrt
 from statistics import median
 from typing import Any
@@ -43,9 +44,10 @@ from tierplan.validation.calibration.rates import (
 )
 
 FORMAT, VERSION = "tierplan-calibration", 5
-PRIOR_SPREAD, NUM_PRIOR = 0.04, 10
-"""Of predictions from calibrations, and how many checks that weighs as much as: a handful shows little. Learnt from 72
-rows of four models, in two quiet hours and one beside another job: 0.035 to 0.04 makes their errors likeliest."""
+PRIOR_SPREAD, NUM_PRIOR = 0.04, 30
+"""Of predictions from calibrations, and how many checks that weighs as much as: checks say little of how far off a
+calibration's predictions are. Learnt from 48 rows of four models, in a quiet hour and beside another job: 0.03 to 0.04
+that weigh as much as 20 to 100 checks make their errors likeliest."""
 LEAST_FRAC = 0.01
 """Of a unit's forward: added to every modelled time that a measured one is divided by, since some are 0."""
 
@@ -329,12 +331,14 @@ def scatter_half_width(slowdowns: Sequence[float], num_plans: int) -> float:
     """Half the width of the 90 % interval of one more turn, as a logarithm, by the turns of `num_plans` plans.
 
     Each plan's turns are over their own median, so each plan costs one of them: two turns of a plan scatter around
-    their middle by less than they would around the truth, and say little of how far the next one is off.
+    their middle by less than they would around the truth, and say little of how far the next one is off. By the median
+    difference of any two turns, as it is of normal ones (Shamos): one turn in which the machine paused says little.
     """
-    num_free = len(slowdowns) - num_plans
+    num, num_free = len(slowdowns), len(slowdowns) - num_plans
     if num_free < 1:
         return 0.0
-    return _quantile(num_free) * sqrt(sum(log(s) ** 2 for s in slowdowns) / num_free * (1 + num_plans / len(slowdowns)))
+    spread = median(abs(log(a / b)) for a, b in combinations(slowdowns, 2)) / 0.9539
+    return _quantile(num_free) * spread * sqrt(num / num_free * (1 + num_plans / num))
 
 
 def _quantile(num_free: int) -> float:
