@@ -155,18 +155,18 @@ class PackActs(_OfMicroBatch):
 
 @dataclass(frozen=True, slots=True)
 class SavedActs:
-    """One saved tensor that is moved to the host or NVMe."""
+    """Saved tensors that are moved to the host or NVMe, one behind the other."""
 
     unit: str
     micro_batch: int
-    index: int
-    """Of `Unit.saved`."""
+    indices: tuple[int, ...]
+    """Of `Unit.saved`: one, or several small ones."""
     is_coded: bool = False
     """In the format in which activations leave the device."""
 
     def __str__(self) -> str:
         end = "coded" if self.is_coded else ""
-        return _path("acts", self.unit, micro_batch_name(self.micro_batch), str(self.index), end)
+        return _path("acts", self.unit, micro_batch_name(self.micro_batch), "+".join(map(str, self.indices)), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,7 @@ _OF_MICRO_BATCH = {
     kind.FORM: kind for kind in (TiedGradients, Input, CodedInput, InputGradient, KeptActs, RecomputedActs, PackActs)
 }
 _MICRO_BATCH = re.compile(r"mb(\d+)")
+_INDICES = re.compile(r"\d+(\+\d+)*")
 _PART = re.compile(r"(\d+)of(\d+)")
 
 
@@ -251,10 +252,8 @@ def parse_content(text: str) -> Content:
             content = Gradients(unit, _number(batch), _device_of(copy))
         case "grads", [unit, *copy]:
             content = Gradients(unit, None, _device_of(copy))
-        case "acts", [unit, batch, index] if index.isdecimal():
-            content = SavedActs(unit, _number(batch), int(index))
-        case "acts", [unit, batch, index, "coded"] if index.isdecimal():
-            content = SavedActs(unit, _number(batch), int(index), is_coded=True)
+        case "acts", [unit, batch, indices, *coded] if _INDICES.fullmatch(indices) and coded in ([], ["coded"]):
+            content = SavedActs(unit, _number(batch), tuple(map(int, indices.split("+"))), is_coded=bool(coded))
         case _, [unit, batch, *end] if of_batch := _OF_MICRO_BATCH.get((kind, "/".join(end))):
             content = of_batch(unit, _number(batch))
     if content is None or str(content) != text:

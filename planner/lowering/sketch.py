@@ -21,8 +21,8 @@ from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.schedule import Buffer
-from tierplan.sim.step import UnitSpec
-from tierplan.sim.workloads.workload import Unit, Workload
+from tierplan.sim.step import Action, UnitSpec
+from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 TIERS = (DEVICE, HOST, NVME)
 COPIES = {
@@ -34,6 +34,9 @@ COPIES = {
 """Stream and verb of a copy, by the tiers it goes between."""
 EMPTY = -1
 """What an empty cell holds, and its form."""
+MOST_TOGETHER_BYTES = 1 << 20
+"""Saved tensors that are moved in one copy have at most so many bytes together: an op of its own costs more than the
+bytes of a small one."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
@@ -79,6 +82,29 @@ class Facts(NamedTuple):
     """What happens to what the unit saves; the name may be that of another unit."""
     num_parts: int
     """Of the states."""
+    moved: tuple[tuple[int, ...], ...]
+    """Saved tensors that are moved, those in one tuple together (`moved_together`)."""
+
+
+def moved_together(unit: Unit, spec: UnitSpec, training: Training) -> tuple[tuple[int, ...], ...]:
+    """Indices of the saved tensors that are moved: of those that go to the same place, small ones by one copy.
+
+    What is coded is coded and moved by itself.
+    """
+    found: list[list[int]] = []
+    open_groups: dict[Action, list[int]] = {}
+    for k in spec.moved:
+        tensor = spec.saved[k]
+        group = open_groups.get(tensor.action, [])
+        is_coded = bool(training.coded(unit, unit.saved[k])[0])
+        together_bytes = tensor.size_bytes + sum(spec.saved[i].size_bytes for i in group)
+        if group and not is_coded and together_bytes <= MOST_TOGETHER_BYTES:
+            group.append(k)
+            continue
+        found.append(group := [k])
+        if not is_coded and tensor.size_bytes < MOST_TOGETHER_BYTES:
+            open_groups[tensor.action] = group
+    return tuple(map(tuple, found))
 
 
 class Sketch(Builder):
@@ -102,7 +128,8 @@ class Sketch(Builder):
         """Which micro-batch: for names alone."""
         self.flag = flag
         """Of an update: its part. Of others: see there."""
-        self.choice, self.spec, self.num_parts = facts.choice, facts.spec, facts.num_parts
+        self.choice, self.spec = facts.choice, facts.spec
+        self.num_parts, self.moved = facts.num_parts, facts.moved
         self.cells = cells
         """The number of each cell within the template."""
         for cell, i in cells.items():

@@ -10,7 +10,7 @@ import numpy as np
 
 import tierplan.planner.lowering.listing as listing
 from tierplan.planner.lowering.placing import CELL_FIELDS, Growing, Rows, Table, enter
-from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms
+from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
 from tierplan.planner.lowering.turns import (
     arrive,
     backward,
@@ -159,9 +159,9 @@ class Chain:
             unit = self.workload.units[u]
             spec = self._spec(self._first[u], known.get("acts", "keep"))
             num_parts = len(self.workload.training.state_parts(unit, known.get("state_shards", 1)))
-            facts = Facts(kind, SimpleNamespace(**known), spec, num_parts)
-            self.facts.append(facts)
-            self._first_pattern.add([self._pattern(kind, len(spec.moved), facts.num_parts)])
+            moved = moved_together(unit, spec, self.workload.training)
+            self.facts.append(Facts(kind, SimpleNamespace(**known), spec, num_parts, moved))
+            self._first_pattern.add([self._pattern(kind, len(moved), num_parts)])
         return number
 
     def _spec(self, u: int, acts: Action | tuple[Action, ...]) -> UnitSpec:

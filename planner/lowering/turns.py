@@ -105,12 +105,14 @@ def _acts_to_device(s: Sketch, what: SavedActs | Input, source: str) -> str:
     source = _to_device(s, what, source, "acts", ACTS, ACTS_EARLY)
     if not _coded(s, what)[0]:
         return source
-    size_bytes = s.unit.input_bytes if isinstance(what, Input) else s.unit.saved[what.index].size_bytes
+    size_bytes = s.unit.input_bytes if isinstance(what, Input) else s.unit.saved[what.indices[0]].size_bytes
     return _code(s, "decode", what, source, s.buffer(what, DEVICE, size_bytes, "acts"), FETCHES)
 
 
 def _coded(s: Sketch, what: SavedActs | Input) -> tuple[int, int]:
-    return s.workload.training.coded(s.unit, None if isinstance(what, Input) else s.unit.saved[what.index])
+    if isinstance(what, SavedActs) and len(what.indices) > 1:
+        return 0, 0
+    return s.workload.training.coded(s.unit, None if isinstance(what, Input) else s.unit.saved[what.indices[0]])
 
 
 def _code(s: Sketch, verb: str, what: SavedActs | Input, source: str, target: str, rank: int) -> str:
@@ -184,12 +186,15 @@ def forward(s: Sketch) -> None:
     writes += _next_input(s)
     if kept_bytes := s.spec.bytes_of("keep"):
         writes.append(s.put("kept", s.buffer(KeptActs(unit.name, s.m), DEVICE, kept_bytes, "acts")))
-    moved = {SavedActs(unit.name, s.m, k): s.spec.saved[k] for k in s.spec.moved}
-    left = [s.buffer(content, DEVICE, tensor.size_bytes, "acts") for content, tensor in moved.items()]
+    left = []
+    for indices in s.moved:
+        size_bytes = sum(s.spec.saved[k].size_bytes for k in indices)
+        left.append(s.buffer(SavedActs(unit.name, s.m, indices), DEVICE, size_bytes, "acts"))
     work_bytes = unit.forward_work_bytes + s.spec.bytes_of("recompute")
     _compute(s, forward_key(unit.name, s.m), "forward", unit.forward, reads, writes + left, work_bytes)
-    for j, (content, tensor) in enumerate(moved.items()):
-        s.put(f"left{j}", _off_device(s, content, left[j], tensor.action))
+    for j, indices in enumerate(s.moved):
+        place = s.spec.saved[indices[0]].action
+        s.put(f"left{j}", _off_device(s, SavedActs(unit.name, s.m, indices), left[j], place))
     x = s.get("x")
     if x is not None and choice.input != "keep" and _needs_input(s) and s.flag:
         s.put("x", _off_device(s, Input(unit.name, s.m), x, choice.input))
@@ -225,8 +230,8 @@ def backward(s: Sketch) -> None:
     params = _params(s, "bwd") if unit.saves_parameters or is_made_again else []
     inputs = [_input(s) if _needs_input(s) else None, s.get("shared") if unit.kind == "block" else None]
     acts = [s.get("kept")]
-    for j, k in enumerate(s.spec.moved):
-        acts.append(_acts_to_device(s, SavedActs(unit.name, s.m, k), s.made(f"left{j}")))
+    for j, indices in enumerate(s.moved):
+        acts.append(_acts_to_device(s, SavedActs(unit.name, s.m, indices), s.made(f"left{j}")))
     if s.get("remade") is None and is_made_again:
         _recompute(s, params + inputs, acts, [])
     reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
+from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan_rules import PLACES, Order, Place, UpdatePlace
 from tierplan.sim.step import Semantics
@@ -424,9 +425,10 @@ def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
 
 
 def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
-    """Bytes on the device, and on their way, of what a unit saves and of its input."""
+    """Bytes on the device, and on their way, of what a unit saves, of its input, and of the most small ones at once."""
     found = [(t.size_bytes, training.moved_bytes(unit, t)) for t in unit.saved]
-    return [*found, (unit.input_bytes, training.moved_bytes(unit))]
+    together_bytes = min(MOST_TOGETHER_BYTES, sum(t.size_bytes for t in unit.saved))
+    return [*found, (unit.input_bytes, training.moved_bytes(unit)), (together_bytes, together_bytes)]
 
 
 def _coded_frac(workload: Workload) -> float:

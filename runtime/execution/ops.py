@@ -30,7 +30,7 @@ from tierplan.runtime.execution.values import (
     REMEDY,
     BufferValue,
     InputHandle,
-    SavedTensorHandle,
+    SavedTensorsHandle,
     SizeError,
     content_of,
     expect,
@@ -191,7 +191,7 @@ class Bodies:
         old = value_of(source)
         size = min(source.buffer.size_bytes, target.buffer.size_bytes)
         self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
-        if isinstance(old.handle, SavedTensorHandle) and target.buffer.tier == DEVICE:
+        if isinstance(old.handle, SavedTensorsHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
             return
         new = self.places.place(target)
@@ -207,6 +207,11 @@ class Bodies:
             self.places.drives.write(new.place, self._memory(source), will_be_committed=is_left)
         elif isinstance(old.place, Extent):
             self.places.drives.read(old.place, new.block.pages)
+        elif old.place is None and old.handle is not None:
+            parts = old.handle.parts()
+            expect(source, sum(part.numel() for part in parts))
+            for part, room in zip(parts, new.block.data.split([part.numel() for part in parts]), strict=True):
+                room.copy_(part, non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
@@ -214,15 +219,18 @@ class Bodies:
             for t in new.arrived:
                 self.device.lend(t, COMPUTE)
 
-    def _bring_back(self, handle: SavedTensorHandle, source: Instance, target: Instance) -> None:
-        """A saved tensor returns in memory of its own: backward frees it when it has used it, as if it had been kept.
+    def _bring_back(self, handle: SavedTensorsHandle, source: Instance, target: Instance) -> None:
+        """Saved tensors return in memory of their own: backward frees each when it has used it, as if it had been kept.
 
         What an op may make beside its buffers is declared on that condition.
         """
-        memory = torch.empty(source.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
-        memory.copy_(self._memory(source), non_blocking=True)
-        self.device.lend(memory, COMPUTE)
-        target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
+        arrived = []
+        for part in self._memory(source).split(handle.sizes):
+            memory = torch.empty(part.numel(), dtype=torch.uint8, device=self.device.torch_device)
+            memory.copy_(part, non_blocking=True)
+            self.device.lend(memory, COMPUTE)
+            arrived.append(memory)
+        target.value = BufferValue(handle=handle, arrived=arrived)
 
     def _encode(self, call: Call) -> None:
         """Activations that leave the device, in codes."""
@@ -359,11 +367,10 @@ class Bodies:
                 case KeptActs() | RecomputedActs():
                     expect(instance, kept)
                     kept = 0
-                case SavedActs(index=k):
-                    saved = recorder.away.pop(k, None)
-                    expect(instance, saved.size_bytes if saved else 0)
-                    assert saved is not None
-                    instance.value = SavedTensorHandle(saved).begin()
+                case SavedActs(indices=indices):
+                    saved = [recorder.away.pop(k) for k in indices if k in recorder.away]
+                    expect(instance, sum(each.size_bytes for each in saved))
+                    instance.value = SavedTensorsHandle(saved).begin()
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "

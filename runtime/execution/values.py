@@ -65,8 +65,13 @@ class AutogradHandle(ABC):
                 self._at = None
 
     @abstractmethod
+    def parts(self) -> list[torch.Tensor]:
+        """The bytes in use, as uint8 tensors that lie one behind the other where they are moved to."""
+
     def memory(self) -> torch.Tensor:
-        """The bytes in use, as a uint8 tensor."""
+        """The bytes in use, as one uint8 tensor."""
+        parts = self.parts()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
     def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -77,28 +82,33 @@ class AutogradHandle(ABC):
         """From now on these are it, or nothing on the device is."""
 
 
-class SavedTensorHandle(AutogradHandle):
-    """A saved tensor that goes its own way."""
+class SavedTensorsHandle(AutogradHandle):
+    """Saved tensors that go their own way."""
 
-    def __init__(self, saved: SavedStorage) -> None:
+    def __init__(self, saved: Sequence[SavedStorage]) -> None:
         super().__init__()
-        self._saved = weakref.ref(saved)
-        """Autograd's graph holds it, and lets it go as soon as backward has used it."""
-        self.dtype = saved.dtype
+        self._saved = [weakref.ref(each) for each in saved]
+        """Autograd's graph holds them, and lets each go as soon as backward has used it."""
+        self.sizes = [each.size_bytes for each in saved]
+        types = {each.dtype for each in saved}
+        self.dtype = types.pop() if len(types) == 1 else torch.uint8
 
-    def memory(self) -> torch.Tensor:
-        saved = self._saved()
-        assert saved is not None
-        assert saved.storage is not None
-        return memory_of(saved.storage)
+    def parts(self) -> list[torch.Tensor]:
+        parts = []
+        for each in self._saved:
+            saved = each()
+            assert saved is not None
+            assert saved.storage is not None
+            parts.append(memory_of(saved.storage))
+        return parts
 
     def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
         return [memory]
 
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
-        saved = self._saved()
-        if saved is not None:
-            saved.storage = None if tensors is None else tensors[0].untyped_storage()
+        for k, each in enumerate(self._saved):
+            if (saved := each()) is not None:
+                saved.storage = None if tensors is None else tensors[k].untyped_storage()
 
 
 class InputHandle(AutogradHandle):
@@ -119,9 +129,8 @@ class InputHandle(AutogradHandle):
         assert len(gradients) == len(self.leaves), "a gradient that has been used is not moved"
         return gradients
 
-    def memory(self) -> torch.Tensor:
-        parts = [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def parts(self) -> list[torch.Tensor]:
+        return [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors()]
 
     def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
         flat = zip(memory.split([leaf.nbytes for leaf in self.leaves]), self.leaves, self._strides, strict=True)

@@ -46,7 +46,7 @@ CONTENTS: st.SearchStrategy[Content] = st.one_of(
     st.builds(TiedGradients, UNITS, BATCHES),
     st.builds(Input, UNITS, BATCHES),
     st.builds(InputGradient, UNITS, BATCHES),
-    st.builds(SavedActs, UNITS, BATCHES, st.integers(0, 99)),
+    st.builds(SavedActs, UNITS, BATCHES, st.lists(st.integers(0, 99), min_size=1).map(tuple), st.booleans()),
     st.builds(KeptActs, UNITS, BATCHES),
     st.builds(RecomputedActs, UNITS, BATCHES),
     st.builds(PackActs, st.just("L0-L3"), BATCHES),
@@ -75,7 +75,9 @@ def test_a_content_is_read_back_as_it_was_made(content: Content) -> None:
         (TiedGradients("embed", 2), "tied/embed/mb2"),
         (Input("L3", 0), "x/L3/mb0"),
         (InputGradient("L3", 0), "dx/L3/mb0"),
-        (SavedActs("L3", 0, 7), "acts/L3/mb0/7"),
+        (SavedActs("L3", 0, (7,)), "acts/L3/mb0/7"),
+        (SavedActs("L3", 0, (1, 4, 15)), "acts/L3/mb0/1+4+15"),
+        (SavedActs("L3", 0, (7,), is_coded=True), "acts/L3/mb0/7/coded"),
         (KeptActs("L3", 0), "acts/L3/mb0/keep"),
         (RecomputedActs("L3", 0), "acts/L3/mb0/re"),
         (PackActs("L0-L3", 1), "acts/L0-L3/mb1"),
@@ -93,6 +95,7 @@ def test_the_texts_of_contents(content: Content, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "x", "params", "params/", "params/L3/mb0", "x/L3", "x/L3/mb", "x/L3/mb01", "acts/L3/mb0/kept", "clip/L3",
+     "acts/L3/mb0/1+", "acts/L3/mb0/01",
      "work/", "shared/0", "weights/L3", "states/L3/1of", "params/L3/gpu1/gpu2"],
 )  # fmt: skip
 def test_other_texts_are_refused(text: str) -> None:

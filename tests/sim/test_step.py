@@ -48,10 +48,14 @@ def check_against_buffers(schedule: Schedule) -> None:
     for b in schedule.buffers:
         content = parse_content(b.content)
         assert sizes.setdefault(content, b.size_bytes) == b.size_bytes
-    expected = {}
+    expected: dict[object, int] = {}
+    together = {(c.unit, c.micro_batch, k): c for c in sizes if isinstance(c, SavedActs) for k in c.indices}
     for m in range(schedule.step.training.gradient_accumulation_steps):
         for unit in units.values():
-            expected |= {SavedActs(unit.name, m, k): unit.saved[k].size_bytes for k in unit.moved}
+            for k in unit.moved:
+                content = together[unit.name, m, k]
+                expected[content] = expected.get(content, 0) + unit.saved[k].size_bytes
+                assert {unit.saved[i].action for i in content.indices} == {unit.saved[k].action}
             expected[KeptActs(unit.name, m)] = unit.bytes_of("keep")
             expected[RecomputedActs(unit.name, m)] = unit.bytes_of("recompute")
     kinds = SavedActs, KeptActs, RecomputedActs

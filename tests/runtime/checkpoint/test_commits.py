@@ -135,7 +135,7 @@ def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:
     assert same(resumed, [p.detach() for p in model.parameters()])
 
 
-FAULTS: dict[str, Callable[[int], bool]] = {"EIO": lambda n: n == 150, "ENOSPC": lambda n: n == 170}
+FAULTS: dict[str, Callable[[int], bool]] = {"EIO": lambda n: n == 90, "ENOSPC": lambda n: n == 105}
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))

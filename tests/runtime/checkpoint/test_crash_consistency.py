@@ -93,7 +93,7 @@ def test_a_recording_ends_in_what_is_there(tmp_path: Path) -> None:
 # ---- the checker ----
 
 
-@pytest.mark.parametrize(("name", "every"), [("everything in memory", 11), ("everything on NVMe", 29)])
+@pytest.mark.parametrize(("name", "every"), [("everything in memory", 11), ("everything on NVMe", 19)])
 def test_no_crash_loses_a_commit(name: str, every: int, tmp_path: Path) -> None:
     found = prefixes(name, tmp_path, every=every, resume_every=2, generations=1)
     assert found["broken"] == []
