@@ -134,6 +134,9 @@ class UnitwisePlan(Shown):
     """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
     hold_updates: bool = False
     """No update before backward has ended, as in systems that look for overflow in all gradients first."""
+    update_over_units: int = 1
+    """Turns of units over which an update is spread whose states come to the device: its parts run between the
+    backwards of the units that follow, so that compute need not wait until the link has brought them all."""
     cast_grads: bool = False
     """Gradients that go to NVMe are cast to fp32 in host memory first."""
     segment_units: int = 1

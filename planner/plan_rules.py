@@ -214,6 +214,10 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
             f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
             "semantics 'exact-clip', or do not hold them"
         )
+    if plan.update_over_units < 1:
+        raise PlanError(
+            f"plan {plan.policy!r} spreads updates over {plan.update_over_units} units; update_over_units is 1 or more"
+        )
     if training.max_grad_norm is not None and plan.semantics == "in-backward":
         raise PlanError(
             f"training asks for clipping at norm {training.max_grad_norm}, but the plan updates in "

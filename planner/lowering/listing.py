@@ -63,6 +63,8 @@ class Asked(NamedTuple):
     updates_backward: bool
     """As gradients come."""
     holds_updates: bool
+    over_units: int
+    """As `UnitwisePlan.update_over_units`."""
     segment_units: int
 
 
@@ -173,13 +175,13 @@ def _go_home(t: Making, after: int) -> None:
 def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float, upload_at: float) -> None:
     """The optimizer step of one unit, with what it reads brought to it and what it writes taken home.
 
-    `apart` is the distance to the next unit's update, over which the parts are spread; `upload_at` is below 0 where
-    what it writes goes home at once.
+    `apart` is the distance to the next unit's update, over which the parts are spread, or over several such where they
+    are updated on the device; `upload_at` is below 0 where what it writes goes home at once.
     """
     _place(t, ALIAS, u, 0, int(is_old), 0.0)
     if a.updates_here[u]:
         for k in range(a.num_parts[u]):
-            _place(t, UPDATE_HERE, u, 0, k, step + k * apart / a.num_parts[u])
+            _place(t, UPDATE_HERE, u, 0, k, step + k * a.over_units * apart / a.num_parts[u])
         return
     for k in range(a.num_parts[u]):
         at, index = step + k * apart / a.num_parts[u], t.num[UPDATES]

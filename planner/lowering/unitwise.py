@@ -117,6 +117,7 @@ class UnitwiseStep:
             write_back=get_args(WriteBack).index(plan.write_back),
             updates_backward=plan.update_order == "backward",
             holds_updates=plan.hold_updates,
+            over_units=plan.update_over_units,
             segment_units=plan.segment_units,
         )
         self.turns = listed(asked)

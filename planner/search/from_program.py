@@ -101,7 +101,8 @@ class ProgramPlans:
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
     in_shards = with_shards(with_shards(plan, knobs.brought_shards, "device"), knobs.shards, "home")
-    return with_windows(late_updates(p, in_shards, stretch=knobs.stretch), knobs.windows)
+    in_time = late_updates(p, in_shards, stretch=knobs.stretch)
+    return replace(with_windows(in_time, knobs.windows), update_over_units=knobs.over_units)
 
 
 def granules(p: Problem) -> tuple[float, float]:

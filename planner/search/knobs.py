@@ -17,6 +17,7 @@ from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
 from tierplan.planner.milp.model import Margins
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
+from tierplan.planner.search.moves import OVER_UNITS
 
 Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 """Plans with these knobs and simulates; None where the program has no solution."""
@@ -35,6 +36,7 @@ BROUGHT_SETTINGS: Mapping[str, Sequence[Any]] = {
     "windows": ((0, 0, 1), (0, 1, 0), (1, 1, 0), (1, 1, 1), (2, 2, 2), (3, 4, 3)),
     "device": (*SETTINGS["device"], 8.0, 12.0),
     "brought_shards": (4, 8, 16),
+    "over_units": OVER_UNITS,
 }
 """Where states may come to the device. Gradients, new parameters and some shards of them are there beside all else."""
 SHORTER = 1 - 2e-4
@@ -68,6 +70,8 @@ class Knobs:
     """In which states on NVMe travel to their update and back."""
     brought_shards: int = STATE_SHARDS[0]
     """In which states come to the device for their update and go back."""
+    over_units: int = 1
+    """Turns of units over which such an update is spread."""
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""

@@ -14,6 +14,8 @@ from tierplan.planner.plan_rules import ACTIONS, Place, UpdatePlace
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
+OVER_UNITS = (1, 2, 3)
+"""Turns of units over which updates are spread whose states come to the device."""
 SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
@@ -73,6 +75,8 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     yield lambda plan: replace(plan, overtaking=not plan.overtaking)
     for windows in WINDOWS:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
+    for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
+        yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
 
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:

@@ -92,6 +92,14 @@ def test_parts_of_delayed_updates_are_spread_over_the_step() -> None:
         assert sum(key.startswith(("fwd/", "bwd/")) for key in keys[first:second]) == 1
 
 
+@pytest.mark.parametrize(("num", "turns"), [(1, 0), (2, 1), (3, 2)])
+def test_an_update_whose_states_come_is_spread_over_so_many_turns(num: int, turns: int) -> None:
+    choice = UnitPlan(states="host", update="device", state_shards=4)
+    keys = list(ops_of(choice, update_over_units=num))
+    first, last = (keys.index(f"update/L5/{part}of4") for part in (0, 3))
+    assert sum(key.startswith("bwd/") for key in keys[first:last]) == turns
+
+
 # ---- what they cost ----
 
 

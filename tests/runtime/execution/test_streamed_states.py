@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.planner.instances import MB, chain, small_machine
-from tests.runtime.models import make_model
+from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check
+from tests.toys import uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
@@ -44,6 +45,19 @@ def test_numbers_of_plain_training(
     assert {f"fetch_states/{op.key.removeprefix('update/')}" for op in updates} <= {op.key for op in schedule.ops}
     read = {op.key for op in schedule.ops if op.key.startswith("read_states/L1")}
     assert len(read) == (shards - in_host if states == "nvme" else 0)
+
+
+@pytest.mark.parametrize(("clip", "order"), [(None, "vertical"), (None, "horizontal"), (0.5, "vertical")])
+def test_an_update_spread_over_several_turns_gives_the_same_numbers(
+    clip: float | None, order: str, tmp_path: Path
+) -> None:
+    training = replace(CPU, dtype="bf16", max_grad_norm=clip, gradient_accumulation_steps=2)
+    model = make_model("gpt2", num_blocks=3, dtype="bf16")
+    choice = UnitPlan(params="host", states="host", grads="device", update="device", state_shards=4)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    semantics = "exact-clip" if clip else "in-backward"
+    plan = uniform_plan(workload, choice, update_over_units=3, order=order, semantics=semantics)
+    check(model, training, plan, tmp_path, workload=workload)
 
 
 def test_states_cross_the_link_both_ways_and_gradients_stay() -> None:
