@@ -185,7 +185,7 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
         names = [n for n in matters if n.partition(".")[2].startswith(starts) and not n.endswith(("_frac", "_traffic"))]
         if weakest := description.weakest(section, [n for n in names if not n.endswith("fp32")]):
             said.append(f"{section} {weakest}")
-    text = f"{CATALOG.text} (weakest: {', '.join(said)})"
+    text = f"{CATALOG.text} (weakest: {', '.join(said)}){_unfit(description)}"
     if not description.number("nvme.drives"):
         return text
     mixed, write, cached = (description.quantity(f"nvme.{name}") for name in ("mixed", "write", "cached_write"))
@@ -199,6 +199,16 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
     size = f" of {cache / 1e9:,.0f} GB each" if cache else ""
     drains = f", which drains at {cache / recovery / 1e9:.1f} GB/s" if cache and recovery else ""
     return f"{text}; drives write as beyond their cache{size}{drains}"
+
+
+def _unfit(description: Description) -> str:
+    """That the case cannot have this GPU, if it cannot: the answer is for another machine than can be built."""
+    part, form, case = (description.quantity(name) for name in ("gpu.part", "gpu.form", "host.form"))
+    if part is None or form is None or case is None:
+        return ""
+    if form.value == "module" and case.value != "server":
+        return f"; no {case.value} has a socket for {part.value}, a module of servers"
+    return f"; no laptop has a slot for {part.value}, a card" if case.value == "laptop" else ""
 
 
 FOR_THE_RECORD = (

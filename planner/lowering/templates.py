@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +26,7 @@ from tierplan.planner.lowering.turns import (
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
 from tierplan.sim.step import Action, UnitSpec, unit_spec
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import Workload, first_alike
 
 USED = ("params", "owner's params", "frozen", "owner's frozen")
 CELLS: Mapping[str, tuple[str, str]] = {
@@ -114,7 +114,7 @@ class Chain:
         self.is_owner = np.array([unit.num_trained > 0 for unit in units], np.bool_)
         self.has_any = np.array([unit.num_parameters > 0 for unit in units], np.bool_)
         below = workload.first_trained
-        alike = [(replace(unit, name=""), u <= below, u == len(units) - 1) for u, unit in enumerate(units)]
+        alike = [(first, u <= below, u == len(units) - 1) for u, first in enumerate(first_alike(units))]
         self._first = [alike.index(like) for like in alike]
         known: list[dict[UnitPlan, int]] = [{} for _ in units]
         self._known = [known[u] for u in self._first]

@@ -6,8 +6,9 @@ Everything is in GB and s, since solvers fail on bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -16,7 +17,7 @@ from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan_rules import PLACES, Order, Place, UpdatePlace
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
 
 GB = 1e9
 SMALL_FRAC = 0.02
@@ -213,38 +214,59 @@ class Problem:
         u = self.units[unit]
         return u.states_gb / max(STATE_SHARDS) + u.grads_gb + u.params_gb <= self.device_gb
 
-    def modes(self, unit: int) -> list[int]:
+    def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
-        has_frozen, is_trained = self.units[unit].frozen_gb > 0.0, self.units[unit].gparams > 0.0
-        if not is_trained and not has_frozen:
-            return [0]
-        several = len(self.blocks) > 1
-        chosen = []
-        for k, mode in enumerate(MODES):
-            if (mode.frozen is not None) != has_frozen or (not is_trained and k % len(_MODES)):
+        u = self.units[unit]
+        return _modes(
+            u.frozen_gb > 0.0,
+            u.gparams > 0.0,
+            self.has_nvme,
+            self.host_gb > 0.0,
+            self.rates.adam > 0.0,
+            self.brings_states and self.has_room_for_update(unit),
+            len(self.blocks) > 1,
+            self.turn > 1,
+            self.semantics,
+        )
+
+
+@cache
+def _modes(
+    has_frozen: bool,
+    is_trained: bool,
+    has_nvme: bool,
+    has_host: bool,
+    has_adam: bool,
+    brings_states: bool,
+    has_several_blocks: bool,
+    has_turns: bool,
+    semantics: Semantics,
+) -> tuple[int, ...]:
+    if not is_trained and not has_frozen:
+        return (0,)
+    chosen = []
+    for k, mode in enumerate(MODES):
+        if (mode.frozen is not None) != has_frozen or (not is_trained and k % len(_MODES)):
+            continue
+        if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not has_nvme:
+            continue
+        if mode.frozen == "host" and not has_host:
+            continue
+        if is_trained and semantics == "delayed-1" and mode.states == "device":
+            continue
+        if is_trained and mode.states != "device":
+            if not has_adam or not has_host:
                 continue
-            if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not self.has_nvme:
+            if mode.updated == "brought":
+                chosen += [k] if brings_states else []
                 continue
-            if mode.frozen == "host" and self.host_gb == 0.0:
+            waits_on_device = mode.grads == "device"
+            if waits_on_device != has_turns and not has_several_blocks:
+                continue  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
+            if mode.grads == "nvme" and semantics != "exact-clip":
                 continue
-            if not is_trained:
-                chosen.append(k)
-                continue
-            if self.semantics == "delayed-1" and mode.states == "device":
-                continue
-            if mode.states != "device":
-                if self.rates.adam == 0.0 or self.host_gb == 0.0:
-                    continue
-                if mode.updated == "brought":
-                    chosen += [k] if self.brings_states and self.has_room_for_update(unit) else []
-                    continue
-                waits_on_device = mode.grads == "device"
-                if waits_on_device != (self.turn > 1) and not several:
-                    continue  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
-                if mode.grads == "nvme" and self.semantics != "exact-clip":
-                    continue
-            chosen.append(k)
-        return chosen
+        chosen.append(k)
+    return tuple(chosen)
 
 
 def problem(
@@ -274,14 +296,16 @@ def problem(
     tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
     streams = {s.name for s in machine.streams}
     has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
-    rates = _rates(workload, machine, has_nvme)
+    alike = first_alike(workload.units)
+    coded_frac = _coded_frac(workload, alike)
+    rates = _rates(workload, machine, has_nvme, alike, coded_frac)
     return Problem(
         workload=workload,
         machine=machine,
         semantics=semantics,
         order="vertical" if vertical else "horizontal",
         sub_batches=sub_batches,
-        units=_units(workload, machine),
+        units=_units(workload, machine, alike),
         runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
         blocks=blocks,
         turn=batches if vertical else 1,
@@ -290,7 +314,7 @@ def problem(
         nvme_gb=tiers.get("nvme", 0.0),
         has_nvme=has_nvme,
         rates=rates,
-        coded_frac=_coded_frac(workload),
+        coded_frac=coded_frac,
         loads=_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
         has_master=workload.training.has_master,
@@ -325,17 +349,16 @@ def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str,
     return {name: demand * cost.work_s / limits[name] for name, demand in cost.demand.items()}
 
 
-def _units(workload: Workload, machine: Machine) -> tuple[UnitAmounts, ...]:
+def _units(workload: Workload, machine: Machine, alike: Sequence[int]) -> tuple[UnitAmounts, ...]:
     """Those of units that differ in no more than their names are counted once."""
     names = {u.name: i for i, u in enumerate(workload.units)}
     below, found = workload.first_trained, list[UnitAmounts]()
-    known: list[tuple[Unit, tuple[bool, ...], UnitAmounts]] = []
-    for u, unit in enumerate(workload.units):
-        place, nameless = (u == 0, u <= below, u >= below), replace(unit, name="")
-        one = next((amounts for other, at, amounts in known if at == place and other == nameless), None)
-        if one is None:
-            one = _unit(unit, workload, machine, names)
-            known.append((nameless, place, one))
+    known: dict[tuple[object, ...], UnitAmounts] = {}
+    for u, (unit, first) in enumerate(zip(workload.units, alike, strict=True)):
+        place = first, u == 0, u <= below, u >= below
+        if place not in known:
+            known[place] = _unit(unit, workload, machine, names)
+        one = known[place]
         own = u if unit.num_parameters and not unit.shares else one.fetched_from
         found.append(replace(one, name=unit.name, fetched_from=own))
     return tuple(found)
@@ -431,49 +454,46 @@ def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
     return [*found, (unit.input_bytes, training.moved_bytes(unit)), (together_bytes, together_bytes)]
 
 
-def _coded_frac(workload: Workload) -> float:
-    found = [pair for unit in workload.units for pair in _travelling(unit, workload.training)]
+def _coded_frac(workload: Workload, alike: Sequence[int]) -> float:
+    found = [pair for first in set(alike) for pair in _travelling(workload.units[first], workload.training)]
     return min((moved / whole for whole, moved in found if whole), default=1.0)
 
 
-def _rates(workload: Workload, machine: Machine, has_nvme: bool) -> Amounts:
+def _rates(workload: Workload, machine: Machine, has_nvme: bool, alike: Sequence[int], coded_frac: float) -> Amounts:
     t = workload.training
+    kinds = {first: workload.units[first] for first in alike}
     sizes = {
-        "acts": {moved for u in workload.units for _, moved in _travelling(u, t)},
-        "params": {n for u in workload.units for n in (u.num_trained * t.param_bytes, u.frozen_bytes)},
-        "grads": {u.num_trained * t.grad_bytes for u in workload.units},
-        "states": {t.states_bytes(u) // num for u in workload.units for num in STATE_SHARDS},
+        "acts": {moved for u in kinds.values() for _, moved in _travelling(u, t)},
+        "params": {n for u in kinds.values() for n in (u.num_trained * t.param_bytes, u.frozen_bytes)},
+        "grads": {u.num_trained * t.grad_bytes for u in kinds.values()},
+        "states": {t.states_bytes(u) // num for u in kinds.values() for num in STATE_SHARDS},
     }
     streams = {s.name for s in machine.streams}
 
     def by_class(stream: str) -> dict[str, float]:
         best = {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
-        return {**best, "acts": best["acts"] / _coded_frac(workload)}
+        return {**best, "acts": best["acts"] / coded_frac}
 
     up, down = by_class(H2D), by_class(D2H)
     read, write = by_class(NVME_READ), by_class(NVME_WRITE)
-    adam_s = [
-        min(
-            num * _seconds(machine, HOST_ADAM, {kind: amount / num for kind, amount in t.host_work(u).items()})
+    adam = update = 0.0
+    chain_s: dict[int, tuple[float, float]] = {}
+    for first, u in kinds.items():
+        n, work = u.num_trained, t.host_work(u)
+        adam_s = min(
+            num * _seconds(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
             for num in STATE_SHARDS
         )
-        if HOST_ADAM in streams
-        else 0.0
-        for u in workload.units
-    ]
-    adam = max((u.num_trained / s / 1e9 for u, s in zip(workload.units, adam_s, strict=True) if s > 0), default=0.0)
-    update_s = [_seconds(machine, COMPUTE, t.update_work(u)) for u in workload.units]
-    update = max((u.num_trained / s / 1e9 for u, s in zip(workload.units, update_s, strict=True) if s > 0), default=1e6)
-    chain: dict[str, list[float]] = {"host": [], "nvme": []}
-    for u, seconds in zip(workload.units, adam_s, strict=True):
-        n = u.num_trained
+        update_s = _seconds(machine, COMPUTE, t.update_work(u))
+        adam = max(adam, n / adam_s / 1e9 if adam_s else 0.0)
+        update = max(update, n / update_s / 1e9 if update_s else 0.0)
         arrive = _seconds(machine, D2H, {"bytes": n * t.grad_bytes})
         home = _seconds(machine, H2D, {"bytes": n * t.param_bytes})
         moved = {"bytes": n * t.param_bytes}
         through = _seconds(machine, NVME_WRITE, moved) + _seconds(machine, NVME_READ, moved) if has_nvme else 0.0
-        chain["host"].append(arrive + seconds + home)
-        chain["nvme"].append(arrive + seconds + through + home)
-    return Amounts(up, down, read, write, adam, update, {k: tuple(v) for k, v in chain.items()})
+        chain_s[first] = arrive + adam_s + home, arrive + adam_s + through + home
+    chain = {place: tuple(chain_s[first][k] for first in alike) for k, place in enumerate(("host", "nvme"))}
+    return Amounts(up, down, read, write, adam, update or 1e6, chain)
 
 
 def _loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:

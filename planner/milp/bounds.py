@@ -72,6 +72,12 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     return replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
 
 
+def least_step_s(problem: Problem, solver: Solver) -> float:
+    """The least step time of the widest program alone, which a bound never exceeds: one solve, where `lower_bound` has
+    two. Infinite where nothing fits."""
+    return _optimum(problem, solver.wider if problem.brings_states else solver).step_s
+
+
 def _optimum(problem: Problem, solver: Solver) -> Bound:
     model = build(problem, margins=Margins(relaxed=True))
     solution = solver.solve(model.program)

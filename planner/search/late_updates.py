@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
+from functools import cache
 
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 
 
 def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> UnitwisePlan:
@@ -19,7 +21,7 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
     if plan.semantics != "in-backward":
         return plan
     if stretch == float("inf"):
-        return replace(plan, units=tuple(replace(choice, late_update=False) for choice in plan.units))
+        return replace(plan, units=_with_late(plan, set()))
     rates = problem.rates
     units = problem.units
     seconds = []
@@ -48,7 +50,13 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
             released[u] = now
     if released:
         late.discard(min(released))  # the last gradients' update is needed at once
-    return replace(plan, units=tuple(replace(choice, late_update=u in late) for u, choice in enumerate(plan.units)))
+    return replace(plan, units=_with_late(plan, late))
+
+
+def _with_late(plan: UnitwisePlan, late: Set[int]) -> tuple[UnitPlan, ...]:
+    """The plan's choices with these updates late, and no others."""
+    changed = cache(lambda choice, is_late: replace(choice, late_update=is_late))
+    return tuple(changed(choice, u in late) for u, choice in enumerate(plan.units))
 
 
 def _backward_s(problem: Problem, plan: UnitwisePlan, u: int) -> float:

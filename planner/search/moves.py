@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -282,13 +283,20 @@ def spread(num: int) -> Sequence[int]:
 
 def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
     """The plan in the problem's order and sub-batches, with gradients where its turns leave them."""
-    units = list(plan.units)
-    for u, choice in enumerate(units):
-        able = [placement_of(replace(MODES[k], frozen=None)) for k in problem.modes(u)]
-        if choice.states != "device" and placement_of(replace(choice, frozen=None)) not in able:
-            other: Place = "host" if choice.grads == "device" else "device"
-            units[u] = in_shards(replace(choice, grads=other, update="home"), choice.state_shards)
-    return replace(plan, units=tuple(units), order=problem.order, sub_batches=problem.sub_batches)
+
+    @cache
+    def able(modes: Sequence[int]) -> set[Placement]:
+        return {placement_of(replace(MODES[k], frozen=None)) for k in modes}
+
+    @cache
+    def changed(choice: UnitPlan, modes: Sequence[int]) -> UnitPlan:
+        if choice.states == "device" or placement_of(replace(choice, frozen=None)) in able(modes):
+            return choice
+        other: Place = "host" if choice.grads == "device" else "device"
+        return in_shards(replace(choice, grads=other, update="home"), choice.state_shards)
+
+    units = tuple(changed(choice, problem.modes(u)) for u, choice in enumerate(plan.units))
+    return replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
 
 
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:
@@ -299,14 +307,17 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
 def with_brought_states(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
     """The plan with states that live elsewhere brought to the device for their updates: of one in so many units, and
     of no others."""
-    units, there, here = [], _shards_of(plan, "home"), _shards_of(plan, "device")
-    for k, u in enumerate(plan.units):
-        if u.states != "device" and k % every == 0:
-            u = in_shards(replace(u, grads="device", update="device", late_update=False), here)
-        elif u.states != "device" and u.update == "device":
-            u = in_shards(replace(u, grads="host", update="home"), there)
-        units.append(u)
-    return replace(plan, units=tuple(units))
+    there, here = _shards_of(plan, "home"), _shards_of(plan, "device")
+
+    @cache
+    def changed(u: UnitPlan, is_brought: bool) -> UnitPlan:
+        if u.states != "device" and is_brought:
+            return in_shards(replace(u, grads="device", update="device", late_update=False), here)
+        if u.states != "device" and u.update == "device":
+            return in_shards(replace(u, grads="host", update="home"), there)
+        return u
+
+    return replace(plan, units=tuple(changed(u, k % every == 0) for k, u in enumerate(plan.units)))
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:
@@ -320,8 +331,12 @@ def with_shards(plan: UnitwisePlan, num_shards: int, place: UpdatePlace | None =
 
     On the host each shard costs the latency of an update, so fewer may be better there.
     """
-    units = (in_shards(choice, num_shards) if place in (None, choice.update) else choice for choice in plan.units)
-    return replace(plan, units=tuple(units))
+
+    @cache
+    def changed(choice: UnitPlan) -> UnitPlan:
+        return in_shards(choice, num_shards) if place in (None, choice.update) else choice
+
+    return replace(plan, units=tuple(map(changed, plan.units)))
 
 
 def _shards_of(plan: UnitwisePlan, place: UpdatePlace) -> int:
@@ -339,6 +354,11 @@ def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:
 
 def with_host_shards(choice: UnitPlan, more: int) -> UnitPlan | None:
     """The choice with so many more shards of its states in host memory; None where it has none to move there."""
-    num = choice.host_shards + more
-    able = choice.states == "nvme" != choice.grads and 0 <= num < choice.state_shards
-    return replace(choice, host_shards=num) if able else None
+    if not may_have_host_shards(choice, more):
+        return None
+    return replace(choice, host_shards=choice.host_shards + more)
+
+
+def may_have_host_shards(choice: UnitPlan, more: int) -> bool:
+    """Whether `with_host_shards` gives a choice."""
+    return choice.states == "nvme" != choice.grads and 0 <= choice.host_shards + more < choice.state_shards

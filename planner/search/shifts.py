@@ -26,6 +26,7 @@ from tierplan.planner.search.moves import (
     Placement,
     acting,
     in_shards,
+    may_have_host_shards,
     placed,
     placement_of,
     spread,
@@ -241,7 +242,7 @@ def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> 
 
         part = more / num_shards
         frees = {"host": -part * unit.states_gb, "nvme": part * unit.states_gb}
-        units = [u for u, choice in enumerate(plan.units) if with_host_shards(choice, more) is not None]
+        units = [u for u, choice in enumerate(plan.units) if may_have_host_shards(choice, more)]
         yield Shift(f"host shards {more}", units, change, frees, -part * saved_s)
 
 

@@ -10,7 +10,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -314,6 +314,19 @@ class Unit:
     def owned(self) -> Owned:
         """The parameters that it trains, as an optimizer looks at them."""
         return Owned(self.shapes or ((self.num_trained,),), self.kind == "block")
+
+
+def first_alike(units: Sequence[Unit]) -> list[int]:
+    """By unit, the number of the first one that differs from it in no more than the name."""
+    kinds: list[tuple[Unit, int]] = []
+    firsts = []
+    for u, unit in enumerate(units):
+        nameless = replace(unit, name="")
+        first = next((k for other, k in kinds if other == nameless), None)
+        if first is None:
+            kinds.append((nameless, first := u))
+        firsts.append(first)
+    return firsts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -455,6 +455,22 @@ def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
     assert slower.rates["matmul_fp16_flops"].at(1e12) == pytest.approx(6e12)
 
 
+@pytest.mark.parametrize(
+    ("machine", "part", "said"),
+    [
+        ("desktop-4090", "h100-sxm-80gb", "; no desktop has a socket for h100-sxm-80gb, a module of servers"),
+        ("desktop-4090", "h100-pcie-80gb", ""),
+        ("laptop", "rtx-4090", "; no laptop has a slot for rtx-4090, a card"),
+        ("laptop", None, ""),
+        ("server-8xh100", None, ""),
+    ],
+)
+def test_a_case_that_cannot_have_a_gpu_is_named(machine: str, part: str | None, said: str) -> None:
+    basis = load_machine(machine, [f"gpu.part={part}"] if part else []).basis.text
+    assert said in basis
+    assert ("; no " in basis) == bool(said)
+
+
 def test_two_cards_of_a_desktop_share_the_lanes_of_one() -> None:
     one, two = load_machine("desktop-4090"), load_machine("desktop-4090", ["gpu.count=2"])
     assert "host_link.h2d" not in one.limits

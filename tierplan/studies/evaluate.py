@@ -18,7 +18,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import compute_s, lower_bound
+from tierplan.planner.milp.bounds import compute_s, least_step_s
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order
@@ -167,8 +167,7 @@ def _or_on_one(
 def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
     """What no plan exceeds: the least compute of all divisions of a step, on all devices.
 
-    `by_program`, on one device: what the planning program says that no plan with its updates at home exceeds, which is
-    0 where it has none.
+    `by_program`, on one device: what the planning program says that no plan exceeds, which is 0 where it has none.
     """
     place, training = place_of(point), training_of(point, None)
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
@@ -184,7 +183,7 @@ def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
             for w in workloads:
                 if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
                     posed = problem(w, place.machine, semantics=semantics, order=order)
-                    least_s = min(least_s, lower_bound(posed, solver=solver).step_s)
+                    least_s = min(least_s, least_step_s(posed, solver))
     else:
         least_s = min(compute_s(problem(w, place.machine, semantics=semantics)) for w in workloads)
     return (point.sequences or each) * point.seq * num / least_s
