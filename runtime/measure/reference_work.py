@@ -21,6 +21,9 @@ MOST_FRAC = 0.005
 """Of the time of training."""
 TOKENS, WIDTH, ELEMENTS = 64, 512, 1 << 18
 """About 2 ms on a core, so that a run of some seconds has several."""
+SMALL, NUM_SMALL = 8, 24
+"""Rows of small ops, and rounds of them: about a third of the piece in bf16. What Python and PyTorch take to launch ops
+goes up and down by a third where kernels take 6 % more or less, and small models with it."""
 NUM_ASKED = 6
 """Times in a step: one of them is off by a sixth."""
 NUM_AT_REST = 4
@@ -50,6 +53,7 @@ class ReferenceWork:
         self._x_td = torch.full((TOKENS * times, WIDTH), 0.5, **where)  # type: ignore[call-overload]
         self._weight_dd = torch.full((WIDTH, WIDTH), 1e-3, **where)  # type: ignore[call-overload]
         self._long = torch.full((ELEMENTS * times,), 0.5, **where)  # type: ignore[call-overload]
+        self._small = torch.full((SMALL, SMALL), 0.5, **where)  # type: ignore[call-overload]
         self._spent_s, self._began_s = 0.0, 0.0
         self._last_s = min(self._cost_s() for _ in range(3))
 
@@ -86,8 +90,9 @@ class ReferenceWork:
         return time.perf_counter() - began_s
 
     def _time_s(self) -> float:
-        """Products of matrices, as a block has them, and a function of many elements, which memory limits. The second
-        time counts: what caches held before makes a difference of a third, and says nothing of the machine."""
+        """Products of matrices, as a block has them, a function of many elements, which memory limits, and small ops,
+        as there are between products. The second time counts: what caches held before makes a difference of a third, and
+        says nothing of the machine."""
         for _ in range(2):
             self.device.finish()
             began_s, waited_ns = time.perf_counter(), coreless_ns()
@@ -96,5 +101,9 @@ class ReferenceWork:
                 for _ in range(4):
                     x_td = F.linear(x_td, self._weight_dd)
                 F.gelu(self._long, approximate="tanh").add_(self._long)
+                small = self._small
+                for _ in range(NUM_SMALL):
+                    small = F.silu(F.linear(F.layer_norm(small, (SMALL,)), self._small)) * small
+                    small = torch.cat((small, self._small)).view(2, SMALL, SMALL).transpose(0, 1).mean(1)
                 self.device.finish()
         return max(1e-9, time.perf_counter() - began_s - (coreless_ns() - waited_ns) / 1e9)

@@ -43,7 +43,7 @@ from tierplan.validation.calibration.rates import (
     without_compute_latency,
 )
 
-FORMAT, VERSION = "tierplan-calibration", 5
+FORMAT, VERSION = "tierplan-calibration", 6
 PRIOR_SPREAD, NUM_PRIOR = 0.04, 30
 """Of predictions from calibrations, and how many checks that weighs as much as: checks say little of how far off a
 calibration's predictions are. Learnt from 48 rows of four models, in a quiet hour and beside another job: 0.03 to 0.04
