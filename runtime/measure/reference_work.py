@@ -91,8 +91,8 @@ class ReferenceWork:
 
     def _time_s(self) -> float:
         """Products of matrices, as a block has them, a function of many elements, which memory limits, and small ops,
-        as there are between products. The second time counts: what caches held before makes a difference of a third, and
-        says nothing of the machine."""
+        as there are between products. The second time counts: what caches held before makes a difference of a third,
+        and says nothing of the machine."""
         for _ in range(2):
             self.device.finish()
             began_s, waited_ns = time.perf_counter(), coreless_ns()
