@@ -201,14 +201,17 @@ def _rests_on(description: Description, matters: Collection[str]) -> str:
     return f"{text}; drives write as beyond their cache{size}{drains}"
 
 
+GPU_FORMS: Mapping[str, tuple[str, ...]] = {"laptop": (), "desktop": ("card",), "server": ("card", "module")}
+"""By `host.form`: values of `gpu.form` that the case has room for. A laptop's GPU cannot be changed."""
+
+
 def _unfit(description: Description) -> str:
     """That the case cannot have this GPU, if it cannot: the answer is for another machine than can be built."""
     part, form, case = (description.quantity(name) for name in ("gpu.part", "gpu.form", "host.form"))
-    if part is None or form is None or case is None:
+    if part is None or form is None or case is None or form.value in GPU_FORMS[str(case.value)]:
         return ""
-    if form.value == "module" and case.value != "server":
-        return f"; no {case.value} has a socket for {part.value}, a module of servers"
-    return f"; no laptop has a slot for {part.value}, a card" if case.value == "laptop" else ""
+    what, place = {"card": ("a card", "slot"), "module": ("a module of servers", "socket")}[str(form.value)]
+    return f"; no {case.value} has a {place} for {part.value}, {what}"
 
 
 FOR_THE_RECORD = (

@@ -461,6 +461,7 @@ def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
         ("desktop-4090", "h100-sxm-80gb", "; no desktop has a socket for h100-sxm-80gb, a module of servers"),
         ("desktop-4090", "h100-pcie-80gb", ""),
         ("laptop", "rtx-4090", "; no laptop has a slot for rtx-4090, a card"),
+        ("laptop", "h100-sxm-80gb", "; no laptop has a socket for h100-sxm-80gb, a module of servers"),
         ("laptop", None, ""),
         ("server-8xh100", None, ""),
     ],

@@ -18,7 +18,7 @@ from operator import mul
 from typing import Any
 
 from tierplan.hwmodels import Description, load_description, load_machine
-from tierplan.hwmodels.catalog import catalog_names, load_part
+from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.description import override
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan_rules import PLANNER
@@ -29,7 +29,7 @@ from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.costs import SOON_S, TrainingJob, costs_of
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, PriceList
+from tierplan.studies.purchases import FORMS, GIB, PriceList, gpus_for
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
@@ -74,8 +74,9 @@ def grid_of(choices: Choices) -> Study:
     """The points that a page needs; refuses what no machine can be, and several GPUs that could not be planned."""
     given = {key: [value] for key, value in (choices.overrides or {}).items()}
     own = load_description(choices.machine, _settings({key: value for key, (value,) in given.items()}))
-    form = FORMS[str(own.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
-    if choices.gpus and not form.cards:
+    case = str(own.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
+    form = FORMS[case]
+    if choices.gpus and not GPU_FORMS[case]:
         raise MachineError(f"the GPU of {own.name!r} is no card to be changed; leave out --gpu, or name a desktop")
     part, count = own.quantity("gpu.part"), int(own.number("gpu.count") or 1)
     connected = own.quantity("link.p2p") is not None
@@ -85,11 +86,10 @@ def grid_of(choices: Choices) -> Study:
             "link.p2p, for example --set 'link.p2p=20 GB/s', or leave out --gpus"
         )
     capacity, drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
-    parts = {name: load_part("gpu", name) for name in catalog_names("gpus")}
-    cards = [name for name, gpu in parts.items() if gpu.number("gpu.price") and gpu.number("gpu.peak_bf16")]
+    cards = [name for name, gpu in gpus_for(case).items() if gpu.number("gpu.peak_bf16")]
     sold = [f"{gib} GiB" for gib in form.dram_gib if gib * GIB > 1.1 * capacity][:2]
     offered: dict[str, list[object]] = {
-        "gpu.part": _first(part.value, cards) if part and form.cards else [],
+        "gpu.part": _first(part.value, cards) if part and cards else [],
         "gpu.count": _first(count, [1] if connected else []),
         "host.capacity": _first(int(capacity), sold),
         "nvme.drives": _first(drives, [n for n in (2, 4) if n <= form.drives]) if drives else [],

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierplan.hwmodels import Description
+from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
 from tierplan.studies.study import Point
 
@@ -42,15 +43,13 @@ class Form:
     dram_gib: Mapping[int, str]
     """Sizes of all modules together, and what they are."""
     drives: int
-    cards: bool
-    """Whether the GPU is a card that can be changed."""
 
 
 FORMS: Mapping[str, Form] = {
-    "laptop": Form(dram_gib={32: "2 x 16", 64: "2 x 32", 96: "2 x 48"}, drives=2, cards=False),
-    "desktop": Form(dram_gib={64: "2 x 32", 96: "2 x 48", 128: "4 x 32", 192: "4 x 48"}, drives=4, cards=True),
+    "laptop": Form(dram_gib={32: "2 x 16", 64: "2 x 32", 96: "2 x 48"}, drives=2),
+    "desktop": Form(dram_gib={64: "2 x 32", 96: "2 x 48", 128: "4 x 32", 192: "4 x 48"}, drives=4),
     "server": Form(
-        dram_gib={128: "8 x 16", 256: "8 x 32", 512: "16 x 32", 1024: "16 x 64", 2048: "32 x 64"}, drives=24, cards=True
+        dram_gib={128: "8 x 16", 256: "8 x 32", 512: "16 x 32", 1024: "16 x 64", 2048: "32 x 64"}, drives=24
     ),
 }
 """By `host.form`."""
@@ -81,7 +80,8 @@ class Purchase:
 
 def purchases(description: Description, prices: PriceList) -> list[Purchase]:
     """What could be bought for the machine, one thing at a time; no card that is in nothing better than its own."""
-    form = FORMS[str(description.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
+    case = str(description.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
+    form = FORMS[case]
     found: list[Purchase] = []
     drives = int(description.number("nvme.drives") or 0)
     if drives and description.number("nvme.read"):
@@ -105,16 +105,25 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             what = f"{gib} GiB DRAM ({form.dram_gib[gib]})"
             found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
     part = description.quantity("gpu.part")
-    for name in catalog_names("gpus") if form.cards else ():
-        other = load_part("gpu", name)
-        its_price = other.number("gpu.price")
-        if its_price and (part is None or name != part.value) and not _is_lesser(other, description):
-            number = int(description.number("gpu.count") or 1)
+    for name, other in gpus_for(case).items():
+        if (part is None or name != part.value) and not _is_lesser(other, description):
+            number, usd_each = int(description.number("gpu.count") or 1), other.number("gpu.price") or 0.0
             what = name if number == 1 else f"{number} x {name}"
-            found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * its_price))
+            found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * usd_each))
     found += _second_card(description) if form is FORMS["desktop"] else []
     whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
     return found + [machine for machine in whole if machine]
+
+
+def gpus_for(case: str) -> dict[str, Description]:
+    """GPUs of the catalog by name, which are sold and for which a case (`host.form`) has room."""
+    found = {}
+    for name in catalog_names("gpus"):
+        part = load_part("gpu", name)
+        form = part.quantity("gpu.form")
+        if form and form.value in GPU_FORMS[case] and part.number("gpu.price"):  # type: ignore[operator]  # a text
+            found[name] = part
+    return found
 
 
 def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float]) -> list[bool]:
