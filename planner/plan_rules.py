@@ -49,7 +49,7 @@ SHARING_WORDS: Mapping[str, tuple[str, ...]] = {
 }
 PLAN_NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
-    **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices"), 1),
+    **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices", "update_over_units"), 1),
 }
 """Fields of a unit-wise plan that are whole numbers, each with the least that it may be."""
 
@@ -213,10 +213,6 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
         raise PlanError(
             f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
             "semantics 'exact-clip', or do not hold them"
-        )
-    if plan.update_over_units < 1:
-        raise PlanError(
-            f"plan {plan.policy!r} spreads updates over {plan.update_over_units} units; update_over_units is 1 or more"
         )
     if training.max_grad_norm is not None and plan.semantics == "in-backward":
         raise PlanError(

@@ -52,7 +52,6 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
         cast_grads=rng.random() < 0.5,
         segment_units=segment_units,
         overtaking=random.Random(str(units)).random() < 0.5,  # of `rng`, others draw what they always have
-        update_over_units=random.Random(str(units)).choice([1, 2, 3]),
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
@@ -144,6 +145,10 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
                 late_update=rng.random() < 0.3 and can_be_late,
             )
         )
+    also = random.Random(str(units))  # of `rng`, others draw what they always have
+    units = [
+        replace(u, state_shards=also.choice((1, 2, 4))) if u.updates_here and u.states_travel else u for u in units
+    ]
     return UnitwisePlan(
         policy="random",
         units=tuple(units),
@@ -152,6 +157,7 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
         prefetch_params_units=rng.choice((0, 1, 2)),
         prefetch_acts_units=rng.choice((0, 1, 2)),
         prefetch_states_units=rng.choice((0, 1, 2)),
+        update_over_units=also.choice((1, 2, 3)),
     )
 
 
