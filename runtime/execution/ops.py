@@ -225,7 +225,7 @@ class Bodies:
         What an op may make beside its buffers is declared on that condition.
         """
         arrived = []
-        for part in self._memory(source).split(handle.sizes):
+        for part in self._memory(source).split(handle.sizes_bytes):
             memory = torch.empty(part.numel(), dtype=torch.uint8, device=self.device.torch_device)
             memory.copy_(part, non_blocking=True)
             self.device.lend(memory, COMPUTE)

@@ -89,7 +89,7 @@ class SavedTensorsHandle(AutogradHandle):
         super().__init__()
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
-        self.sizes = [each.size_bytes for each in saved]
+        self.sizes_bytes = [each.size_bytes for each in saved]
         types = {each.dtype for each in saved}
         self.dtype = types.pop() if len(types) == 1 else torch.uint8
 
