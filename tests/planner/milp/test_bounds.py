@@ -11,10 +11,11 @@ import pytest
 from tests.planner.instances import MB, chain, random_chain, random_machine, random_plan, small_machine
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.milp.amounts import MODES, Mode, problem
-from tierplan.planner.milp.bounds import lower_bound, shortages
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import least_step_s, lower_bound, shortages
 from tierplan.planner.milp.model import build
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.milp.program import Solver, solve
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
@@ -44,6 +45,15 @@ def test_no_plan_that_runs_beats_the_bound(accumulation, semantics, form):
                     assert bound.feasible
                     assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
     assert num_ran > 40
+
+
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
+def test_the_widest_program_alone_gives_the_step_of_the_bound(semantics):
+    for seed in range(12):
+        rng = random.Random(seed)
+        workload = random_chain(rng, 4)
+        p = problem(workload, random_machine(rng, workload), semantics=semantics)
+        assert least_step_s(p, Solver()) == pytest.approx(lower_bound(p).step_s)
 
 
 def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():

@@ -300,17 +300,18 @@ def test_intervals_are_as_wide_as_checks_were_off() -> None:
     assert log(high / low) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("num_turns", [2, 3, 10])
-def test_nine_in_ten_turns_lie_as_far_off_as_the_scatter_says(num_turns: int) -> None:
-    """However few turns a plan had: what is known is their distance from their own median, not from the truth."""
+@pytest.mark.parametrize(("num_turns", "share"), [(2, 0.925), (3, 0.885), (10, 0.895)])
+def test_nine_in_ten_turns_lie_as_far_off_as_the_scatter_says(num_turns: int, share: float) -> None:
+    """However few turns a plan had: what is known is their distance from their own median, not from the truth. Of two,
+    those are half of their difference, above and below, so that a few more are held."""
     random, num_plans = Random(num_turns), 6
     held = []
-    for _ in range(2000):
+    for _ in range(4000):
         turns = [[exp(random.gauss(0, 0.05)) for _ in range(num_turns)] for _ in range(num_plans)]
         slowdowns = [turn / median(plan) for plan in turns for turn in plan]
         next_turn = exp(random.gauss(0, 0.05)) / median([exp(random.gauss(0, 0.05)) for _ in range(num_turns)])
         held.append(abs(log(next_turn)) < scatter_half_width(slowdowns, num_plans))
-    assert 0.87 < fmean(held) < 0.94
+    assert fmean(held) == pytest.approx(share, abs=0.015)
     assert scatter_half_width([1.0] * num_plans, num_plans) == 0.0, "one turn of each says nothing"
 
 
