@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan_rules import PLACES, Order, Place, UpdatePlace
+from tierplan.planner.milp.modes import modes_of
+from tierplan.planner.plan_rules import Order
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
 
@@ -31,34 +31,6 @@ NUM_ALONE = 3
 MAX_RUNS = 16
 """Windows between them, at most, per pass over the units. Four times as many lift the bound of 96 blocks by 0.0 to
 0.1 %, and take three to seven times as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """Where a unit's parameters, optimizer states and waiting gradients live."""
-
-    params: Place
-    states: Place
-    grads: Place
-    frozen: Place | None = None
-    """Where frozen parameters live, of a unit that has any."""
-    update: UpdatePlace = "home"
-    """`device`: states that live elsewhere come there for the update, and go back."""
-
-    @property
-    def updated(self) -> Literal["device", "host", "brought"]:
-        """Where the update is made: on the device with states that are there, or brought there; or by the host."""
-        return "device" if self.states == "device" else "brought" if self.update == "device" else "host"
-
-
-_MODES: tuple[Mode, ...] = (
-    Mode("device", "device", "device"),
-    *(Mode(p, s, "host") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-    *(Mode(p, s, "device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-    *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
-    *(Mode(p, s, "device", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-)
-MODES = (*_MODES, *(replace(mode, frozen=frozen) for frozen in PLACES for mode in _MODES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,56 +189,17 @@ class Problem:
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
         u = self.units[unit]
-        return _modes(
-            u.frozen_gb > 0.0,
-            u.gparams > 0.0,
-            self.has_nvme,
-            self.host_gb > 0.0,
-            self.rates.adam > 0.0,
-            self.brings_states and self.has_room_for_update(unit),
-            len(self.blocks) > 1,
-            self.turn > 1,
-            self.semantics,
+        return modes_of(
+            has_frozen=u.frozen_gb > 0.0,
+            is_trained=u.gparams > 0.0,
+            has_nvme=self.has_nvme,
+            has_host=self.host_gb > 0.0,
+            has_adam=self.rates.adam > 0.0,
+            brings_states=self.brings_states and self.has_room_for_update(unit),
+            has_several_blocks=len(self.blocks) > 1,
+            has_turns=self.turn > 1,
+            semantics=self.semantics,
         )
-
-
-@cache
-def _modes(
-    has_frozen: bool,
-    is_trained: bool,
-    has_nvme: bool,
-    has_host: bool,
-    has_adam: bool,
-    brings_states: bool,
-    has_several_blocks: bool,
-    has_turns: bool,
-    semantics: Semantics,
-) -> tuple[int, ...]:
-    if not is_trained and not has_frozen:
-        return (0,)
-    chosen = []
-    for k, mode in enumerate(MODES):
-        if (mode.frozen is not None) != has_frozen or (not is_trained and k % len(_MODES)):
-            continue
-        if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not has_nvme:
-            continue
-        if mode.frozen == "host" and not has_host:
-            continue
-        if is_trained and semantics == "delayed-1" and mode.states == "device":
-            continue
-        if is_trained and mode.states != "device":
-            if not has_adam or not has_host:
-                continue
-            if mode.updated == "brought":
-                chosen += [k] if brings_states else []
-                continue
-            waits_on_device = mode.grads == "device"
-            if waits_on_device != has_turns and not has_several_blocks:
-                continue  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
-            if mode.grads == "nvme" and semantics != "exact-clip":
-                continue
-        chosen.append(k)
-    return tuple(chosen)
 
 
 def problem(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, MODES, STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus, times
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
 from tierplan.planner.plan_rules import PLACES

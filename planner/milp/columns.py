@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierplan.planner.milp.amounts import MODES, Problem, Window
+from tierplan.planner.milp.amounts import Problem, Window
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tierplan.planner.milp.amounts import MODES, Window
+from tierplan.planner.milp.amounts import Window
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus, times
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
 
 

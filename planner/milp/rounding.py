@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Fractions
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.sim.step import Action

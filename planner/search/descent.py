@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tierplan.planner.milp.amounts import MODES, Problem
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from tierplan.planner.milp.amounts import MODES, STATE_SHARDS, Mode, Problem
+from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS, Place, UpdatePlace
 

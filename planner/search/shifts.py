@@ -15,8 +15,9 @@ from itertools import chain
 from math import ceil
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, MODES, Mode, Problem, SlotGroup, UnitAmounts
+from tierplan.planner.milp.amounts import GB, Problem, SlotGroup, UnitAmounts
 from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator

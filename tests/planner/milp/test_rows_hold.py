@@ -17,8 +17,9 @@ from tests.planner.instances import MB, chain, random_chain, random_plan, small_
 from tests.random_plans import with_some_in_host
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
-from tierplan.planner.milp.amounts import MODES, Mode, Problem, problem
+from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.model import Margins, Model, build, with_actions
+from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import solve
 from tierplan.planner.milp.rounding import actions_of
 from tierplan.planner.plan import UnitPlan, UnitwisePlan

@@ -13,7 +13,8 @@ from tests.planner.instances import brute_force_instance
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import lower
-from tierplan.planner.milp.amounts import MODES, Problem, problem
+from tierplan.planner.milp.amounts import Problem, problem
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget

@@ -11,9 +11,10 @@ import pytest
 
 from tests.planner.instances import MB, chain, small_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.milp.amounts import MODES, problem
+from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.model import fractions
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan

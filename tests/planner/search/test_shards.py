@@ -8,7 +8,8 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.milp.amounts import MODES, problem
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
