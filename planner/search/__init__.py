@@ -6,6 +6,7 @@ moves         small changes of a plan
 incumbents    the best candidates so far
 descent       from one candidate to better ones, move by move; on short chains from random ones, too
 shifts        moves of many units at once, and the descent by them, on long chains
+exchanges     which of two or more units that are alike has which choice
 knobs         what the program cannot decide, tuned one after the other
 from_program  plans of the planning program, rounded, tuned and simulated
 shape         all plans of one shape, from whatever source

@@ -27,6 +27,8 @@ Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 Placement = tuple[Place, Place, Place, Place | None, UpdatePlace]
 RANK = {"device": 0, "host": 1, "nvme": 2}
 PARTS = ("states", "params", "frozen")
+PLACEMENT = ("params", "frozen", "grads", "states", "update", "late_update", "state_shards", "host_shards")
+"""What a choice says about where things live."""
 
 
 def _promotions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -159,7 +161,7 @@ def _swaps(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
                 a, b = plan.units[u], plan.units[v]
                 if placement_of(a) == placement_of(b) and a.late_update == b.late_update:
                     return None
-                return _with_unit(_with_unit(plan, u, _placed_like(a, b)), v, _placed_like(b, a))
+                return _with_unit(_with_unit(plan, u, with_those_of(a, b)), v, with_those_of(b, a))
 
             yield move
 
@@ -235,19 +237,9 @@ def placement_of(where: UnitPlan | Mode) -> Placement:
     return where.params, where.states, where.grads, where.frozen, where.update
 
 
-def _placed_like(choice: UnitPlan, other: UnitPlan) -> UnitPlan:
-    """The choice with all that the other says about where things live."""
-    return replace(
-        choice,
-        params=other.params,
-        frozen=other.frozen,
-        states=other.states,
-        update=other.update,
-        grads=other.grads,
-        late_update=other.late_update,
-        state_shards=other.state_shards,
-        host_shards=other.host_shards,
-    )
+def with_those_of(choice: UnitPlan, other: UnitPlan, names: Sequence[str] = PLACEMENT) -> UnitPlan:
+    """The choice with what the other says of these; by default, all about where things live."""
+    return replace(choice, **{name: getattr(other, name) for name in names})
 
 
 def with_action(plan: UnitwisePlan, problem: Problem, u: int, g: int, action: str) -> UnitwisePlan:

@@ -22,6 +22,7 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
+from tierplan.planner.search.exchanges import alike, exchanged
 from tierplan.planner.search.moves import (
     GENERAL_FAMILIES,
     Placement,
@@ -47,8 +48,10 @@ MISJUDGED = 0.02
 """By so much of a tier's capacity, estimates of what is free there may be wrong."""
 STALE = 400
 """Draws in a row that do not help, after which the search ends."""
-OF_ALL_UNITS = 0.08
-"""Of the draws, those of a move of all units."""
+OF_ALL_UNITS, EXCHANGES = 0.08, 0.4
+"""Of the draws, those of a move of all units, and of an exchange between some; all others are shifts."""
+PLACING = 0.4
+"""Of the shifts, those to another placement: most of all that there are, and few help."""
 FORGETS = 0.7
 """What is left of what a shift has saved after it has not helped."""
 NUM_RELIEFS = 3
@@ -68,6 +71,7 @@ class Shift:
     """By kind of tier: about what one unit's change frees there."""
     cost_s: float = 0.0
     """About what one unit's change adds to the step, at the prices of what streams are asked for."""
+    is_placing: bool = False
 
 
 def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwisePlan:
@@ -174,7 +178,7 @@ def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> I
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
             cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])
-            yield Shift(f"place {old} {k}", [u for u in units if k in able[u]], change, frees, cost_s)
+            yield Shift(f"place {old} {k}", [u for u in units if k in able[u]], change, frees, cost_s, True)
 
 
 def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
@@ -256,7 +260,8 @@ def descend_by_shifts(
     goal_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Candidate[UnitwisePlan]]:
-    """From `start` along shifts and moves of all units, until a step of `goal_s`; after each one, the best so far.
+    """From `start` along shifts, exchanges and moves of all units, until a step of `goal_s`; after each one, the best
+    so far.
 
     What is changed, in how many units and in which, is drawn at random, by the seed: what helped last, and what should
     by the prices of the bound, more often. A change that helps is made again. Ends when many in a row have not helped.
@@ -272,6 +277,7 @@ class _Descent:
         self.problem, self.simulate_plan, self.rng = problem, simulate_plan, rng
         self.prices, self.s_per_gb = StreamPrices(problem, bound.shares), bound.s_per_gb
         self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
+        self.alike = alike(problem)
         self.of_plan: UnitwisePlan | None = None
         self.menu: list[Shift] = []
         self.freeing: dict[str, list[Shift]] = {}
@@ -288,12 +294,19 @@ class _Descent:
         stale = 0
         while stale < STALE:
             before = best
-            for better in (
-                self._of_all_units(best, only_one=True) if self.rng.random() < OF_ALL_UNITS else self._of_some(best)
-            ):
+            for better in self._drawn(best):
                 best = better
                 yield best
             stale = 0 if best is not before else stale + 1
+
+    def _drawn(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
+        """One move that is drawn at random; the best so far after each plan that is tried for it."""
+        kind = self.rng.random()
+        if kind < OF_ALL_UNITS:
+            return self._of_all_units(best, only_one=True)
+        if kind < OF_ALL_UNITS + EXCHANGES and self.alike:
+            return self._exchanged(best)
+        return self._of_some(best)
 
     def _of_all_units(
         self, best: Candidate[UnitwisePlan], *, only_one: bool = False
@@ -306,9 +319,18 @@ class _Descent:
                     yield better
                 best = better
 
+    def _exchanged(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
+        """One exchange between units that are alike."""
+        changed = exchanged(best.plan, self.rng.choice(self.alike), self.rng)
+        if changed is not None:
+            yield from self._with_filled(best, self.simulate_plan(changed))
+
     def _of_some(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         """One shift of some units, and as long as it helps of more."""
-        ranked = sorted(self._menu(best.plan), key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
+        is_placing = self.rng.random() < PLACING
+        menu = self._menu(best.plan)
+        menu = [shift for shift in menu if shift.is_placing == is_placing] or menu
+        ranked = sorted(menu, key=lambda s: (-self.gains.get(s.name, 0.0), self._cost_s(s)))
         shift = ranked[min(int(self.rng.expovariate(len(ORDERS) / len(ranked))), len(ranked) - 1)]
         part = 2 ** self.rng.randint(1, len(self.problem.units).bit_length())
         order = self.rng.choice([*ORDERS, self._from_somewhere])
