@@ -107,6 +107,7 @@ def plan(
     kind = None if like is None else repr(like)
     question = (digest(workload), budget.num_ops, budget.more_ops, kind, *asked.values())
     known = known_of_lesser(machine, question, planned, known)
+    budget.restart()  # the lesser machine's search had a clock of its own
     is_cut = known is not None and known.is_cut
     search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
     search.started = started

@@ -209,3 +209,15 @@ def test_a_search_for_plans_of_one_kind_begins_with_what_is_known(tmp_path: Path
     assert found.step_s <= cut_s * (1 + 1e-9)
     assert isinstance(found.plan, UnitwisePlan)
     assert found.plan.order == "vertical"
+
+
+def test_the_lesser_machines_search_takes_none_of_the_clock(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that took: a search with the clock at its end would say what the lesser machine can do."""
+    now_s = [0.0]
+
+    def slowly(*args: object) -> None:
+        now_s[0] += 3600.0
+
+    monkeypatch.setattr(budget, "computing_s", lambda: now_s[0])
+    monkeypatch.setattr(planning, "known_of_lesser", slowly)
+    assert plan(gpt, load_machine("laptop", ["host.capacity=64 GiB"]), policies=[]).status != "time-limit"
