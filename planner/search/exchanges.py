@@ -1,7 +1,8 @@
-"""Exchanges between units that are alike: which of them has which choice, while most amounts of the plan stay.
+"""Exchanges between units that are alike: which of them has which choice.
 
 What a chain keeps, moves and makes again may add up and still come at the wrong time: side by side, or while a stream
-has other work. An exchange changes the time alone, so it is possible where memory is full.
+has other work. An exchange changes the time alone, so it is possible where memory is full. Some go one way: one unit
+takes the other's choice, and the plan's amounts change by one unit's.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.moves import PLACEMENT, with_those_of
+from tierplan.sim.workloads.workload import Workload, first_alike
 
 ACTIVATIONS = ("acts", "input")
 PARTS = (PLACEMENT + ACTIVATIONS, PLACEMENT, ACTIVATIONS)
@@ -22,21 +23,17 @@ ROW_LENGTHS = (3, 4, 6, 8, 12, 1000)
 IN_A_ROW = 0.5
 """Of the exchanges, those of a row of units; all others are of two."""
 ONE_WAY = 1 / 3
-"""Of the exchanges of two units, those after which one has the other's choices too."""
+"""Of the exchanges of two units, those that go one way."""
 NEAR = 0.7
-"""Two units that are near each other are this rate's exponential distance apart."""
+"""Rate of the exponential distance between two units that are near each other; the last is beside the first."""
 
 
-def alike(problem: Problem) -> list[list[int]]:
+def alike(workload: Workload) -> list[list[int]]:
     """Units that may have each other's choices, in order: each kind with at least three."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for u, unit in enumerate(problem.units):
-        kinds.setdefault(_kind(unit), []).append(u)
+    kinds: dict[int, list[int]] = {}
+    for u, first in enumerate(first_alike(workload.units)):
+        kinds.setdefault(first, []).append(u)
     return [units for units in kinds.values() if len(units) >= 3]
-
-
-def _kind(unit: UnitAmounts) -> tuple[object, ...]:
-    return unit.gparams, unit.params_gb, unit.frozen_gb, tuple((group.gb, group.slots) for group in unit.groups)
 
 
 def exchanged(plan: UnitwisePlan, units: Sequence[int], rng: random.Random) -> UnitwisePlan | None:

@@ -72,6 +72,7 @@ class Shift:
     cost_s: float = 0.0
     """About what one unit's change adds to the step, at the prices of what streams are asked for."""
     is_placing: bool = False
+    """Whether it changes where things live; else what happens to activations, or when updates are made."""
 
 
 def applied(plan: UnitwisePlan, shift: Shift, units: Sequence[int]) -> UnitwisePlan:
@@ -178,7 +179,7 @@ def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> I
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
             cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])
-            yield Shift(f"place {old} {k}", [u for u in units if k in able[u]], change, frees, cost_s, True)
+            yield Shift(f"place {old} {k}", [u for u in units if k in able[u]], change, frees, cost_s, is_placing=True)
 
 
 def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
@@ -277,7 +278,7 @@ class _Descent:
         self.problem, self.simulate_plan, self.rng = problem, simulate_plan, rng
         self.prices, self.s_per_gb = StreamPrices(problem, bound.shares), bound.s_per_gb
         self.held: dict[tuple[int, UnitPlan], tuple[tuple[str, float], ...]] = {}
-        self.alike = alike(problem)
+        self.alike = alike(problem.workload)
         self.of_plan: UnitwisePlan | None = None
         self.menu: list[Shift] = []
         self.freeing: dict[str, list[Shift]] = {}
