@@ -90,10 +90,15 @@ def test_states_come_to_the_device_once_the_descent_has_made_room_for_them(monke
     start = evaluate(replace(uniform_plan(workload, kept), prefetch_states_units=2, prefetch_acts_units=2))
     assert start.fits
     assert not any(evaluate(with_brought_states(start.plan, every)).fits for every in (1, *BROUGHT_ONE_IN))
-    *_, best = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
+
+    def worst_s() -> float:
+        """A descent that is lucky may get there without the move of all units."""
+        ends = [list(descend_by_shifts(p, start, evaluate, bound=lower_bound(p), seed=seed))[-1] for seed in range(3)]
+        return max(end.step_s for end in ends if end.step_s is not None)
+
+    best_s = worst_s()
     monkeypatch.setattr(module, "GENERAL_FAMILIES", module.GENERAL_FAMILIES[:-1])
-    *_, alone = descend_by_shifts(p, start, evaluate, bound=lower_bound(p))
-    assert best.step_s < 0.7 * alone.step_s
+    assert best_s < 0.6 * worst_s()
 
 
 def test_a_step_of_too_many_turns_is_refused_by_arithmetic():
