@@ -16,6 +16,8 @@ DEFAULT_TIME_LIMIT_S = 10.0
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
+LEAST_S = 0.1
+"""Seconds that whatever is begun has at least."""
 WALL_TIMES = 5
 """Time limits after which a search ends, by the wall's clock, however busy the computer is."""
 
@@ -69,6 +71,11 @@ class Budget:
         """The larger of what is spent of the ops and of the seconds."""
         computed_s = computing_s() - self.started_cpu
         return max(1 - self.ops_left / self.num_ops, computed_s / self.time_limit_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of computing that are left, above 0."""
+        return max(self.time_limit_s - (computing_s() - self.started_cpu), LEAST_S)
 
     @property
     def is_out_of_time(self) -> bool:

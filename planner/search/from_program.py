@@ -10,7 +10,7 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
-from tierplan.planner.milp.program import Solver
+from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solver
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
@@ -79,7 +79,8 @@ class ProgramPlans:
 
     def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         changed = with_margins(model, margins)
-        solution = self._solver_of(model).solve(changed.program)
+        limit_s = min(self.simulate_plan.budget.left_s, LP_TIME_LIMIT_S)
+        solution = self._solver_of(model).solve(changed.program, time_limit_s=limit_s)
         self.solve_s += solution.seconds
         self.simulate_plan.budget.ops_left -= solution.work_ops
         return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
