@@ -28,7 +28,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
-from tierplan.planner.search.moves import loosened, with_shape_of
+from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import descended, tried
 from tierplan.planner.several_devices.search import (
@@ -212,9 +212,9 @@ class Search:
         """The best plan so far. Raises `InfeasiblePlan` where there is none."""
         problems = [p for chain in self.chains for p in chain.problems] or [self.posed("horizontal", 1)]
         bounds = [bound for chain in self.chains for bound in chain.bounds]
-        best = self.incumbents.best
-        if best is None:
+        if self.incumbents.best is None:
             raise self._infeasible(problems, bounds)
+        best = self._spares_drives(self.incumbents.best)
         if self.known is not None and self.known.is_cut:
             self.is_interrupted = True
             self.notes.append(self.known.note)
@@ -222,6 +222,13 @@ class Search:
         close = best.step_s is not None and best.step_s <= bound.step_s * (1 + GOOD_FRAC)
         status: Status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
         return self._result(best, bound, "interrupted" if self.is_interrupted else status)
+
+    def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
+        """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there."""
+        if not isinstance(best.plan, UnitwisePlan) or (spared := off_drives(best.plan)) == best.plan:
+            return best
+        tried = self.simulate_plan(spared)
+        return tried if tried.step_s is not None and tried.step_s <= best.step_s else best  # type: ignore[operator]
 
     def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
         """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""

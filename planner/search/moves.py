@@ -27,6 +27,8 @@ Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 Placement = tuple[Place, Place, Place, Place | None, UpdatePlace]
 RANK = {"device": 0, "host": 1, "nvme": 2}
 PARTS = ("states", "params", "frozen")
+ON_DRIVES = (*PARTS, "grads", "input")
+"""What of a unit may be on NVMe, beside what its forward saves."""
 PLACEMENT = ("params", "frozen", "grads", "states", "update", "late_update", "state_shards", "host_shards")
 """What a choice says about where things live."""
 
@@ -295,6 +297,19 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
     return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
+
+
+def off_drives(plan: UnitwisePlan) -> UnitwisePlan:
+    """The plan with everything in host memory that is on drives."""
+
+    @cache
+    def changed(u: UnitPlan) -> UnitPlan:
+        places = {part: "host" for part in ON_DRIVES if getattr(u, part) == "nvme"}
+        acts = u.acts if isinstance(u.acts, str) else tuple("host" if act == "nvme" else act for act in u.acts)
+        places |= {"acts": "host" if acts == "nvme" else acts}  # type: ignore[dict-item]
+        return in_shards(replace(u, **places), u.state_shards)  # type: ignore[arg-type]
+
+    return replace(plan, units=tuple(map(changed, plan.units)))
 
 
 def with_brought_states(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
