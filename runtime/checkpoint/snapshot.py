@@ -7,6 +7,7 @@ which is next then.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +15,7 @@ from tierplan.runtime.memory.arena import Block, Pool, map_host
 
 
 class Snapshot:
-    """Blocks by name, as they are now.
+    """Blocks by name, as they are now, those that change soonest first.
 
     `read` takes them, in a thread of its own; until then `before_change` guards them. `spare_bytes` is the room that
     host memory has for copies, which `pool` keeps for the next commit.
@@ -26,14 +27,18 @@ class Snapshot:
         self._names = {id(block): name for name, block in blocks.items()}
         self._copies: dict[str, Block] = {}
         self._wanted: list[str] = []
+        self._is_overtaken = False
+        """Who changes blocks has come to one before it was read."""
         self._news = threading.Condition()
         """A block may change now."""
         self._reading: str | None = None
 
     def read(self) -> Iterator[tuple[str, Block]]:
-        """Names and bytes, in host memory: first what somebody waits for, then copies, then the others in order.
+        """Names and bytes, in host memory: first what somebody waits for, then copies, then the others.
 
-        What has been read may change. Its bytes are there until the next is asked for.
+        What changes soonest comes first, until the changes have overtaken the reading; from then on what changes last,
+        or they would wait for each block, one after the other. What has been read may change. Its bytes are there until
+        the next is asked for.
         """
         while (item := self._next()) is not None:
             name, block, is_spare = item
@@ -58,7 +63,8 @@ class Snapshot:
     def _next(self) -> tuple[str, Block, bool] | None:
         """A name, its bytes, and whether these take of the room for copies."""
         with self._news:
-            name = next(iter((*self._wanted, *self._copies, *self._left)), None)
+            left = reversed(self._left) if self._is_overtaken else iter(self._left)
+            name = next(itertools.chain(self._wanted, self._copies, left), None)
             if name is None:
                 return None
             if name in self._copies:
@@ -83,6 +89,7 @@ class Snapshot:
         if name is None:
             return
         with self._news:
+            self._is_overtaken |= name in self._left or name == self._reading
             if name in self._left and block.data.numel() <= self._spare_bytes:
                 self._spare_bytes -= block.data.numel()
                 self._copies[name] = self._copy_of(self._left.pop(name))

@@ -67,6 +67,24 @@ def test_copies_take_no_more_than_there_is_room_for() -> None:
     assert not waits.is_alive()
 
 
+def test_changes_that_overtake_the_reading_wait_for_one_block_only() -> None:
+    """The reading goes on with what changes last, and never again reads what is about to change."""
+    pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(5)]
+    blocks = {str(k): Block(p, p) for k, p in enumerate(pages)}
+    snapshot = Snapshot(blocks, spare_bytes=PAGE_BYTES)
+    read = snapshot.read()
+    assert [next(read)[0], next(read)[0]] == ["0", "1"], "what changes soonest comes first"
+    waits = threading.Thread(target=snapshot.before_change, args=(blocks["1"],), daemon=True)
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    assert next(read)[0] == "4"
+    waits.join(LONG_S)
+    assert not waits.is_alive()
+    snapshot.before_change(blocks["2"])
+    assert [name for name, _ in read] == ["2", "3"]
+
+
 def test_nobody_waits_for_a_snapshot_that_has_ended() -> None:
     page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
     snapshot = Snapshot({"0": Block(page, page)})
