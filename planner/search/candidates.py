@@ -147,16 +147,24 @@ class PlanSimulator:
         raise AssertionError(f"plan {plan.policy!r} ran out of memory when it was tried, and does not now")
 
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
-        """What parameters and states alone say, at once: the commonest reason why a plan does not fit."""
+        """What parameters and states alone say, at once: the commonest reason why a plan does not fit.
+
+        A tier of several devices' holds a shard of what they divide.
+        """
         held = {"device": 0, "host": 0, "nvme": 0}
         match plan:
-            case UnitwisePlan(devices=1, units=choices) if len(choices) == len(self.sizes):
+            case UnitwisePlan(units=choices, devices=num, sharing=sharing) if len(choices) == len(self.sizes):
+                num_owners = num if sharing.divided in ("all", "tensors") else 1
+                num_updaters = num if sharing.divided != "nothing" else 1
                 for (params_bytes, frozen_bytes, states_bytes), choice in zip(self.sizes, choices, strict=True):
-                    held[choice.params] += params_bytes
-                    held[choice.frozen or choice.params] += frozen_bytes
                     in_host = int(states_bytes * choice.host_frac) if choice.host_shards else 0
-                    held["host"] += in_host
-                    held[choice.states] += states_bytes - in_host
+                    for place, size, num_shards in (
+                        (choice.params, params_bytes, num_owners),
+                        (choice.frozen or choice.params, frozen_bytes, num_owners),
+                        ("host", in_host, 1),
+                        (choice.states, states_bytes - in_host, num_updaters),
+                    ):
+                        held[place] += size // num_shards if place == "device" else size
             case PagedPlan():
                 held["host"] = plan.devices * sum(map(sum, self.sizes))
             case UnitwisePlan() | PackPlan():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from tests.planner.test_plan import devices
 from tests.toys import toy_workload
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitwisePlan
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan import Sharing, UnitwisePlan
+from tierplan.planner.plan_rules import Divided, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Op, Schedule
 
@@ -141,3 +144,23 @@ def test_several_steps_follow_each_other(policy: str) -> None:
 def test_parameters_leave_the_device_after_the_optimizer_and_where_they_are_divided() -> None:
     with pytest.raises(PlanError, match="use zero-3 with optimizer=host"):
         decide("zero-2", WORKLOAD, devices(NUM), {"params": "host"})
+
+
+@pytest.mark.parametrize("divided", get_args(Divided))
+def test_what_arithmetic_refuses_does_not_fit_on_several_devices_either(
+    monkeypatch: pytest.MonkeyPatch, divided: Divided
+) -> None:
+    """And what each device has of a model that lies on devices alone is what arithmetic counts: to a byte."""
+    plain = decide("in-memory", WORKLOAD, devices(NUM))
+    assert isinstance(plain, UnitwisePlan)
+    plan = replace(plain, devices=NUM, sharing=Sharing(divided=divided))
+    held = [b for b in lower(plan, WORKLOAD, devices(NUM)).buffers if b.initial]
+    least = max(sum(b.size_bytes for b in held if b.tier == f"gpu{r}") for r in range(NUM))
+    assert least >= WORKLOAD.num_parameters * 14 // NUM
+    for device_bytes, is_refused in ((least - 4 * NUM * len(WORKLOAD.units), True), (least, False)):
+        tiers = tuple(replace(t, capacity_bytes=device_bytes) if t.kind == "device" else t for t in devices(NUM).tiers)
+        simulate_plan = PlanSimulator(WORKLOAD, replace(devices(NUM), tiers=tiers), Budget(1.0))
+        assert (simulate_plan._too_large(plan) is not None) == is_refused
+        with monkeypatch.context() as patched:
+            patched.setattr(simulate_plan, "_too_large", lambda plan: None)
+            assert not simulate_plan(plan).fits
