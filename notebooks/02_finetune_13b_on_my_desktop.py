@@ -40,7 +40,7 @@ for name, p in found.items():
 # The planner looks for a better plan, and says how much better any plan could be:
 
 # %%
-planned = tp.plan(workload, machine, orders=("horizontal",))
+planned = tp.plan(workload, machine)
 tokens = training.tokens_per_step
 print(f"planner: {planned.step_s:.1f} s, {tokens / planned.step_s:.0f} tokens/s")
 print(f"no plan can be quicker than {planned.lower_bound_s:.1f} s")
@@ -56,12 +56,13 @@ print(f"{hours:.0f} hours; most held: {peaks}")
 plot_timeline(planned.steady.trace, window_s=planned.steady.window_s)
 
 # %% [markdown]
-# **Answer.** Yes. Only plans that use the drive fit, and the planner's is not slower than any published one.
+# **Answer.** Yes, within a day. Only plans that use the drive fit, and the planner's step takes less than two thirds
+# of the quickest published one's.
 
 # %%
 fitting = {name: p.step_s for name, p in found.items() if p.fits}
 assert "in-memory" not in fitting
 assert "zero-offload" not in fitting
-assert planned.lower_bound_s <= planned.step_s <= 1.0001 * min(fitting.values())
+assert planned.lower_bound_s <= planned.step_s < 2 / 3 * min(fitting.values())
 assert planned.steady.peak_bytes["nvme"] > 100e9
-assert hours < 24 * 7
+assert hours < 24

@@ -53,9 +53,10 @@ ax.invert_yaxis()
 _ = ax.set(xlabel="tokens per second", title="gpt-13b on the desktop, batch 16, best plan of each machine")
 
 # %% [markdown]
-# **Answer.** Either, and neither is money lost: the drive is the limit, so another one takes half of its work, and what
-# DRAM holds need not come from it. One more drive gives most for the money, at the prices of 2026; three more give most
-# for 600 dollars. A quicker GPU of as many GB costs much and gives least: it waits for the same drive.
+# **Answer.** Drives, at the prices of 2026. The drive is the limit, so another one takes half of its work, and gives
+# most for the money; three more give most for 600 dollars. What DRAM holds need not come from a drive: 128 GiB give
+# less for more than 600 dollars, 192 GiB give most of all. A quicker GPU costs much and gives least: it waits for the
+# same drive.
 
 # %%
 afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 600}
@@ -63,5 +64,6 @@ best = max(afford, key=afford.get)
 assert as_is["limited_by"].startswith("nvme")
 assert all(tokens_per_s > as_is["tokens_per_s"] for tokens_per_s in speed.values()), "each helps"
 assert best.startswith("3 more drives")
+assert not any("DRAM" in what for what in afford), "128 GiB cost more"
 assert max(speed, key=speed.get).startswith("192 GiB DRAM"), "all states in DRAM are better still, for more money"
 assert min(speed, key=speed.get).startswith("rtx-5090"), "a quicker GPU waits for the same drive"

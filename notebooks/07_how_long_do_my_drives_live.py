@@ -53,11 +53,13 @@ for batch in (4, 16, 64):
 
 # %%
 lives = {part: life("gpt-13b", 16, f"nvme.part={part}")[0] for part in ("990-pro", "p5510", "p5800x")}
+for part, days_part in lives.items():
+    print(f"{part:8} {days_part:6.0f} days")
 several = life("gpt-13b", 16, "nvme.drives=4")
 print(f"four drives: {several[0]:.0f} days, at {several[2].tokens_per_s / p.tokens_per_s:.1f} times the speed")
 
 # %% [markdown]
-# With more DRAM, the planner finds one that hardly writes:
+# With more DRAM, the planner finds a plan that hardly writes:
 
 # %%
 roomy = tp.load_machine("desktop-4090", ["host.capacity=256 GB"])
@@ -66,7 +68,9 @@ sparing = tp.plan(workload, roomy, time_limit_s=1, drive_lifetime_years=3)
 lives["256 GB DRAM, planned"] = (sparing.prediction.lifetime_s or float("inf")) / DAY
 figure, ax = plt.subplots(figsize=(7, 2.5), layout="constrained")
 years = {name: min(days / 365, 100) for name, days in lives.items()}
-ax.barh(list(years), list(years.values()), color="#0072B2")
+bars = ax.barh(list(years), list(years.values()), color="#0072B2")
+ax.bar_label(bars, [f"{y:.0f} years" if y >= 1 else f"{365 * y:.0f} days" for y in years.values()], padding=3)
+ax.margins(x=0.15)
 ax.invert_yaxis()
 _ = ax.set(xscale="log", xlabel="years until the rated writes are used up", title="gpt-13b, batch 16, without pause")
 

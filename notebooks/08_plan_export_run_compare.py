@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tierplan as tp
 from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.planner.prediction import predict
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.output.plots import plot_timelines
@@ -59,8 +60,6 @@ def machine(device_mib):
         streams=tuple(Stream(name=name, rates=rates) for name in streams),
     )  # fmt: skip
 
-
-from tierplan.planner.prediction import predict
 
 plain = predict("in-memory", workload, machine(1000)).steady.peak_bytes["gpu0"]
 device_mib = int(0.5 * plain / MIB)

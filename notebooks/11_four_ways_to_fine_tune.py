@@ -34,7 +34,7 @@ WAYS = {
 
 # %% [markdown]
 # The question of `tierplan plan --sequences 16` for each, as on the page about fine-tuning: the planner divides a
-# step's sequences into micro-batches as is quickest. It takes some minutes.
+# step's sequences into micro-batches as is quickest. It takes two minutes.
 
 # %%
 best = {
@@ -63,14 +63,14 @@ for (model, way), p in planned.items():
     limit = max(p.bound_shares, key=p.bound_shares.get)
     key = model, way
     print(
-        f"{model:14} {way:13} {format_s(p.step_s):>14}  {hours[key]:5.1f} h  {drive_gib[key]:6.1f} GiB on the drive, "
-        f"{hours[key] * 0.6 * 0.3:.2f} USD of power, limited by {limit}"
+        f"{model:14} {way:13} {format_s(p.step_s):>10}  {hours[key]:5.1f} h  {drive_gib[key]:6.1f} GiB on the drive, "
+        f"limited by {limit}"
     )
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 for ax, model in zip(axes, MODELS, strict=True):
-    bars = ax.bar(list(WAYS), [hours[model, way] for way in WAYS], color="tab:orange")
+    bars = ax.bar(list(WAYS), [hours[model, way] for way in WAYS], color="#0072B2")
     ax.bar_label(bars, fmt="%.1f")
     ax.set_title(model)
     ax.set_ylabel("hours for 10 M tokens")
