@@ -70,7 +70,7 @@ figure, ax = plt.subplots(figsize=(7, 2.5), layout="constrained")
 years = {name: min(days / 365, 100) for name, days in lives.items()}
 bars = ax.barh(list(years), list(years.values()), color="#0072B2")
 ax.bar_label(bars, [f"{y:.0f} years" if y >= 1 else f"{365 * y:.0f} days" for y in years.values()], padding=3)
-ax.margins(x=0.15)
+ax.margins(x=0.25)
 ax.invert_yaxis()
 _ = ax.set(xscale="log", xlabel="years until the rated writes are used up", title="gpt-13b, batch 16, without pause")
 

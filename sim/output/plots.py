@@ -8,7 +8,7 @@ left behind. Place or hatch repeats what colours say.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -40,8 +40,12 @@ from tierplan.sim.output.drawn import (
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.trace import Trace, write_atomically
 
+Colour = tuple[str, float]
+"""What an op does or moves, and how pale it is drawn."""
 NARROW_FRAC = 4e-4
 """Of the picture's width: bars of one colour that are closer than that, and as narrow, are drawn as one."""
+PIXEL_FRAC, RUN_FRAC = 1e-3, 6e-3
+"""Of the picture's width: bars narrower than the first, in runs as long as the second, are drawn colour by colour."""
 
 
 def plot_timeline(trace: Trace, *, window_s: tuple[float, float] | None = None, ax: Axes | None = None) -> Figure:
@@ -85,7 +89,7 @@ def _draw_ops(
 ) -> set[str]:
     """Draws the ops of one trace, each on the lane around its stream's centre; the names of what was drawn."""
     trace, begin_s, end_s = excerpt
-    bars: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
+    lanes: dict[str, list[tuple[float, float, Colour]]] = {}
     marks: dict[tuple[str, str], list[tuple[float, float]]] = {}
 
     def box(start_ns: float, end_ns: float) -> tuple[float, float]:
@@ -96,7 +100,8 @@ def _draw_ops(
     for span in trace.spans:
         if span.end_ns <= begin_s * 1e9 or span.free_ns >= end_s * 1e9:
             continue
-        bars.setdefault((span.stream, what_of(span), paleness(span)), []).append(box(span.start_ns, span.end_ns))
+        colour = what_of(span), paleness(span)
+        lanes.setdefault(span.stream, []).append((*box(span.start_ns, span.end_ns), colour))
         ready_ns = max(span.free_ns, span.ready_ns)
         if ready_ns > span.free_ns:
             marks.setdefault((span.stream, INPUT), []).append(box(span.free_ns, ready_ns))
@@ -106,18 +111,19 @@ def _draw_ops(
             slow_ns = span.duration_ns - span.alone_ns
             marks.setdefault((span.stream, SHARING), []).append(box(span.end_ns - slow_ns, span.end_ns))
     narrow = NARROW_FRAC * length_s * per_s
-    for (stream, what, alpha), boxes in sorted(bars.items()):
+    for stream, lane in sorted(lanes.items()):
         place = (centres[stream] - 0.355 * height, 0.71 * height)
-        colour = tuple(1 - alpha * (1 - part) for part in to_rgb(COLOURS[what]))
-        # an edge and no snapping: else what is narrower than a pixel fades, or is rounded away
-        ax.broken_barh(_merged(boxes, narrow), place, color=colour, linewidth=0.4).set_snap(False)
+        for (what, alpha), boxes in sorted(_shared_out(lane, length_s * per_s).items()):
+            rgb = tuple(1 - alpha * (1 - part) for part in to_rgb(COLOURS[what]))
+            # an edge and no snapping: else what is narrower than a pixel fades, or is rounded away
+            ax.broken_barh(_merged(boxes, narrow), place, color=rgb, linewidth=0.4).set_snap(False)
     for (stream, what), boxes in sorted(marks.items()):
         place = (centres[stream] + (-0.5 if what == SHARING else 0.41) * height, 0.09 * height)
         ax.broken_barh(_merged(boxes, narrow), place, facecolors=WAITS[what], linewidth=0).set_snap(False)
     for boundary_s in step_ends(trace):
         if begin_s < boundary_s < end_s:
             ax.axvline((boundary_s - begin_s) * per_s, color=INK, linewidth=0.8, linestyle=":")
-    return {what for _, what, _ in bars} | {what for _, what in marks}
+    return {what for lane in lanes.values() for *_, (what, _) in lane} | {what for _, what in marks}
 
 
 def _name_lanes(
@@ -132,12 +138,42 @@ def _name_lanes(
         ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
 
 
+def _shared_out(lane: Iterable[tuple[float, float, Colour]], length: float) -> dict[Colour, list[tuple[float, float]]]:
+    """A lane's boxes by colour. In a run of boxes narrower than a pixel, each colour has its time in one box.
+
+    Were they drawn where they are, the colour drawn last would cover the others.
+    """
+    runs: list[list[tuple[float, float, Colour]]] = []
+    end = float("-inf")
+    for start, width, colour in sorted(lane):
+        if width <= 0:
+            continue  # outside the excerpt
+        near = start - end < NARROW_FRAC * length and start + width - runs[-1][0][0] <= RUN_FRAC * length
+        if near and max(width, runs[-1][-1][1]) < PIXEL_FRAC * length:
+            runs[-1].append((start, width, colour))
+        else:
+            runs.append([(start, width, colour)])
+        end = start + width
+    shared: dict[Colour, list[tuple[float, float]]] = {}
+    for run in runs:
+        total: dict[Colour, float] = {}
+        for _, width, colour in run:
+            total[colour] = total.get(colour, 0.0) + width
+        if len(total) == 1 or len(total) == len(run):  # no colour comes back
+            for start, width, colour in run:
+                shared.setdefault(colour, []).append((start, width))
+            continue
+        at = run[0][0]
+        for colour, width in total.items():
+            shared.setdefault(colour, []).append((at, width))
+            at += width
+    return shared
+
+
 def _merged(boxes: list[tuple[float, float]], narrow: float) -> list[tuple[float, float]]:
     """Boxes (start, width) in order; neighbours too narrow to be told apart become one."""
     merged: list[tuple[float, float]] = []
     for start, width in sorted(boxes):
-        if width <= 0:
-            continue  # outside the excerpt
         if merged:
             start_before, width_before = merged[-1]
             gap = start - start_before - width_before
