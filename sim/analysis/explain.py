@@ -221,7 +221,7 @@ def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """One stream, shared limit, part or memory: how busy it is, and the step time when it is better."""
+    """One stream, shared limit, part or memory: how much of it is used, and the step time when it is better."""
 
     name: str
     kind: Kind

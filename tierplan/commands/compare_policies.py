@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         fewer = [p for p in predictions if p.devices_note]
         gpus = ", ".join([f"{machine.num_devices} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
         where = f"{machine.name}, {gpus}" if machine.num_devices > 1 else machine.name
-        print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step")
+        print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB")
         say(policy_table(predictions, point.semantics))
         for p in predictions:
             if p.fits and p.tokens != tokens:
@@ -83,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
     from tierplan.hwmodels.names import HOST, NVME, device_index
-    from tierplan.sim.output.text import columns
+    from tierplan.sim.output.text import columns, format_s
 
     def name(p: Prediction) -> str:
         return p.policy + "*" * (p.plan is not None and p.plan.semantics == "delayed-1" != semantics)
 
-    heads = ("policy", "step s", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
+    heads = ("policy", "step", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
     rows = []
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
         if p.step_s is None or p.steady is None:
@@ -97,10 +97,10 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"
-        rows.append((name(p), f"{p.step_s:.3f}", f"{p.tokens_per_s:,.1f}", batch, *held, p.limited_by))
+        rows.append((name(p), format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
     late = ["* other numbers than plain training's: updates come a step late"] if any("*" in r[0] for r in rows) else []
-    return "\n".join([*columns([heads, *rows]), *late, *columns(missing)])
+    return "\n".join([*columns([heads, *rows], right=range(1, 7)), *late, *columns(missing)])
 
 
 def short_reason(prediction: Prediction) -> str:

@@ -130,7 +130,7 @@ def text_of(prediction: Prediction) -> str:
         rows.append(
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
         )
-    return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits))])
+    return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
 
 
 def sequences_text(prediction: Prediction) -> str:

@@ -27,7 +27,8 @@ def advice_lines(advice: Advice) -> list[str]:
     ]
     lines += ["", *columns(_figures(advice))]
     if advice.fits:
-        lines += ["", *columns(limit_rows(_limits(advice))), "", *columns(_policy_rows(advice))]
+        lines += ["", *columns(limit_rows(_limits(advice)), right=(1, 2))]
+        lines += ["", *columns(_policy_rows(advice), right=(1, 2))]
     lines += ["", *change_lines(advice), ""]
     return lines + [line for text in advice.assumptions for line in wrapped(f"Assumed: {text}.")]
 
@@ -37,7 +38,7 @@ def change_lines(advice: Advice) -> list[str]:
     left_out = [line for text in _left_out(advice) for line in wrapped(text)]
     if not advice.changes:
         return [*wrapped(_nothing_helps(advice)), *left_out]
-    return [*columns([CHANGE_COLUMNS, *map(_cells, advice.changes)]), *left_out]
+    return [*columns([CHANGE_COLUMNS, *map(_cells, advice.changes)], right=(1, 2, 3, 4)), *left_out]
 
 
 def _left_out(advice: Advice) -> list[str]:
@@ -67,8 +68,8 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         assert costs is not None
         figures = [
             ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
-            ("Speed", f"{format_count(answer['tokens_per_s'])} tokens/s", _flops(answer)),
-            ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice))),
+            ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", _flops(answer)),
+            ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice)).partition(": ")[2]),
             (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{_usd(costs.total_usd)} USD"),
         ]
         parts += [

@@ -75,7 +75,8 @@ def answer_lines(best: BestPlan) -> list[str]:
     if p.lifetime_s is not None:
         rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s ({result.status})"
-    return [*columns([*rows, ("searched", searched)]), "", *columns(limit_rows(p.limits)), "", *_policy_lines(result)]
+    limits = columns(limit_rows(p.limits), right=(1, 2))
+    return [*columns([*rows, ("searched", searched)]), "", *limits, "", *_policy_lines(result)]
 
 
 def interval_rows(prediction: Prediction) -> list[tuple[str, str]]:
@@ -137,8 +138,8 @@ def limited_text(limits: Sequence[Sensitivity]) -> str:
 
 
 def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
-    """What limits as rows: what each thing saves if it is twice as good, the plan as it is, and how busy it is."""
-    rows = [("what limits", "busy", "twice as good saves")]
+    """What limits as rows: how much of each is used, and what it saves if it is twice as good, the plan as it is."""
+    rows = [("what limits", "used", "twice as good saves")]
     shown: dict[str, tuple[str, str, str]] = {}
     for s in limits:
         saves = f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0")
@@ -172,7 +173,7 @@ def _policy_lines(result: PlanResult) -> list[str]:
         (f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {why}",) for why, names in reasons.items()
     ]
     head = ("published systems, same work", "batch", "step", "takes")
-    return [*columns([head, *policy_rows(policies, result.step_s)]), *columns(missing)]
+    return [*columns([head, *policy_rows(policies, result.step_s)], right=(1, 2)), *columns(missing)]
 
 
 def _shape(plan: Plan) -> str:
