@@ -31,6 +31,7 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
 from tierplan.runtime.tracing.trace import trace_workload
+from tierplan.sim.output.text import format_frac
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 
@@ -213,25 +214,26 @@ def table(records: list[dict[str, Any]]) -> str:
         "",
         f"- Slower than the best published system: in {len(worse)}.",
         f"- {faster}.",
-        f"- Gap to the bound: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}; at most 10 % in "
-        f"{sum(gap <= 0.1 for gap in gaps)}.",
+        f"- Gap to the bound: median {100 * statistics.median(gaps):.1f} %, largest {100 * max(gaps):.1f} %; "
+        f"at most 10 % in {sum(gap <= 0.1 for gap in gaps)}.",
         f"- Seconds of computing per scenario, policies and bounds included: median "
         f"{statistics.median(computed_s):.1f}, largest {max(computed_s):.1f}.",
         "",
         "| machine | model | batch | step, s | bound, s | gap | bound by | best system | its step, s | faster by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|--:|--:|--:|--:|---|---|--:|--:|",
     ]
     for r in records:
         if not r["fits"]:
             lines.append(f"| {r['machine']} | {r['model']} | {r['batch']} | nothing fits | | | | | | |")
             continue
         if r["best_policy_s"]:
-            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {r['best_policy_s'] / r['step_s'] - 1:.0%}"
+            faster_by = format_frac(r["best_policy_s"] / r["step_s"] - 1)
+            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {faster_by}"
         else:
             best = "none fits | | "
         lines.append(
             f"| {r['machine']} | {r['model']} | {r['batch']} | {r['step_s']:.2f} | {r['lower_bound_s']:.2f} | "
-            f"{r['gap']:.1%} | {r['bound_by']} | {best} |"
+            f"{100 * r['gap']:.1f} % | {r['bound_by']} | {best} |"
         )
     return "\n".join(lines)
 
