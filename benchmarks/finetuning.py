@@ -1,4 +1,4 @@
-"""One model on one desktop, fine-tuned in four ways: memory, time, what limits, what it costs.
+"""One model on one desktop, fine-tuned in four ways: memory, time, what limits.
 
     python -m benchmarks.finetuning --page docs/finetuning.md     between its markers, and a picture beside it
 
@@ -29,8 +29,6 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 TOKENS = 10e6
 SEQUENCES = (16,)
-POWER_PRICE = 0.3
-"""Per kWh, for a machine that takes what its GPU takes and 150 W."""
 BEGIN, END = ("<!-- four ways: generated, do not edit -->", "<!-- end of four ways -->")
 
 
@@ -59,13 +57,11 @@ def found() -> Iterator[Found]:
 def row(one: Found) -> tuple[str, ...]:
     head = (one.model, one.way, str(one.sequences))
     if one.plan is None:
-        return (*head, "does not fit", *[""] * 6)
+        return (*head, "does not fit", *[""] * 5)
     peaks = (f"{one.plan.steady.peak_bytes.get(tier, 0) / 2**30:.1f}" for tier in (DEVICE, HOST, NVME))
     hours = hours_of(one)
-    (limit, share), *_ = sorted(one.plan.bound_shares.items(), key=lambda item: -item[1])
-    cost = f"{hours * (450 + 150) / 1e3 * POWER_PRICE:.2f}"
-    return (*head, *peaks, format_s(one.plan.step_s), f"{1e-3 * TOKENS / hours / 3.6:,.0f}", f"{hours:,.1f}", cost,
-            f"{limit} {share:.0%}")  # fmt: skip
+    return (*head, *peaks, format_s(one.plan.step_s), f"{1e-3 * TOKENS / hours / 3.6:,.0f}", f"{hours:,.1f}",
+            one.plan.limited_by)  # fmt: skip
 
 
 def hours_of(one: Found) -> float:
@@ -94,7 +90,7 @@ def picture(rows: list[Found], path: Path) -> None:
         above.set_title(model)
     axes[0][0].set_ylabel("most held, GiB")
     axes[1][0].set_ylabel(f"hours for {TOKENS / 1e6:.0f} M tokens")
-    axes[0][0].legend()
+    axes[0][-1].legend()
     figure.savefig(path, dpi=110)
 
 
@@ -113,10 +109,9 @@ def main() -> None:
         "step",
         "tokens/s",
         "hours",
-        "power",
-        "limit",
+        "limited by",
     )
-    table = "\n".join(markdown_table(head, map(row, rows), right=range(2, 10)))
+    table = "\n".join(markdown_table(head, map(row, rows), right=range(2, 9)))
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")

@@ -60,11 +60,10 @@ tokens = 16 * 1024
 hours = {key: p.step_s * 10e6 / tokens / 3600 for key, p in planned.items()}
 drive_gib = {key: p.steady.peak_bytes.get("nvme", 0) / 2**30 for key, p in planned.items()}
 for (model, way), p in planned.items():
-    limit = max(p.bound_shares, key=p.bound_shares.get)
     key = model, way
     print(
         f"{model:14} {way:13} {format_s(p.step_s):>10}  {hours[key]:5.1f} h  {drive_gib[key]:6.1f} GiB on the drive, "
-        f"limited by {limit}"
+        f"limited by {p.limited_by}"
     )
 
 # %%

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
+from math import log
 from pathlib import Path
 from statistics import median
 
@@ -29,11 +30,15 @@ def summary_text(report: Report) -> str:
     answered, asked = report.coverage
     parts = [f"{report.system}: {answered} of {asked} check rows answered"]
     if report.mean_abs_error is not None and report.max_abs_error is not None:
-        parts.append(f"step times: mean error {report.mean_abs_error:.1%}, largest {report.max_abs_error:.1%}")
+        parts.append(
+            f"step times: mean error {_per_cent(report.mean_abs_error)}, largest {_per_cent(report.max_abs_error)}"
+        )
     if report.kendall_tau is not None:
         parts.append(f"Kendall tau of their order {report.kendall_tau:.2f}")
-    if report.rankings and report.median_abs_error is not None:
-        parts.append(f"median {report.median_abs_error:.1%}, nine in ten within {report.ninth_decile:.1%}")
+    if report.rankings and report.median_abs_error is not None and report.ninth_decile is not None:
+        parts.append(
+            f"median {_per_cent(report.median_abs_error)}, nine in ten within {_per_cent(report.ninth_decile)}"
+        )
         parts += [f"Kendall tau by speed on {name} {tau:.2f}" for name, tau in report.rankings.items()]
     elif spread := _spread(report):
         parts.append(spread)
@@ -45,7 +50,7 @@ def _spread(report: Report) -> str:
     of = {"step times": report.abs_errors, "peaks of memory": report.peak_errors}
     if not all(of.values()):
         return ""
-    half, most = ({name: f"{told(errors):.1%}" for name, errors in of.items()} for told in (median, ninth_decile))
+    half, most = ({name: _per_cent(told(errors)) for name, errors in of.items()} for told in (median, ninth_decile))
     return "; ".join(
         f"{name} of {len(of[name])} rows: median error {half[name]}, nine in ten within {most[name]}" for name in of
     )
@@ -72,8 +77,9 @@ def markdown(reports: Sequence[Report]) -> str:
             lines += [f"- `{constant}`" for constant in report.constants] + [""]
         if any(is_step_time(row) and row.value for row in report.rows):
             lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
-        of_rows = ("role", "quantity", "row", "published", "predicted", "error", "critical path by stream (s)")
-        lines += markdown_table(of_rows, [_row_cells(row) for row in report.rows])
+        last = "critical path by stream (s)" if any(row.path for row in report.rows) else "why not"
+        of_rows = ("role", "quantity", "row", "published", "predicted", "error", last)
+        lines += markdown_table(of_rows, [_row_cells(row) for row in report.rows], right=(3, 4, 5))
         notes = dict.fromkeys(f"{row.quantity}: {row.note}" for row in report.rows if row.note)
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines)
@@ -81,7 +87,7 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def _summary_cells(report: Report) -> tuple[str, ...]:
     answered, asked = report.coverage
-    errors = ("-" if x is None else f"{x:.1%}" for x in (report.mean_abs_error, report.max_abs_error))
+    errors = ("-" if x is None else _per_cent(x) for x in (report.mean_abs_error, report.max_abs_error))
     tau = report.kendall_tau
     return (report.system, f"{answered} of {asked}", *errors, "-" if tau is None else f"{tau:.2f}")
 
@@ -101,10 +107,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+def _per_cent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
 def _error(row: Row) -> str:
     if row.error is None:
         return "-"
-    return f"{row.error:+.1%}" if row.error else "0.0%"
+    return f"{100 * row.error:+.1f} %" if row.error else "0.0 %"
 
 
 def plot(report: Report, path: str | os.PathLike[str]) -> bool:
@@ -116,7 +126,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     if not rows:
         return False
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     shown = sorted((row for row in rows if row.role in MARKS), key=lambda row: row.value or 0.0)
     about = ""
@@ -137,8 +147,15 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
         points = [(row.value, row.predicted) for row in rows if row.role == role]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=mark, color=colour, label=role, zorder=3)
-    for k, row in enumerate(shown, 1):  # below and above in turns, so that neighbours do not cover each other
-        at, place = (row.value or 0.0, row.predicted or 0.0), (8, -9) if k % 2 else (-8, 9)
+    numbered: list[tuple[float, float]] = []
+    for k, row in enumerate(shown, 1):  # away from the others: beyond the lines, or below and above in turns
+        below = (row.error or 0.0) < 0 if about else k % 2
+        at, (right, up) = (row.value or 0.0, row.predicted or 0.0), (8, -9) if below else (-8, 9)
+        near = [
+            m for m in numbered if max(abs(log(a / b)) for a, b in zip(at, m, strict=True)) < 0.02 * log(high / low)
+        ]
+        place = right + (10 if below else -10) * len(near), up
+        numbered.append(at)
         axes.annotate(str(k), at, xytext=place, textcoords="offset points", ha="center", va="center", fontsize=8)
     list_of_points.axis("off")
     list_of_points.text(0, 1, listed, va="top", fontsize=8, transform=list_of_points.transAxes)
@@ -147,7 +164,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
     axes.set_title(f"{report.system}: step times, dotted lines at 20 %{about}", fontsize=10)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(ScalarFormatter())
+        axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -250,6 +250,8 @@ def _answer(system: str, table: Settings, settings: Settings) -> Row:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):  # a curve
+        return ", ".join(f"{at:g}: {rate:.4g}" for at, rate in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -14,7 +14,15 @@ from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES
 from tierplan.validation.published import reproduce as reproduction
 from tierplan.validation.published.page import BEGIN, END, markdown, update_page
-from tierplan.validation.published.reproduce import Report, Row, is_step_time, published, reproduce, systems
+from tierplan.validation.published.reproduce import (
+    Report,
+    Row,
+    constants_of,
+    is_step_time,
+    published,
+    reproduce,
+    systems,
+)
 
 QUICK = ("fuyou", "ssdtrain", "zero")
 MEAN_LIMIT, ROW_LIMIT, TAU_LIMIT = 0.12, 0.20, 0.9
@@ -191,6 +199,15 @@ def test_a_step_time_has_its_critical_path_beside_it(reports: dict[str, Report])
     assert row.path == "gpu0.compute 19.2, host.adam 6.6"
     assert row.record()["path"] == row.path
     assert f"| {row.path} |" in markdown([replace(reports["zero"], rows=(row,))])
+
+
+def test_a_table_without_critical_paths_has_no_heading_for_them(reports: dict[str, Report]) -> None:
+    assert "critical path" not in markdown([without_paths(reports["zero"])])
+
+
+def test_a_curve_among_the_constants_is_short() -> None:
+    (curve,) = (text for text in constants_of("roundpipe-8x4090") if "link.collective" in text)
+    assert " = 2: 1.45e+10, 4: 1.64e+10, 8: 2.5e+09 (" in curve
 
 
 def test_every_row_is_on_the_page(reports: dict[str, Report]) -> None:
