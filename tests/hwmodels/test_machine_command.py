@@ -76,3 +76,11 @@ def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(part["basis"] and part["date"] for folder in ("gpus", "drives") for part in listed[folder].values())
     assert listed["gpus"]["rtx-4090"]["basis"] == "published"
     assert listed["gpus"]["rtx-5090"]["basis"] == "derived"
+
+
+def test_addresses_of_sources_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a table they would be cut into pieces; below it, each stands once."""
+    assert main(["machine", "show", "desktop-4090"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("https://www.techpowerup.com/gpu-specs/geforce-rtx-4090.c3889") == 1
+    assert "assumed: " not in out

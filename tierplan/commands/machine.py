@@ -209,15 +209,26 @@ def _record(machine: Machine) -> dict[str, object]:
 
 
 def numbers(description: Description) -> list[str]:
-    """A table of every number: value, the range of 95 % of repeated measurements, and where it comes from."""
+    """A table of every number: value, the range of 95 % of repeated measurements, and where it comes from.
+
+    Sources with an address stand below the table, each once.
+    """
     from tierplan.hwmodels.keys import KEYS
     from tierplan.sim.output.text import columns
 
     rows = [("key", "value", "95 %", "basis", "source")]
+    below: dict[str, str] = {}
     for name, quantity in description.used().items():
         spread = "" if quantity.spread is None else f"±{200 * quantity.spread:.0f} %"
-        rows.append((name, quantity.text(KEYS[name]), spread, quantity.basis, quantity.source))
-    return columns(rows)
+        source = quantity.source.removeprefix("assumed: ")
+        if "://" in source:
+            source = below.setdefault(source, f"[{len(below) + 1}]")
+        rows.append((name, quantity.text(KEYS[name]), spread, quantity.basis, source))
+    return (
+        [*columns(rows), "", *columns([(number, source) for source, number in below.items()])]
+        if below
+        else columns(rows)
+    )
 
 
 def structure(machine: Machine) -> list[str]:

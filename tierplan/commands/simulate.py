@@ -99,12 +99,13 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
-    from tierplan.sim.output.text import columns, format_bytes, format_s
+    from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
     from tierplan.studies.answer import interval_rows, limit_rows, limited_text, numbers_rows
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
-        return f"{head} does not {'fit' if prediction.shortage else 'run'}\n  {prediction.why_not}"
+        said = wrapped(in_short(prediction.why_not), 78)
+        return "\n  ".join([f"{head} does not {'fit' if prediction.shortage else 'run'}", *said])
     spent = asdict(prediction.phases) if prediction.phases else {}
     rows = [("devices", prediction.devices_note)] if prediction.devices_note else []
     rows += [

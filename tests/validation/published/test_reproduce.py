@@ -246,6 +246,13 @@ def test_simulate_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert shortage["short_bytes"] == shortage["needed_bytes"] - shortage["capacity_bytes"] > 0
 
 
+def test_simulate_says_in_a_few_lines_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--policy", "in-memory", "--model", "gpt-13b", "--machine", "fuyou-4090"]) == 3
+    out = capsys.readouterr().out
+    assert "GiB in tier 'gpu0'" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
 def test_compare_policies_lists_all_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "policies.png"
     config = {
