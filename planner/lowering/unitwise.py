@@ -31,6 +31,7 @@ from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
+from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.positions import consistent_order
 from tierplan.sim.contents import buffer_name
 from tierplan.sim.schedule import ScheduleError
@@ -197,9 +198,7 @@ class UnitwiseStep:
             labels=lambda: self._labels(machine),
         )
         wanted = np.lexsort((made.rank, made.wanted_at))
-        order = consistent_order(wanted, columns.reads, columns.writes, columns.after, columns.buffer_reuses)
-        assert len(order) == columns.num_ops, "the lowering made a cycle"
-        return columns.reordered(order.astype(np.int32))
+        return columns.reordered(consistent_order(wanted, graph_columns(columns)).astype(np.int32))
 
     def _leads(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """How much before its turn an op is wanted, by the number of its lead."""
