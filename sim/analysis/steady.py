@@ -7,9 +7,9 @@ step, as in the step before (or two or three steps before: a delayed update may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,8 @@ class SteadyState:
     """The simulated steps in one; the ops of step k are `sk/...`."""
     peak_bytes: Mapping[str, int]
     """By tier, over all simulated steps."""
-    trace_of: Callable[[Schedule], Trace] = field(repr=False, compare=False)
-    """Simulates `schedule`."""
+    machine: Machine = field(repr=False, compare=False)
+    """On which they were simulated."""
 
     @property
     def is_periodic(self) -> bool:
@@ -82,7 +82,7 @@ class SteadyState:
     @cached_property
     def trace(self) -> Trace:
         """All simulated steps, by SimPy."""
-        return self.trace_of(self.schedule)
+        return simulate_on(self.schedule, self.machine)
 
 
 def steady_state(
@@ -90,7 +90,6 @@ def steady_state(
     machine: Machine,
     *,
     num_steps: int = 4,
-    simulate: Callable[[Schedule, Machine], Trace] | None = None,
     prices: Prices | None = None,
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
@@ -99,8 +98,6 @@ def steady_state(
     ----------
     num_steps
         Steps that are simulated, 3 or more; and twice as many, up to `MAX_STEPS`, while no repetition is found.
-    simulate
-        Instead of the compiled engine, where ops cost something else than the machine says.
     prices
         What the works of the columns cost on the machine, if that is at hand.
 
@@ -113,29 +110,14 @@ def steady_state(
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
     if num_steps < 3:
         raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
-    trace_of: Callable[[Schedule], Trace] = partial(simulate_on, machine=machine)
     while True:
         unrolled = columns.unrolled(num_steps)
-        if simulate is None:
-            execution = simulate_columns(unrolled, machine, prices)
-            start_ns, end_ns = execution.start_ns, execution.end_ns
-            peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
-        else:
-            executed = unrolled.schedule()
-            trace = simulate(executed, machine)
-            spans = trace.by_key()
-            times = np.array([(spans[op.key].start_ns, spans[op.key].end_ns) for op in executed.ops], np.int64)
-            start_ns, end_ns = times[:, 0], times[:, 1]
-            peak_bytes = dict(trace.peak_bytes)
-            trace_of = partial(_known, trace)
-        repetition = _repetition(start_ns, end_ns, num_steps, machine)
+        execution = simulate_columns(unrolled, machine, prices)
+        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, machine)
         if repetition["cycle_steps"] or 2 * num_steps > MAX_STEPS:
-            return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, trace_of=trace_of)
+            peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
+            return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
         num_steps *= 2
-
-
-def _known(trace: Trace, _: Schedule) -> Trace:
-    return trace
 
 
 def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> dict[str, Any]:

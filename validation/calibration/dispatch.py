@@ -7,8 +7,7 @@ it; a calibrated machine's streams do (`beside_s` and `wake_s`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import fmean, pstdev
@@ -19,10 +18,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import on_first_device, parse_stream
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.analysis.steady import SteadyState, steady_state
-from tierplan.sim.engine import simulate
-from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Span, Trace
+from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
 T = TypeVar("T")
@@ -148,16 +145,22 @@ def slowdown_in(
     return slowdown_between(core, {**beside, **expected}, now)
 
 
-def simulate_slower(schedule: Schedule, machine: Machine, *, slowdown: Slowdown) -> Trace:
-    """The predicted trace where the machine is so much slower than it says."""
-    known: dict[tuple[int, float], Cost] = {}  # ops of one price go on sharing a `Cost`
-    costs = price(schedule, machine)
-    for op in schedule.ops:
-        cost, slower = costs[op.key], slowdown_of(op.stream, slowdown)
-        costs[op.key] = known.setdefault((id(cost), slower), replace(cost, work_s=cost.work_s * slower))
-    return simulate(schedule, costs, limits=machine.limits)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slowed(Machine):
+    """A machine whose work takes longer than it says; at full speed an op takes as much of shared limits as before."""
+
+    slowdown: Slowdown
+
+    def cost(self, stream_name: str, work: Mapping[str, float], *, is_alone: bool = False) -> Cost:
+        cost = Machine.cost(self, stream_name, work, is_alone=is_alone)
+        return replace(cost, work_s=cost.work_s * slowdown_of(stream_name, self.slowdown))
+
+
+def slowed(machine: Machine, slowdown: Slowdown) -> Machine:
+    """The machine, so much slower than it says."""
+    return _Slowed(**{f.name: getattr(machine, f.name) for f in fields(Machine)}, slowdown=slowdown)
 
 
 def steady_at(schedule: Schedule, machine: Machine, slowdown: Slowdown) -> SteadyState:
     """The steady state where the machine is so much slower than when it was calibrated."""
-    return steady_state(schedule, machine, simulate=partial(simulate_slower, slowdown=slowdown))
+    return steady_state(schedule, slowed(machine, slowdown))

@@ -30,8 +30,8 @@ from tierplan.validation.calibration.calibration import (
 )
 from tierplan.validation.calibration.dispatch import (
     measure_dispatch_latency,
-    simulate_slower,
     slowdown_between,
+    slowed,
     steady_at,
 )
 from tierplan.validation.calibration.measurements import PlanMeasurement, middle_half, with_typical_stretch
@@ -213,8 +213,8 @@ def test_all_devices_were_as_slow_in_the_calibration_as_the_first() -> None:
 def test_a_slower_machine_stretches_all_but_drives() -> None:
     machine, workload = toy_machine(), toy_workload(4)
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine)
-    once = cut_predicted(simulate_slower(unroll(schedule, 4), machine, slowdown=1.0))
-    twice = cut_predicted(simulate_slower(unroll(schedule, 4), machine, slowdown=2.0))
+    once = cut_predicted(simulate_on(unroll(schedule, 4), slowed(machine, 1.0)))
+    twice = cut_predicted(simulate_on(unroll(schedule, 4), slowed(machine, 2.0)))
     assert once.step_s == cut_predicted(simulate_on(unroll(schedule, 4), machine)).step_s
     assert twice.step_s == pytest.approx(2 * once.step_s)
 
@@ -226,7 +226,7 @@ def measurements(true: Machine, believed: Machine, slowdown: float) -> dict[str,
     found = {}
     for name, plan in calibration_plans(workload, ample).items():
         schedule = lower(plan, workload, ample)
-        steps = cut_predicted(simulate_slower(unroll(schedule, 4), true, slowdown=slowdown))
+        steps = cut_predicted(simulate_on(unroll(schedule, 4), slowed(true, slowdown)))
         found[name] = PlanMeasurement(
             schedule=schedule,
             turns_s=(steps.step_s, steps.step_s),
@@ -253,7 +253,7 @@ def test_a_plan_is_predicted_from_the_others() -> None:
     machine = calibration.on(believed)
     schedule = lower(plan, calibration.timed(deeper, believed), machine)
     wanted = cut_predicted(
-        simulate_slower(unroll(lower(plan, timed(deeper, believed), believed), 5), true, slowdown=1.1)
+        simulate_on(unroll(lower(plan, timed(deeper, believed), believed), 5), slowed(true, 1.1))
     ).step_s
     assert steady_at(schedule, machine, 1.1 / 1.33).period_s == pytest.approx(wanted, rel=0.05)
 
@@ -381,7 +381,7 @@ def test_waits_for_a_core_are_told_from_work() -> None:
         streams = dict.fromkeys(m.schedule.streams, wait)
         longer = slowdown_between(1.0, dict.fromkeys(streams, mean), streams)
         slowdown = {stream: mean * times for stream, times in longer.items()}
-        steps = cut_predicted(simulate_slower(unroll(m.schedule, 4), machine, slowdown=slowdown))
+        steps = cut_predicted(simulate_on(unroll(m.schedule, 4), slowed(machine, slowdown)))
         beside[name] = replace(m, turns_s=(steps.step_s,) * 2, stretch=streams)
     stretched, typical = with_typical_stretch(beside)
     assert [those["gpu0.compute"] for those in typical] == pytest.approx([1.1, 1.5])
