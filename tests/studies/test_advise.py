@@ -12,8 +12,8 @@ import pytest
 from tierplan.hwmodels import load_description
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import LARGEST, Advice, advise, answer_point, worthwhile
-from tierplan.studies.costs import TrainingJob, costs_of
+from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, worthwhile
+from tierplan.studies.costs import costs_of
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
@@ -44,7 +44,7 @@ def bought(what: str, price_usd: float) -> Purchase:
 
 def test_costs_are_electricity_depreciation_and_wear() -> None:
     prices, description = PriceList(), load_description("desktop-4090")
-    costs = costs_of(row(1000.0, drive_lifetime_s=5e4), description, prices, TrainingJob(tokens=1e8))
+    costs = costs_of(row(1000.0, drive_lifetime_s=5e4), description, prices, 1e8)
     assert costs.seconds == 1e5
     watts = 450 + 150 + (description.number("nvme.power") or 0)
     assert costs.energy_kwh == pytest.approx(watts / 1000 * 1e5 / 3600)
@@ -52,7 +52,7 @@ def test_costs_are_electricity_depreciation_and_wear() -> None:
     assert costs.wear_frac == 2.0
     drive_usd = description.number("nvme.price") or prices.drive_usd
     assert costs.drives_usd == 2 * drive_usd
-    unworn = costs_of(row(1000.0), description, prices, TrainingJob(tokens=1e8))
+    unworn = costs_of(row(1000.0), description, prices, 1e8)
     assert unworn.drives_usd == pytest.approx(drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
     assert unworn.wear_frac is None
 
@@ -170,7 +170,7 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
 def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
     monkeypatch.setattr("tierplan.studies.advise.MODELS", ("gpt-6.7b", "gpt-135b", "gpt-175b"))
-    found = answer_point(Point(model="gpt-6.7b", machine="desktop-4090", policy=LARGEST))
+    found = largest_model_of(Point(model="gpt-6.7b", machine="desktop-4090"))
     assert found == {"largest_model": "gpt-135b"}
 
 

@@ -67,7 +67,7 @@ def answers_agree(point: Point) -> int:
 @pytest.fixture(autouse=True)
 def no_largest_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the question here, and takes seconds."""
-    monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
+    monkeypatch.setattr("tierplan.studies.advise.largest_model_of", lambda point: {"largest_model": ""})
 
 
 def test_the_answers_agree_on_small_scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

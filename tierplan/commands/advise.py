@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(args: argparse.Namespace, *, progress: bool) -> Advice:
     """The advice that the arguments ask for; what `plan` does not have is at its default."""
     from tierplan.studies.advise import advise
-    from tierplan.studies.costs import TrainingJob
+    from tierplan.studies.costs import TOKENS
     from tierplan.studies.purchases import PriceList
 
     given = vars(args)
@@ -73,7 +73,7 @@ def ask(args: argparse.Namespace, *, progress: bool) -> Advice:
     return advise(
         scenario.read_point(args),
         prices=PriceList(electricity_usd_per_kwh=given.get("electricity", 0.20), years=given.get("years", 3.0)),
-        job=TrainingJob() if tokens is None else TrainingJob(tokens=tokens),
+        tokens=TOKENS if tokens is None else tokens,
         quick=given.get("quick", False),
         num_workers=given.get("workers"),
         progress=progress,

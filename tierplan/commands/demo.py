@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 from tierplan.commands.options.arguments import new_folder, option, whole
+from tierplan.commands.options.terminal import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
     import os
     import shutil
 
-    from tqdm import tqdm
-
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -38,35 +36,18 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
     from tierplan.validation.demo.demo import demo_summary, run_demo
 
-    is_terminal = sys.stderr.isatty()
-    bar = tqdm(
-        total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", file=sys.stderr, leave=False, disable=not is_terminal
-    )
-    phase = ""
-
-    def show(what: str, part: float) -> None:
-        nonlocal phase
-        if not is_terminal:
-            begun, phase = phase, what.partition(":")[0]
-            if phase != begun:
-                print(phase, file=sys.stderr, flush=True)
-            return
-        bar.set_description_str(what, refresh=False)
-        bar.n = min(max(part, 0.0), 1.0)
-        bar.refresh()
-
     out, own_nvme = Path(args.out), args.nvme is None
     try:
-        result = run_demo(
-            out,
-            nvme_dir=None if own_nvme else Path(args.nvme),
-            steps=args.steps,
-            num_threads=args.threads,
-            seed=args.seed,
-            progress=show,
-        )
+        with progress_bar(names_phases=True) as progress:
+            result = run_demo(
+                out,
+                nvme_dir=None if own_nvme else Path(args.nvme),
+                steps=args.steps,
+                num_threads=args.threads,
+                seed=args.seed,
+                progress=progress,
+            )
     finally:
-        bar.close()
         if own_nvme:
             shutil.rmtree(out / "nvme", ignore_errors=True)
     print(json.dumps(result.record(), indent=2) if args.json else demo_summary(result, out))

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tierplan.commands.options.scenario import settings
     from tierplan.studies.advise import QUICK_S
-    from tierplan.studies.costs import TrainingJob
+    from tierplan.studies.costs import TOKENS
     from tierplan.studies.page import Choices, grid_of, write_what_if
 
     study = grid_of(
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         study,
         keep_in=args.keep or Path(args.out).with_suffix(""),
-        job=TrainingJob(tokens=args.tokens) if args.tokens else None,
+        tokens=args.tokens or TOKENS,
         num_workers=args.workers,
         progress=sys.stderr.isatty(),
     )

@@ -18,7 +18,7 @@ from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.costs import Costs, TrainingJob, costs_of
+from tierplan.studies.costs import TOKENS, Costs, costs_of
 from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
 from tierplan.studies.purchases import MOST_OF_A_KIND, PriceList, Purchase, purchases, worth_planning
 from tierplan.studies.study import Point
@@ -33,11 +33,8 @@ ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recom
 """Policies that make room, on one device or several, for the same."""
 RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
-LARGEST = "largest-model"
-"""In place of a policy: what is asked for is the largest model."""
-QUICK, BOUGHT, BOUND = "planner, for a moment", "planner, figures", "bound"
-"""In place of a policy: a quick answer; what is kept of the answer for a machine with something bought; what the bound
-for that machine promises."""
+QUICK = "planner, for a moment"
+"""In place of a policy: a quick answer."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
@@ -105,7 +102,7 @@ class Advice:
     """Of the job; None where nothing fits."""
     rented: Rental | None = None
     """The same job on `RENTED`; None where it does not fit there."""
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -131,7 +128,7 @@ def advise(
     point: Point,
     *,
     prices: PriceList | None = None,
-    job: TrainingJob | None = None,
+    tokens: float = TOKENS,
     quick: bool = False,
     num_workers: int | None = None,
     progress: bool = False,
@@ -140,15 +137,15 @@ def advise(
 
     Parameters
     ----------
-    job
-        What is to be trained in all; by default one billion tokens.
+    tokens
+        What is to be trained in all; by default one billion.
     quick
         The planner searches for a moment only, with something bought among plans of the same kind as that for the
         machine as it is; no second card is planned, and no largest model is looked for.
     num_workers
         Processes, by default one per core.
     """
-    prices, job = prices or PriceList(), job or TrainingJob()
+    prices = prices or PriceList()
     description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
@@ -157,17 +154,17 @@ def advise(
         if quick:
             point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
         today = ask([point], answer_point)
-        how = elsewhere = cast(Ask, answer_point)
+        how = elsewhere = cast(Ask, figures_of)
         if quick:
             like, how, elsewhere = _like(point, today[0]())
         kinds = Counter(b.kind for b in bought)
         many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
-        bounds = ask([replace(b.applied(like), policy=BOUND) for b in many], answer_point)
+        bounds = ask([b.applied(like) for b in many], promise_of)
         # other machines meanwhile: what is bought for this one has its answer for a start
         num_first = sum(b.machine != "" for b in bought)
-        others = [replace(b.applied(like), policy=BOUGHT) for b in bought[:num_first]]
-        first = ask([*others, replace(like, policy=BOUGHT, machine=RENTED, overrides={})], elsewhere)
-        largest = [] if quick else ask([replace(point, policy=LARGEST)], answer_point)
+        others = [b.applied(like) for b in bought[:num_first]]
+        first = ask([*others, replace(like, machine=RENTED, overrides={})], elsewhere)
+        largest = [] if quick else ask([point], largest_model_of)
         answer = today[0]()
         if not quick:
             how = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
@@ -178,7 +175,7 @@ def advise(
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        planned = ask([replace(b.applied(like), policy=BOUGHT) for b in bought[num_first:]], how)
+        planned = ask([b.applied(like) for b in bought[num_first:]], how)
         answers = [row() for row in [*first[:num_first], *planned, first[-1]]]
         largest_model = "".join(str(row().get("largest_model", "")) for row in largest)
     answer.pop("known", None)
@@ -191,13 +188,10 @@ def advise(
         changes=worthwhile(answer, bought, answers[: len(bought)]),
         num_tried=len(bought),
         left_out=left_out,
-        rented=rental_of(answers[len(bought)], job),
+        rented=rental_of(answers[len(bought)], tokens),
         largest_model=largest_model,
-        costs=costs_of(answer, description, prices, job) if answer["fits"] else None,
-        assumptions=(
-            *([SHORT_SEARCH] if quick else []),
-            *_assumptions(description, prices, bought),
-        ),
+        costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
+        assumptions=(*([SHORT_SEARCH] if quick else []), *_assumptions(description, prices, bought)),
     )
 
 
@@ -206,7 +200,7 @@ def _like(point: Point, answer: Row) -> tuple[Point, Ask, Ask]:
     says what kind of plan is worth a look: its order, its micro-batches and those of twice the size."""
     point = replace(point, planner_s=min(point.planner_s or QUICK_S, QUICK_S))
     if not answer.get("order"):
-        return point, answer_point, answer_point
+        return point, figures_of, figures_of
     known: Known = answer["known"]
     if point.sequences:
         batch = each = answer["numbers_of"]["micro_batch"]
@@ -214,34 +208,38 @@ def _like(point: Point, answer: Row) -> tuple[Point, Ask, Ask]:
             batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
         known = known.divided(point.batch, point.accumulation, point.batch // each)
-    elsewhere = partial(answer_point, orders=(answer["order"],), policies=())
-    return point, partial(answer_point, policies=(), like=known.plan, known=known), elsewhere
+    elsewhere = partial(figures_of, orders=(answer["order"],), policies=())
+    return point, partial(figures_of, policies=(), like=known.plan, known=known), elsewhere
 
 
-def answer_point(point: Point, **only: Any) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point, or what the policies `BOUGHT`, `BOUND`, `QUICK` and `LARGEST` stand
-    for.
-
-    `only` is as for `best_plan`.
-    """
-    if point.policy == LARGEST:
-        return {"largest_model": _largest_model(point)}
-    if point.policy == BOUND:
-        return {"promised": most_tokens_per_s(point, by_program=True)}
+def answer_point(point: Point) -> dict[str, object]:
+    """The JSON of `tierplan plan` for a point."""
     try:
-        best = best_plan(point, **only)
+        best = best_plan(point)
     except InfeasiblePlan as error:
-        return {"fits": False} if point.policy == BOUGHT else impossible_record(error)
-    if point.policy == BOUGHT:
-        return {name: getattr(best.result.prediction, name) for name in FIGURES}
+        return impossible_record(error)
     return {**answer_record(best), "known": best.known}
 
 
+def figures_of(point: Point, **only: Any) -> dict[str, object]:
+    """What is kept of the answer for a machine with something bought; `only` is as for `best_plan`."""
+    try:
+        prediction = best_plan(point, **only).result.prediction
+    except InfeasiblePlan:
+        return {"fits": False}
+    return {name: getattr(prediction, name) for name in FIGURES}
+
+
+def promise_of(point: Point) -> dict[str, object]:
+    """What the bound for a machine promises."""
+    return {"promised": most_tokens_per_s(point, by_program=True)}
+
+
 def answer_bought(point: Point, *, than: float | None, known: Known | None) -> dict[str, object]:
-    """As `answer_point`, where its compute alone does not say that it cannot be quicker than today's tokens/s."""
+    """As `figures_of`, where its compute alone does not say that it cannot be quicker than today's tokens/s."""
     if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
         return {"fits": False}
-    return answer_point(point, known=known)
+    return figures_of(point, known=known)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:
@@ -259,17 +257,17 @@ def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) 
     return tuple(sorted(changes, key=lambda c: (-(c.gain_per_1000_usd or 0.0), c.bought.price_usd)))
 
 
-def rental_of(answer: Row, job: TrainingJob) -> Rental | None:
+def rental_of(answer: Row, tokens: float) -> Rental | None:
     """What the job takes on `RENTED`, by the answer for it."""
     rent = load_description(RENTED).quantity("host.rent")
     if rent is None or not answer.get("fits"):
         return None
-    seconds, usd_per_hour = job.tokens / float(answer["tokens_per_s"]), float(rent.value)  # type: ignore[arg-type]
+    seconds, usd_per_hour = tokens / float(answer["tokens_per_s"]), float(rent.value)  # type: ignore[arg-type]
     usd = seconds / 3600 * usd_per_hour
     return Rental(machine=RENTED, usd_per_hour=usd_per_hour, source=rent.source, seconds=seconds, usd=usd)
 
 
-def _largest_model(point: Point) -> str:
+def largest_model_of(point: Point) -> dict[str, object]:
     """The largest of `MODELS` that fits with one sequence, by bisection: a larger one never needs less memory."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
 
@@ -277,7 +275,7 @@ def _largest_model(point: Point) -> str:
         return not any(predict_point(replace(one, model=model, policy=policy)).fits for policy in ROOMY)
 
     num = bisect_left(MODELS, True, key=does_not_fit)
-    return MODELS[num - 1] if num else ""
+    return {"largest_model": MODELS[num - 1] if num else ""}
 
 
 def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:

@@ -12,13 +12,8 @@ from tierplan.studies.purchases import PriceList, computer_price_usd
 
 SOON_S = 2 * SECONDS_PER_YEAR
 """Drives that live less than this belong into the first lines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
-    """What is to be trained in all."""
-
-    tokens: float = 1e9
+TOKENS = 1e9
+"""Of a job, where nobody says how much is to be trained in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +40,14 @@ class Costs:
         return self.energy_usd + self.machine_usd + self.drives_usd
 
 
-def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceList, job: TrainingJob) -> Costs:
+def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceList, tokens: float) -> Costs:
     """What the job takes at the speed of a prediction's record."""
 
     def number(key: str, otherwise: float = 0.0) -> float:
         value = description.number(key)
         return otherwise if value is None else value
 
-    seconds = job.tokens / float(answer["tokens_per_s"])
+    seconds = tokens / float(answer["tokens_per_s"])
     price_usd = computer_price_usd(description)
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
     power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
@@ -63,7 +58,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
     written_off_frac = seconds / (prices.years * SECONDS_PER_YEAR)
     wear_frac = None if life_s is None else seconds / float(life_s)
     return Costs(
-        tokens=job.tokens,
+        tokens=tokens,
         seconds=seconds,
         energy_kwh=energy_kwh,
         energy_usd=energy_kwh * prices.electricity_usd_per_kwh,

@@ -27,7 +27,7 @@ from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
-from tierplan.studies.costs import SOON_S, TrainingJob, costs_of
+from tierplan.studies.costs import SOON_S, TOKENS, costs_of
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
 from tierplan.studies.purchases import FORMS, GIB, PriceList, gpus_for
 from tierplan.studies.study import Point, Study
@@ -127,20 +127,20 @@ def write_what_if(
     *,
     keep_in: str | os.PathLike[str] | None = None,
     prices: PriceList | None = None,
-    job: TrainingJob | None = None,
+    tokens: float = TOKENS,
     num_workers: int | None = None,
     progress: bool = False,
 ) -> list[Row]:
     """Computes what is missing of the grid, keeps it in a folder, and writes the page; the answers, as rows."""
-    prices, job = prices or PriceList(), job or TrainingJob()
+    prices = prices or PriceList()
     points = list(study.points())
     rows = sweep(points, page_point, out_dir=keep_in, num_workers=num_workers, progress=progress)
-    shown = [shown_row(point, row, prices, job) for point, row in zip(points, rows, strict=True)]
+    shown = [shown_row(point, row, prices, tokens) for point, row in zip(points, rows, strict=True)]
     machine = load_description(points[0].machine)
     data = {
         "axes": _axes(study),
         "rows": shown,
-        "job": f"{format_count(job.tokens)} tokens",
+        "job": f"{format_count(tokens)} tokens",
         "quicker_frac": QUICKER_FRAC,
     }
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -170,13 +170,13 @@ def _short_search(planner_s: float | None) -> str:
     return f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
 
 
-def shown_row(point: Point, row: Row, prices: PriceList, job: TrainingJob) -> dict[str, Any]:
+def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[str, Any]:
     """A point's answer as the page shows it: figures to choose and draw by, and texts."""
     described = _described(point, prices)
     if not row.get("fits"):
         reason = str(row.get("error") or row["why_not"])
         return {"fits": False, "why": in_short(reason), "command": _command(point, row)}
-    costs = costs_of(row, described, prices, job)
+    costs = costs_of(row, described, prices, tokens)
     limits = [Sensitivity(**limit) for limit in row["limits"]]
     life_s = costs.drive_life_s
     memory = [

@@ -71,15 +71,20 @@ def working(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """Shows on a terminal what is being done, and the part of it that is done."""
+def progress_bar(*, names_phases: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """Shows on a terminal what is being done and how far it is; elsewhere, with `names_phases`, a line each."""
     from tqdm import tqdm
 
-    is_hidden = not sys.stderr.isatty()
+    is_hidden, phase = not sys.stderr.isatty(), ""
     with tqdm(total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", leave=False, disable=is_hidden) as bar:
 
         def progress(what: str, part: float) -> None:
+            nonlocal phase
+            before, phase = phase, what.partition(":")[0]
+            if is_hidden and names_phases and phase != before:
+                print(phase, file=sys.stderr, flush=True)
             bar.set_description_str(what, refresh=False)
-            bar.update(min(max(part, 0.0), 1.0) - bar.n)
+            bar.n = min(max(part, 0.0), 1.0)
+            bar.refresh()
 
         yield progress
