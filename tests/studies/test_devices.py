@@ -51,7 +51,7 @@ def test_every_command_that_takes_a_machine_is_asked() -> None:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("tierplan.studies.advise.purchases", lambda description, prices: [])
-    monkeypatch.setattr("tierplan.studies.advise._largest_model", lambda point: "")
+    monkeypatch.setattr("tierplan.studies.advise.largest_model_of", lambda point: {"largest_model": ""})
     monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
     few = {name: POLICIES[name] for name in ("in-memory", "zero-offload")}
     monkeypatch.setattr("tierplan.planner.loop.POLICIES", few)

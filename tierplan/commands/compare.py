@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from tierplan.hwmodels.names import parse_stream
-    from tierplan.sim.output.text import columns, format_error, format_s, wrapped
-    from tierplan.validation.comparison.compare import compare
+    from tierplan.sim.output.text import columns, format_s, wrapped
+    from tierplan.validation.comparison.compare import Pair, compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
-    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, what_to_do
+    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, pair_row, what_to_do
     from tierplan.validation.report.report import verdict, write_report
 
     schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
@@ -95,16 +95,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}))
         return 0
     step = comparison.step_s
-    assert step.measured is not None
-    rows = [("", "predicted", "measured", "error")]
-    rows.append(("step", format_s(step.predicted), format_s(step.measured), format_error(comparison.step_error_frac)))
+    rows = [("", "predicted", "measured", "error"), pair_row("step", step, format_s)]
     if comparison.slowdown is not None and comparison.step_s_at_slowdown is not None:
         at = f"at the run's slowdown, {comparison.slowdown:.2f}"
-        errors = (format_s(step.measured), format_error(comparison.normalised_error_frac))
-        rows.append((at, format_s(comparison.step_s_at_slowdown), *errors))
-    for s in comparison.streams:
-        busy = (format_s(s.predicted.busy_s), format_s(s.measured.busy_s))
-        rows.append((f"busy {s.stream}", *busy, format_error(s.busy_s.error_frac)))
+        rows.append(pair_row(at, Pair(comparison.step_s_at_slowdown, step.measured), format_s))
+    rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in comparison.streams]
     low_s, high_s = machine.basis.interval_s(step.predicted)
     interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {machine.basis.text}"
     say(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
@@ -76,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _transfer(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from tierplan.hwmodels import load_machine
     from tierplan.sim.trace import write_atomically
     from tierplan.studies.defaults import workload_or_traced
@@ -106,7 +105,7 @@ def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[typ
     if args.output:
         write_atomically(args.output, campaign_markdown(artifacts))
     if args.json:
-        print(json.dumps(summarise(artifacts).record()))
+        print(json.dumps(asdict(summarise(artifacts))))
     else:
         say(*summary_lines(artifacts))
     return 0

@@ -130,11 +130,8 @@ class Calibration:
             name = parse_stream(s.name)
             if fit := self.streams.get(on_first_device(s.name)):
                 s = with_rate_factors(s, fit.rates)
-                s = (
-                    s
-                    if name.is_compute
-                    else with_demand(s, machine.stream(compute(name.device or 0)).takes, fit.demand)
-                )
+                if not name.is_compute:
+                    s = with_demand(s, machine.stream(compute(name.device or 0)).takes, fit.demand)
                 s = replace(s, latency_s=fit.latency_s, beside_s=fit.beside_s, wake_s=fit.wake_s)
             streams.append(s)
         width = self.half_width if half_width is None else half_width

@@ -19,7 +19,6 @@ from tierplan.hwmodels.names import on_first_device, parse_stream
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
 T = TypeVar("T")
@@ -39,13 +38,8 @@ def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
 
     Means, as for durations: beside busy cores a few ops wake up very late, and these make up the sum.
     """
-    by_stream: dict[str, list[tuple[int, Span]]] = {}
-    for k, spans in steps.spans.items():
-        for span in spans.values():
-            by_stream.setdefault(span.stream, []).append((k, span))
     latency = {}
-    for stream, ops in by_stream.items():
-        ops.sort(key=lambda entry: entry[1].start_ns)
+    for stream, ops in steps.by_stream().items():
         after_op_ns: list[int] = []
         after_input_ns: list[int] = []
         for (_, before), (k, span) in pairwise(ops):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import hypot
 from statistics import median
 
@@ -41,9 +41,6 @@ class Summary:
     """Kendall's tau of predicted and measured step times, by model with three plans or more."""
     tau_distinct: Mapping[str, float]
     """The same over pairs of plans whose measured times differ by more than twice the standard error."""
-
-    def record(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def summarise(artifacts: Sequence[Artifact]) -> Summary:

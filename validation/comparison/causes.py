@@ -8,7 +8,6 @@ import numpy as np
 from scipy.optimize import nnls
 
 from tierplan.sim.analysis.explain import StreamTime, times_in_windows
-from tierplan.sim.trace import Span
 from tierplan.validation.comparison.steps import Steps
 
 
@@ -52,14 +51,9 @@ def split_difference(
 
 def overlap_ns(steps: Steps) -> dict[str, dict[str, float]]:
     """Mean nanoseconds that each other stream worked while the op ran, by key and stream."""
-    by_stream: dict[str, list[Span]] = {}
-    for spans in steps.spans.values():
-        for span in spans.values():
-            by_stream.setdefault(span.stream, []).append(span)
     worked = {}
-    for stream, spans_of in by_stream.items():
-        spans_of.sort(key=lambda s: s.start_ns)
-        edges = np.array([[s.start_ns, s.end_ns] for s in spans_of], dtype=float)
+    for stream, ops in steps.by_stream().items():
+        edges = np.array([[s.start_ns, s.end_ns] for _, s in ops], dtype=float)
         worked[stream] = (edges.ravel(), np.cumsum(edges[:, 1] - edges[:, 0]))
     total: dict[str, dict[str, float]] = {}
     for k in steps.steady:

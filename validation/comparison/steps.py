@@ -57,6 +57,14 @@ class Steps:
                 ratios.setdefault(stream, []).append(busy_ns / worked_ns)
         return {stream: median(of_steps) for stream, of_steps in ratios.items()}
 
+    def by_stream(self) -> dict[str, list[tuple[int, Span]]]:
+        """The ops of each stream in the order in which they began, each with its step."""
+        ops: dict[str, list[tuple[int, Span]]] = {}
+        for k, spans in self.spans.items():
+            for span in spans.values():
+                ops.setdefault(span.stream, []).append((k, span))
+        return {stream: sorted(own, key=lambda op: op[1].start_ns) for stream, own in ops.items()}
+
     def ns_by_key(
         self, what: str = "duration_ns", over_steps: Callable[[list[int]], float] = median
     ) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -13,7 +13,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_in, slowdown_of, steady_at
 from tierplan.validation.comparison.attribution import Contribution
-from tierplan.validation.comparison.compare import Comparison
+from tierplan.validation.comparison.compare import Comparison, Pair
 from tierplan.validation.comparison.steps import cut_steps
 
 NUM_CAUSES = 3
@@ -43,6 +43,12 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     slowdown = slowdown_in(core, machine.basis.stretch, waited, {s.stream: s.predicted for s in comparison.streams})
     step_s = steady_at(schedule, machine, slowdown).period_s
     return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)
+
+
+def pair_row(name: str, pair: Pair, show: Callable[[float], str]) -> tuple[str, ...]:
+    """A row of a table for a terminal: predicted, measured, error."""
+    measured = "-" if pair.measured is None else show(pair.measured)
+    return name, show(pair.predicted), measured, format_error(pair.error_frac)
 
 
 def causes_in_words(comparison: Comparison) -> list[str]:

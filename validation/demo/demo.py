@@ -37,7 +37,7 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.plots import plot_timelines
-from tierplan.sim.output.text import columns, format_bytes, format_count, format_error, format_frac, format_s
+from tierplan.sim.output.text import columns, format_bytes, format_count, format_frac, format_s
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload, workload_of
@@ -45,7 +45,7 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for
 from tierplan.validation.calibration.known import calibration_config
 from tierplan.validation.comparison.compare import Comparison, Pair, compare
-from tierplan.validation.comparison.words import at_slowdown
+from tierplan.validation.comparison.words import at_slowdown, pair_row
 from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
@@ -365,15 +365,17 @@ def demo_summary(result: DemoResult, out: Path) -> str:
         f"plan: {_where(result)}",
         "",
     ]
-    rows = [("", "predicted", "measured", "error"), _row("step", c.step_s, format_s)]
+    rows = [("", "predicted", "measured", "error"), pair_row("step", c.step_s, format_s)]
     assert c.interval_s is not None
     assert c.slowdown is not None
     assert c.step_s_at_slowdown is not None
-    rows.append(_row(f"  for a slowdown of {c.slowdown:.2f}", Pair(c.step_s_at_slowdown, c.step_s.measured), format_s))
+    rows.append(
+        pair_row(f"  for a slowdown of {c.slowdown:.2f}", Pair(c.step_s_at_slowdown, c.step_s.measured), format_s)
+    )
     low_s, high_s = map(format_s, c.interval_s)
-    rows += [_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
-    rows += [_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
-    rows += [_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
+    rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
+    rows += [pair_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
+    rows += [pair_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
     equal = "equal bit for bit" if result.losses == result.reference_losses else "DIFFERENT"
     weights = "equal bit for bit" if result.weights_equal else "DIFFERENT"
     moved = "exact" if c.bytes_agree else "DIFFERENT"
@@ -390,11 +392,6 @@ def demo_summary(result: DemoResult, out: Path) -> str:
         f"report: {out / 'report.html'}; timeline for ui.perfetto.dev: {out / 'timeline.json'}",
     ]
     return "\n".join(lines)
-
-
-def _row(name: str, pair: Pair, show: Callable[[float], str]) -> tuple[str, ...]:
-    measured = "-" if pair.measured is None else show(pair.measured)
-    return name, show(pair.predicted), measured, format_error(pair.error_frac)
 
 
 def _where(result: DemoResult) -> str:

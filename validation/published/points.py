@@ -91,20 +91,7 @@ class Question:
 
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
-        if more := self.adapters_of_experts:
-            blocks = [replace(u, num_parameters=u.num_parameters + more) for u in workload.blocks]
-            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
-        if self.block_s:
-            tokens = self.training.per_device_train_batch_size * self.training.sequence_length
-            forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
-            forward |= {LAUNCH_S: self.launch_s} if self.launch_s else {}
-            blocks = [replace(u, forward=forward, backward=backward, recompute=None) for u in workload.blocks]
-            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
-        elif self.launch_s:
-            work = {LAUNCH_S: self.launch_s}
-            blocks = [replace(u, forward={**u.forward, **work}, backward={**u.backward, **work}, recompute=None)
-                      for u in workload.blocks]  # fmt: skip
-            workload = replace(workload, units=(workload.units[0], *blocks, workload.units[-1]))
+        workload = replace(workload, units=tuple(self._timed(u) if u.kind == "block" else u for u in workload.units))
         if self.compiled:
             workload = replace(workload, units=tuple(_compiled(u, workload) for u in workload.units))
         if self.autocast:
@@ -131,6 +118,19 @@ class Question:
                 backward_work_bytes=4 * logits,
             )
         return replace(workload, units=(*units, head))
+
+    def _timed(self, block: Unit) -> Unit:
+        """With the parameters of adapters, measured seconds and launches, where the point has these."""
+        block = replace(block, num_parameters=block.num_parameters + self.adapters_of_experts)
+        launches = {LAUNCH_S: self.launch_s} if self.launch_s else {}
+        if self.block_s:
+            tokens = self.training.per_device_train_batch_size * self.training.sequence_length
+            forward, backward = ({"s": seconds * tokens} for seconds in self.block_s)
+            return replace(block, forward=forward | launches, backward=backward, recompute=None)
+        if launches:
+            forward, backward = ({**work, **launches} for work in (block.forward, block.backward))
+            return replace(block, forward=forward, backward=backward, recompute=None)
+        return block
 
     def answer(self) -> Prediction:
         """Raises `WorkloadError` or `PlanError` where there is no such workload or policy."""
