@@ -54,17 +54,17 @@ class Asked(NamedTuple):
     """Of its states."""
     semantics: int
     clips: bool
-    is_strict: bool
-    ahead_params: int
-    ahead_acts: int
-    ahead_states: int
-    in_flight: int
     write_back: int
     updates_backward: bool
     """As gradients come."""
-    holds_updates: bool
-    over_units: int
-    """As `UnitwisePlan.update_over_units`."""
+    strict_windows: bool
+    """This and the others as in `UnitwisePlan`."""
+    prefetch_params_units: int
+    prefetch_acts_units: int
+    prefetch_states_units: int
+    updates_in_flight: int
+    hold_updates: bool
+    update_over_units: int
     segment_units: int
 
 
@@ -155,9 +155,9 @@ def _before(a: Asked, t: Making, step: int, num: int) -> None:
     """What a turn's fetches of parameters come after, and those of activations: in strict windows, the compute ops that
     have to end before a fetch for `step`, and an early one, start."""
     for k in range(num):
-        ahead = a.ahead_params * (a.num_batches if a.is_vertical else 1) if k < 2 else a.ahead_acts
+        ahead = a.prefetch_params_units * (a.num_batches if a.is_vertical else 1) if k < 2 else a.prefetch_acts_units
         turn = step - ahead - 1 - (max(ahead, 1) if k % 2 == 1 else 0)
-        _ref(t, 3 * t.compute[turn] + COMPUTE if a.is_strict and turn >= 0 else EMPTY)
+        _ref(t, 3 * t.compute[turn] + COMPUTE if a.strict_windows and turn >= 0 else EMPTY)
 
 
 @compiled
@@ -181,17 +181,17 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
     _place(t, ALIAS, u, 0, int(is_old), 0.0)
     if a.updates_here[u]:
         for k in range(a.num_parts[u]):
-            _place(t, UPDATE_HERE, u, 0, k, step + k * a.over_units * apart / a.num_parts[u])
+            _place(t, UPDATE_HERE, u, 0, k, step + k * a.update_over_units * apart / a.num_parts[u])
         return
     for k in range(a.num_parts[u]):
         at, index = step + k * apart / a.num_parts[u], t.num[UPDATES]
         # What has to end before states may be read, and before the update, by the windows of the plan.
-        held = 3 * t.compute[t.num[COMPUTES] - 1] + COMPUTE if a.holds_updates and t.num[COMPUTES] else EMPTY
+        held = 3 * t.compute[t.num[COMPUTES] - 1] + COMPUTE if a.hold_updates and t.num[COMPUTES] else EMPTY
         read = home = last = EMPTY
-        if a.is_strict and index > a.ahead_states:
-            read = 3 * t.updates[index - 1 - a.ahead_states] + COMPUTE
-        if 0 < a.in_flight <= index:
-            home = 3 * t.homes[index - a.in_flight] + HOME
+        if a.strict_windows and index > a.prefetch_states_units:
+            read = 3 * t.updates[index - 1 - a.prefetch_states_units] + COMPUTE
+        if 0 < a.updates_in_flight <= index:
+            home = 3 * t.homes[index - a.updates_in_flight] + HOME
         if a.write_back == AWAITED and index:
             last = 3 * t.homes[index - 1] + HOME
         goes_at_once = upload_at < 0 and a.write_back != DELAYED_BACK
@@ -287,7 +287,7 @@ def listed(a: Asked) -> Turns:
             _place(t, DECLARE, u, 0, 0, 0.0)
     for u in range(num_units):
         if a.is_owner[u] and a.is_late[u]:
-            _update(a, t, u, (u - a.ahead_params - 1) * apart, True, apart, -1.0)
+            _update(a, t, u, (u - a.prefetch_params_units - 1) * apart, True, apart, -1.0)
     _go_home(t, EMPTY)  # forward is to use what the last of them has made
     backward, unit, batch = compute_order(a.is_vertical, num_units, a.num_batches, a.first_trained)
     for step in range(len(unit)):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tierplan.planner.lowering.listing import Turns
 from tierplan.sim.columns import Float64, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
@@ -75,19 +76,13 @@ class Table(NamedTuple):
 class Step(NamedTuple):
     """The turns of a step in order, and what has been found of them."""
 
+    turns: Turns
     turn: Int64
     """The number of its facts. -1 where its first cell just comes to hold what the cell of
     its flag does."""
-    flag: Int64
     pattern: Int64
-    unit: Int64
-    batch: Int64
     owner_of: Int64
     """By unit: the one whose parameters it shares; one beyond all units that are reached for if there is none."""
-    refs: Rows
-    """By turn: the ops that it comes after, as 3 * turn + mark, or -1."""
-    computed_in: Int64
-    """By turn, as in `listing.Turns`."""
     template: Int64
     first_op: Int64
     first_buffer: Int64
@@ -129,12 +124,12 @@ def enter(keys: Rows, slots: Int64, first: int, end: int) -> None:
 def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
     """Finds the templates of turns from `start` to `end`. The first turn that has none, whose key is in `key`, of the
     length that `key[-1]` says; `end` if all have one."""
-    ids, forms, held, first_op = step.ids, step.forms, step.held, step.first_op
+    ids, forms, held, first_op, turns = step.ids, step.forms, step.held, step.first_op, step.turns
     cells = np.empty(len(key), np.int64)
     for p in range(start, end):
         h, num = step.first_held[p], 2
-        key[0], key[1] = step.turn[p], step.flag[p]
-        u, m = step.unit[p], step.batch[p]
+        key[0], key[1] = step.turn[p], turns.flag[p]
+        u, m = turns.unit[p], turns.batch[p]
         at = table.patterns.begins[step.pattern[p]]
         while at < table.patterns.begins[step.pattern[p] + 1]:
             field = table.patterns.items[at : at + CELL_FIELDS]
@@ -145,19 +140,19 @@ def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
             num += 1
             at += CELL_FIELDS
         if step.turn[p] < 0:
-            cell, of = cells[0], cells[1 + step.flag[p]]
+            cell, of = cells[0], cells[1 + turns.flag[p]]
             ids[cell], forms[cell] = ids[of], forms[of]
             step.template[p] = -1
             first_op[p + 1], step.first_buffer[p + 1] = first_op[p], step.first_buffer[p]
             step.first_held[p + 1] = step.first_held[p]
             continue
-        for k in range(step.refs.begins[p], step.refs.begins[p + 1]):
+        for k in range(turns.begins[p], turns.begins[p + 1]):
             held[h] = key[num] = -1
-            if step.refs.items[k] >= 0:
-                q, mark = step.refs.items[k] // NUM_MARKS, step.refs.items[k] % NUM_MARKS
+            if turns.refs[k] >= 0:
+                q, mark = turns.refs[k] // NUM_MARKS, turns.refs[k] % NUM_MARKS
                 found = table.totals.items[table.totals.begins[step.template[q]] + 2 + mark]
                 if found < 0 and mark == HOME:
-                    q = step.computed_in[q]
+                    q = turns.computed_in[q]
                     found = table.totals.items[table.totals.begins[step.template[q]] + 2 + COMPUTE]
                 if found >= 0:
                     held[h], key[num] = first_op[q] + found, 0

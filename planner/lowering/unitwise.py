@@ -12,7 +12,7 @@ import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
-from tierplan.planner.lowering.placing import Rows, Step, walk, written
+from tierplan.planner.lowering.placing import Step, walk, written
 from tierplan.planner.lowering.sketch import (
     ACTS,
     ACTS_EARLY,
@@ -40,6 +40,8 @@ from tierplan.sim.workloads.workload import Workload
 
 Chains = dict[tuple[int, int, Terms], Chain]
 """By sub-batches, tiles of operators and terms."""
+OF_PLAN = Asked._fields[Asked._fields.index("strict_windows") :]
+"""What a plan says by the same names."""
 NUM_WORKLOADS = 16
 """Of which a thread has the templates at hand: those of one question that asks for several machines."""
 
@@ -110,16 +112,9 @@ class UnitwiseStep:
             num_parts=self.num_parts,
             semantics=get_args(Semantics).index(plan.semantics),
             clips=training.max_grad_norm is not None,
-            is_strict=plan.strict_windows,
-            ahead_params=plan.prefetch_params_units,
-            ahead_acts=plan.prefetch_acts_units,
-            ahead_states=plan.prefetch_states_units,
-            in_flight=plan.updates_in_flight,
             write_back=get_args(WriteBack).index(plan.write_back),
             updates_backward=plan.update_order == "backward",
-            holds_updates=plan.hold_updates,
-            over_units=plan.update_over_units,
-            segment_units=plan.segment_units,
+            **{name: getattr(plan, name) for name in OF_PLAN},
         )
         self.turns = listed(asked)
         self.step = self._walk(rows)
@@ -136,8 +131,7 @@ class UnitwiseStep:
         cells = np.full((2, chain.num_cells), EMPTY, np.int64)
         template, first_op, first_buffer, first_held = numbers
         ids, forms = cells
-        refs = Rows(turns.begins, turns.refs)
-        where = (turn, turns.flag, pattern, turns.unit, turns.batch, chain.owner_of, refs, turns.computed_in)
+        where = (turns, turn, pattern, chain.owner_of)
         step = Step(*where, template[:num], first_op, first_buffer, first_held, held, ids, forms)
         key, start = np.empty(chain.longest_key + 1, np.int64), 0
         for end in (int(chain.has_any.sum()), num):  # what exists before the step comes first
@@ -165,7 +159,7 @@ class UnitwiseStep:
         for number in np.flatnonzero(step.turn >= 0).tolist():
             template, first = int(step.template[number]), int(step.first_held[number])
             key = self.chain.key(template)
-            num_cells = len(key) - 2 - int(step.refs.begins[number + 1] - step.refs.begins[number])
+            num_cells = len(key) - 2 - int(self.turns.begins[number + 1] - self.turns.begins[number])
             draw = partial(self._sketch, number, int(step.pattern[number]), key)
             yield self.chain.templates[template], draw, step.held[first : first + num_cells].tolist()
 
