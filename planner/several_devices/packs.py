@@ -12,6 +12,7 @@ runtime.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -103,7 +104,8 @@ class PackLowering:
         self.sums: dict[int, str] = {}  # by first unit of a backward pack: its gradients in host memory
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
-        self.has_peer_links = True
+        self.links: set[str] = set()
+        self.at, self.first = 0, 0  # the turn's device and first unit
         self.norms: list[str] = []
         self.coefficients: list[str] = []  # of clipping, one in each host memory
         self.num_memories = 1
@@ -134,7 +136,7 @@ class PackLowering:
         return rounds
 
     def schedule(self, machine: Machine) -> Schedule:
-        self.has_peer_links = any(parse_stream(stream.name).task == "p2p" for stream in machine.streams)
+        self.links = {stream.name for stream in machine.streams}
         self._declare_homes()
         before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
         rounds = self._rounds()
@@ -196,6 +198,7 @@ class PackLowering:
 
     def _turn(self, task: Task, before: list[Task]) -> str | None:
         """The ops of one task but for its end; the buffer with its gradients, in backward."""
+        self.at, self.first = task.device, task.first
         gpu, name = device(task.device), self.name(task)
         left = before[-1] if before else None
         left2 = before[-2] if len(before) > 1 else None
@@ -285,7 +288,7 @@ class PackLowering:
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
-        if to_device == task.device or not self.has_peer_links:
+        if to_device == task.device or not any(parse_stream(link).task == "p2p" for link in self.links):
             label, room = copy_key("offload", self._label(what, unit, m)), self.brought.get((what, unit, m))
             if room is None or not self.packs.streams:
                 buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
@@ -298,26 +301,28 @@ class PackLowering:
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
-        gpu = device(task.device)
         cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
         key = ""
         for start, end in pairwise(cuts):
-            units = self.between(start, end)
             if start in self.stash_at and x is not None:
                 self._stash(task, start, i, m, x, left)
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
-            key = forward_key(pack_name(units[0].name, units[-1].name), m)
-            y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
-            size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            work = self.builder.buffer(Transient(key), gpu, size, "work")
-            reads = [*params, *([x] if x else [])]
-            flops = total_work(u.forward for u in units)
-            self._op(key, task, "forward", flops, reads, [y, work], units[0], m)
-            x = y
+            key, x = self._run_forward(start, end, m, x, params)
         task.computes.append(key)
         assert x is not None
         self._leaves("y", task.end, m, x, task, self._device_after(task))
+
+    def _run_forward(self, start: int, end: int, m: int, x: str | None, params: list[str]) -> tuple[str, str | None]:
+        """The forward of these units: the last op's key, and the input of the unit behind them."""
+        gpu, units = device(self.at), self.between(start, end)
+        key = forward_key(pack_name(units[0].name, units[-1].name), m)
+        y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
+        size = max(u.saved_bytes + u.forward_work_bytes for u in units)
+        work = self.builder.buffer(Transient(key), gpu, size, "work")
+        reads = [*params, *([x] if x else [])]
+        self._op(key, "forward", total_work(u.forward for u in units), reads, [y, work], units[0], m)
+        return key, y
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
@@ -327,8 +332,8 @@ class PackLowering:
         """Keeps the input of a backward pack in host memory; that of the turn itself when compute has come to it."""
         before = task.computes[i - 1 : i] if i else [left.gone] if left else []
         label, after = self._label("stash", unit, m), before if unit == task.first else []
-        stashed = self.builder.copy(copy_key("offload", label), d2h(task.device), x, HOST, after=after, m=m)
-        rate = self.packs.host_copy_bytes_per_s
+        stashed = self._to_host(copy_key("offload", label), x, unit, m=m, after=after)
+        rate = self.packs.host_copy_bytes_per_s if self.num_memories == 1 else 0.0
         if rate and self.takes_backward.get(unit, task.device) != task.device:
             size = self.builder.buffers[stashed].size_bytes
             again = self.builder.like(stashed, HOST)
@@ -338,6 +343,10 @@ class PackLowering:
             )
             stashed = again
         self.stash[unit, m] = stashed
+
+    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
+        """Takes what the turn has made to host memory, for the backward of a unit."""
+        return self.builder.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
 
     def _device_after(self, task: Task) -> int:
         return (task.device + 1) % self.packs.devices if self.packs.form == "pipeline" else task.device
@@ -351,7 +360,7 @@ class PackLowering:
         acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
         reads = [*params, *([x] if x else [])]
         flops = total_work(u.forward for u in units)
-        task.again.append(self._op(recompute_key(pack, m), task, "recompute", flops, reads, [acts], units[0], m))
+        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, reads, [acts], units[0], m))
         reads += [acts, *([dy] if dy else [])]
         size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
@@ -368,17 +377,20 @@ class PackLowering:
             dx = self.builder.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
         flops = total_work(u.backward for u in units)
-        task.computes.append(self._op(backward, task, "backward", flops, reads, writes, units[0], m))
+        task.computes.append(self._op(backward, "backward", flops, reads, writes, units[0], m))
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task, self._device_after(task))
         return grads
 
     def _op(
-        self, key: str, task: Task, kind: str, work: Amounts, reads: list[str], writes: list[str], unit: Unit, m: int
-    ) -> str:
+        self, key: str, kind: str, work: Amounts, reads: list[str], writes: list[str], unit: Unit, m: int,
+        after: Sequence[str] = (),
+    ) -> str:  # fmt: skip
         """Adds an op that computes; its key."""
-        stream = compute(task.device)
-        return self.builder.op(key, stream, kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m)
+        stream = compute(self.at)
+        return self.builder.op(
+            key, stream, kind, work=work, reads=reads, writes=writes, after=after, unit=unit.name, m=m
+        )
 
     # ---- the end of a turn ----
 

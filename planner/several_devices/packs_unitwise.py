@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
+from tierplan.hwmodels.names import HOST, d2h, device, h2d
 from tierplan.planner.plan import PackPlan, Sharing
 from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
@@ -64,7 +63,6 @@ class _UnitwiseLowering(PackLowering):
         self.tied: dict[tuple[str, int], str] = {}
         self.may_begin: list[str] = []
         self.by_name = {unit.name: unit for unit in self.units}
-        self.at, self.first = 0, 0  # the turn's device and first unit
 
     def step(self) -> StepSpec:
         kept_from = self.packs.backward[-1][0]
@@ -82,14 +80,6 @@ class _UnitwiseLowering(PackLowering):
             return super()._stash_arrives(task, m, after)
         self.may_begin = after  # nothing to bring, but the turn is the same
         return None
-
-    def _turn(self, task: Task, before: list[Task]) -> str | None:
-        self.at, self.first = task.device, task.first
-        return super()._turn(task, before)
-
-    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
-        """Takes what the turn has made to host memory, for the backward of a unit."""
-        return self.builder.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
 
     def _beside(self, u: int) -> int:
         """Bytes that a unit's forward has beside its own."""
@@ -127,22 +117,12 @@ class _UnitwiseLowering(PackLowering):
         writes += self.builder.work(key, work_bytes, device(self.at))
         reads = [*self._params_of(unit, params), *([x] if x else [])]
         after, self.may_begin = self.may_begin, []
-        stream = compute(self.at)
-        self.builder.op(
-            key, stream, kind, work=unit.forward, reads=reads, writes=writes, after=after, unit=unit.name, m=m
-        )
-        return key, y, acts
+        return self._op(key, kind, unit.forward, reads, writes, unit, m, after), y, acts
 
-    def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
-        cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
-        for start, end in pairwise(cuts):
-            if start in self.stash_at and x is not None:
-                self._stash(task, start, i, m, x, left)
-            for u in range(start, end):
-                key, x, _ = self._run("forward", u, m, x, params)
-        task.computes.append(key)
-        assert x is not None
-        self._leaves("y", task.end, m, x, task, self._device_after(task))
+    def _run_forward(self, start: int, end: int, m: int, x: str | None, params: list[str]) -> tuple[str, str | None]:
+        for u in range(start, end):
+            key, x, _ = self._run("forward", u, m, x, params)
+        return key, x
 
     def _backward(
         self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
@@ -195,9 +175,7 @@ class _UnitwiseLowering(PackLowering):
             self.grads[unit.name] = grads
             writes.append(grads)
         writes += self.builder.work(key, work_bytes, gpu)
-        work, stream = unit.backward, compute(self.at)
-        self.builder.op(key, stream, "backward", work=work, reads=reads, writes=writes, unit=unit.name, m=m)
-        return key, dx
+        return self._op(key, "backward", unit.backward, reads, writes, unit, m), dx
 
     # ---- the end of a turn ----
 
@@ -240,10 +218,6 @@ class _Pipeline(_UnitwiseLowering):
             if size := self.training.states_bytes(unit):
                 self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states", owner=own)
 
-    def schedule(self, machine: Machine) -> Schedule:
-        self.links = {stream.name for stream in machine.streams}
-        return super().schedule(machine)
-
     def _turn(self, task: Task, before: list[Task]) -> str | None:
         self.params_home = self.homes[task.device]
         return super()._turn(task, before)
@@ -262,11 +236,6 @@ class _Pipeline(_UnitwiseLowering):
         if (own := self.own[u]) != self.at:
             return add_send(self.builder, self.links, key, buffer, own, tier=HOST, m=m, after=after)
         return self.builder.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
-
-    def _stash(self, task: Task, unit: int, i: int, m: int, x: str, left: Task | None) -> None:
-        before = task.computes[i - 1 : i] if i else [left.gone] if left else []
-        key, after = copy_key("offload", self._label("stash", unit, m)), before if unit == task.first else []
-        self.stash[unit, m] = self._to_host(key, x, unit, m=m, after=after)
 
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
