@@ -10,6 +10,7 @@ What happens in the same nanosecond happens in SimPy's order: events fire in the
 
 from __future__ import annotations
 
+import heapq
 import math
 from typing import NamedTuple
 
@@ -116,45 +117,6 @@ def no_time(num_ops: int) -> Prices:
 
 
 @compiled
-def _pushed(events: Int64, size: int, time_ns: int, number: int, what: int) -> Int64:
-    """The heap `events[:size]`, by time and then by number, with one event more, in as much room as that takes."""
-    if size == len(events):
-        more = np.empty((2 * size, 3), np.int64)
-        more[:size] = events
-        events = more
-    k = size
-    while k > 0:
-        above = (k - 1) // 2
-        if events[above, 0] < time_ns or (events[above, 0] == time_ns and events[above, 1] < number):
-            break
-        events[k, 0], events[k, 1], events[k, 2] = events[above, 0], events[above, 1], events[above, 2]
-        k = above
-    events[k, 0], events[k, 1], events[k, 2] = time_ns, number, what
-    return events
-
-
-@compiled
-def _pop(events: Int64, size: int) -> None:
-    """Takes the first event from the heap `events[:size]`; the rest is `events[: size - 1]`."""
-    size -= 1
-    time_ns, number = events[size, 0], events[size, 1]
-    k = 0
-    while 2 * k + 1 < size:
-        below = 2 * k + 1
-        other = below + 1
-        if other < size and (
-            events[other, 0] < events[below, 0]
-            or (events[other, 0] == events[below, 0] and events[other, 1] < events[below, 1])
-        ):
-            below = other
-        if time_ns < events[below, 0] or (time_ns == events[below, 0] and number < events[below, 1]):
-            break
-        events[k, 0], events[k, 1], events[k, 2] = events[below, 0], events[below, 1], events[below, 2]
-        k = below
-    events[k, 0], events[k, 1], events[k, 2] = time_ns, number, events[size, 2]
-
-
-@compiled
 def _divide(
     prices_of: Int32, share: Float64, demand: Float64, limits: Float64, speeds: Float64, left: Float64, grows: Bool
 ) -> None:
@@ -241,8 +203,8 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     ending, num_ending, num_ended = np.empty(num_streams, np.int32), 0, 0
     starting, num_starting, num_started = np.empty(num_ops, np.int32), 0, 0
 
-    # What is to come: rows of (time, number, what). Op i ends: i; its latency ends: num_ops + i; flows' timer: -1
-    events, num_events, number = np.empty((4 * num_streams + 16, 3), np.int64), 0, 0
+    # What is to come: a heap of (time, number, what). Op i ends: i; its latency ends: num_ops + i; flows' timer: -1
+    events, number = [(0, 0, 0) for _ in range(0)], 0
     now_ns, is_too_late = 0, False
 
     # Flows, in the order in which they began: at most one per stream. One timer counts, for the earliest end.
@@ -333,19 +295,17 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 begins = i
             else:
                 duration_ns += 0 if is_flow[p] else work_ns[p]
-                events = _pushed(events, num_events, now_ns + duration_ns, number, num_ops + i if is_flow[p] else i)
-                num_events, number = num_events + 1, number + 1
+                heapq.heappush(events, (now_ns + duration_ns, number, int(num_ops + i if is_flow[p] else i)))
+                number += 1
 
         elif are_ending:
             are_ending, is_divided = False, num_flows > 0
 
-        elif num_events == 0:
+        elif len(events) == 0:
             break
 
         else:
-            now_ns, what = events[0, 0], events[0, 2]
-            _pop(events, num_events)
-            num_events -= 1
+            now_ns, _, what = heapq.heappop(events)
             num_ending = num_ended = 0
             if now_ns > TOO_LATE:
                 is_too_late = True
@@ -356,8 +316,8 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 ending[0], num_ending = what, 1
             elif now_ns == timer_ns and next_end_ns > timer_ns:  # flows that began since have slowed the others
                 timer_ns = next_end_ns
-                events = _pushed(events, num_events, timer_ns, number, -1)
-                num_events, number = num_events + 1, number + 1
+                heapq.heappush(events, (timer_ns, number, -1))
+                number += 1
             elif now_ns == timer_ns:  # otherwise an earlier end has replaced this timer
                 timer_ns, are_ending = -1, True
                 _advance(num_flows, now_ns - since_ns, left_ns, speeds)
@@ -401,6 +361,6 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             next_end_ns = now_ns + max(0, math.ceil(soonest_ns - 1e-3))  # whole ns, but for float dust
             if timer_ns < 0 or next_end_ns < timer_ns:
                 timer_ns = next_end_ns
-                events = _pushed(events, num_events, timer_ns, number, -1)
-                num_events, number = num_events + 1, number + 1
+                heapq.heappush(events, (timer_ns, number, -1))
+                number += 1
     return Execution(free_ns, ready_ns, start_ns, end_ns, peak_bytes, used_bytes, next_request, is_too_late)
