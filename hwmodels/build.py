@@ -139,7 +139,8 @@ def build_machine(description: Description) -> Machine:
     if num_gpus > 1:
         _collectives(draft, num_gpus)
     _switches(draft, num_gpus)
-    _listed_limits(draft)
+    for limit in description.limits:
+        _share_speed(draft, limit)
     shares = {NVME_READ: draft.number("nvme.read_share"), NVME_WRITE: draft.number("nvme.write_share")}
     shares |= {name: COLLECTIVES_FIRST for name in draft.rates if parse_stream(name).task == "collective"}
     shares |= dict(description.shares)
@@ -402,11 +403,6 @@ def _devices_behind(name: str, switches: Mapping[str, Switch], above: tuple[str,
         [m] if m not in switches else _devices_behind(m, switches, (*above, name)) for m in switches[name].members
     ]
     return [device for group in behind for device in group]
-
-
-def _listed_limits(draft: _Draft) -> None:
-    for limit in draft.description.limits:
-        _share_speed(draft, limit)
 
 
 def _share_speed(draft: _Draft, limit: Limit) -> None:

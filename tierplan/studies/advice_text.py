@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
@@ -66,9 +65,10 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         missing = (paragraph(f"{row[0]}: {row[-1]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
+        flops = format_count(answer["model_flops_per_s"])
         figures = [
             ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
-            ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", _flops(answer)),
+            ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", f"{flops} model FLOP/s"),
             ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice)).partition(": ")[2]),
             (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{_usd(costs.total_usd)} USD"),
         ]
@@ -165,10 +165,6 @@ def _usd(amount: float) -> str:
 
 def _limits(advice: Advice) -> list[Sensitivity]:
     return [Sensitivity(**limit) for limit in advice.answer["limits"]]
-
-
-def _flops(answer: Any) -> str:
-    return f"{format_count(answer['model_flops_per_s'])} model FLOP/s"
 
 
 def _policy_rows(advice: Advice) -> list[Sequence[str]]:

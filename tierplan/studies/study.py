@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,10 +126,7 @@ class Study:
                 raise StudyError(f"study {self.name!r}: {key} is an empty list; give at least one value")
 
     def __len__(self) -> int:
-        number = 1
-        for values in (*self.scenario.values(), *self.overrides.values()):
-            number *= len(values)
-        return number
+        return math.prod(map(len, (*self.scenario.values(), *self.overrides.values())))
 
     def points(self) -> Iterator[Point]:
         """All combinations, the last key varying fastest."""

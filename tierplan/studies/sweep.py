@@ -151,15 +151,14 @@ def asking(num_workers: int | None = None, *, progress: bool = False) -> Iterato
         def ask(points: Sequence[Point], evaluate: Evaluate) -> list[Callable[[], Row]]:
             bar.total += len(points)
             bar.refresh()
+
+            def row(point: Point) -> Row:
+                found = _row(evaluate, point)
+                bar.update()
+                return found
+
             if executor is None:
-
-                @functools.cache
-                def row(point_number: int) -> Row:
-                    found = _row(evaluate, points[point_number])
-                    bar.update()
-                    return found
-
-                return [partial(row, number) for number in range(len(points))]
+                return [functools.cache(partial(row, point)) for point in points]
             futures = [executor.submit(_row, evaluate, point) for point in points]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())

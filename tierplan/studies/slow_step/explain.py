@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from tierplan.studies.slow_step.setups import (
     LINKS,
     PEERS,
     Setup,
-    SetupChange,
     changes,
     part_of,
     setup_of,
@@ -126,7 +125,7 @@ class Explanation:
     best: Prediction | None = None
     """What the planner reaches for the same sequences; None where nothing fits."""
     notes: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float | None:
@@ -354,16 +353,13 @@ def _gains(simulator: _Simulator, setup: Setup, configured: Configured, expected
             continue
         if prediction.step_s is None:
             continue
-        gain = _gain(change, prediction.step_s + change.setup.extra_s, expected_s)
+        step_s = prediction.step_s + change.setup.extra_s
+        gain_frac = 1.0 if expected_s is None else 1.0 - step_s / expected_s
+        gain = Gain(what=change.what, why=change.why, step_s=step_s, gain_frac=gain_frac, assumed=change.assumed)
         kind = "micro-batch" if change.what.startswith("micro-batches") else change.what
         if gain.gain_frac >= LEAST_GAIN_FRAC and (kind not in found or gain.step_s < found[kind].step_s):
             found[kind] = gain
     return tuple(sorted(found.values(), key=lambda g: g.step_s))
-
-
-def _gain(change: SetupChange, step_s: float, expected_s: float | None) -> Gain:
-    gain_frac = 1.0 if expected_s is None else 1.0 - step_s / expected_s
-    return Gain(what=change.what, why=change.why, step_s=step_s, gain_frac=gain_frac, assumed=change.assumed)
 
 
 def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
