@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import with_parts
-from tierplan.planner.lowering.unitwise import UnitwiseLowering
+from tierplan.planner.lowering.unitwise import chains_of, unitwise_columns
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.packs import pack_schedule
@@ -37,7 +37,7 @@ class Lowering:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
-        self._unitwise = UnitwiseLowering(workload, machine)
+        self._chains = chains_of(workload)
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -49,7 +49,7 @@ class Lowering:
             )
         match plan:
             case UnitwisePlan():
-                columns = self._unitwise.columns(plan)
+                columns = unitwise_columns(plan, self.workload, self.machine, self._chains)
                 if plan.devices > 1:
                     columns = columns_of(partition(columns.schedule(), plan.devices, plan.sharing))
                 if plan.parts:

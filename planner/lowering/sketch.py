@@ -58,8 +58,6 @@ class Template:
     """What cells hold afterwards: cell, buffer and its form, one after the other."""
     marks: Mapping[str, int]
     """Ops that others come after."""
-    num_ops: int
-    num_buffers: int
 
 
 class Terms(NamedTuple):
@@ -234,8 +232,6 @@ class Sketch(Builder):
             buffers=list(chain.from_iterable(buffers)),
             puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], _form(self.buffers[b]))],
             marks=self._marks,
-            num_ops=len(ops),
-            num_buffers=len(buffers),
         )
 
     def op_labels(self) -> list[OpLabel]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import tierplan.planner.lowering.listing as listing
-from tierplan.planner.lowering.placing import CELL_FIELDS, Growing, Rows, Table, enter
+from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIELDS, Growing, Rows, Table, enter
 from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
 from tierplan.planner.lowering.turns import (
     arrive,
@@ -214,7 +214,7 @@ class Chain:
         number = self._keys.add(key.tolist())
         self._puts.add(template.puts)
         marks = [template.marks.get(mark, -1) for mark in MARKS]
-        self._totals.add([template.num_ops, template.num_buffers, *marks])
+        self._totals.add([len(template.ops) // OP_FIELDS, len(template.buffers) // BUFFER_FIELDS, *marks])
         for name, rows in self._parts.items():
             rows.add(getattr(template, name))
         first = number

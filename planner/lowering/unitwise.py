@@ -66,29 +66,22 @@ def chains_of(workload: Workload) -> Chains:
     return known[-1][1]
 
 
-class UnitwiseLowering:
-    """Lowers unit-wise plans of one workload for one machine; the next one has the templates of those before."""
-
-    def __init__(self, workload: Workload, machine: Machine) -> None:
-        self.workload, self.machine = workload, machine
-        self._chains = chains_of(workload)
-
-    def columns(self, plan: UnitwisePlan) -> ScheduleColumns:
-        """One step of a plan that has been checked, on one device, in the list order of positions."""
-        terms = Terms(plan.semantics, plan.order, plan.cast_grads, plan.sums_tied)
-        key = (plan.sub_batches, plan.operator_tiles, terms)
-        if key not in self._chains:
-            workload = cut_batches(self.workload, plan.sub_batches) if plan.sub_batches > 1 else self.workload
-            workload = cut_operators(workload, plan.operator_tiles) if plan.operator_tiles > 1 else workload
-            self._chains[key] = Chain(workload, key[2])
-        if plan.operator_tiles > 1:  # a block's tiles are units of their own, which share its choices
-            units = [
-                choice
-                for unit, choice in zip(self.workload.units, plan.units, strict=True)
-                for _ in range(plan.operator_tiles if unit.kind == "block" else 1)
-            ]
-            plan = replace(plan, units=tuple(units))
-        return UnitwiseStep(self._chains[key], plan).columns(self.machine)
+def unitwise_columns(plan: UnitwisePlan, whole: Workload, machine: Machine, chains: Chains) -> ScheduleColumns:
+    """One step of a plan that has been checked, on one device, in the list order of positions; `chains_of(whole)` have
+    the templates of plans before."""
+    key = (plan.sub_batches, plan.operator_tiles, Terms(plan.semantics, plan.order, plan.cast_grads, plan.sums_tied))
+    if key not in chains:
+        workload = cut_batches(whole, plan.sub_batches) if plan.sub_batches > 1 else whole
+        workload = cut_operators(workload, plan.operator_tiles) if plan.operator_tiles > 1 else workload
+        chains[key] = Chain(workload, key[2])
+    if plan.operator_tiles > 1:  # a block's tiles are units of their own, which share its choices
+        units = [
+            choice
+            for unit, choice in zip(whole.units, plan.units, strict=True)
+            for _ in range(plan.operator_tiles if unit.kind == "block" else 1)
+        ]
+        plan = replace(plan, units=tuple(units))
+    return UnitwiseStep(chains[key], plan).columns(machine)
 
 
 class UnitwiseStep:

@@ -54,23 +54,18 @@ def overlap_ns(steps: Steps) -> dict[str, dict[str, float]]:
     worked = {}
     for stream, ops in steps.by_stream().items():
         edges = np.array([[s.start_ns, s.end_ns] for _, s in ops], dtype=float)
-        worked[stream] = (edges.ravel(), np.cumsum(edges[:, 1] - edges[:, 0]))
+        lengths = edges[:, 1] - edges[:, 0]
+        done = np.cumsum(lengths)
+        worked[stream] = (edges.ravel(), np.ravel([done - lengths, done], order="F"))
     total: dict[str, dict[str, float]] = {}
     for k in steps.steady:
         for key, span in steps.spans[k].items():
             beside = total.setdefault(key, {})
-            for stream, done in worked.items():
+            for stream, (at, until) in worked.items():
                 if stream != span.stream:
-                    ns = _worked_until(*done, span.end_ns) - _worked_until(*done, span.start_ns)
-                    beside[stream] = beside.get(stream, 0.0) + ns / len(steps.steady)
+                    before_ns, after_ns = np.interp((span.start_ns, span.end_ns), at, until).tolist()
+                    beside[stream] = beside.get(stream, 0.0) + (after_ns - before_ns) / len(steps.steady)
     return total
-
-
-def _worked_until(edges: np.ndarray, done: np.ndarray, at_ns: float) -> float:
-    """Nanoseconds of work before `at_ns`, of a stream whose ops begin and end at `edges` in turn."""
-    k = int(np.searchsorted(edges, at_ns, side="right"))
-    before = float(done[k // 2 - 1]) if k >= 2 else 0.0
-    return before + (at_ns - float(edges[k - 1]) if k % 2 else 0.0)
 
 
 def mean_stream_times(steps: Steps) -> dict[str, StreamTime]:
