@@ -39,13 +39,34 @@ class Params:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
-    """Parameters of a unit that are not trained, in one flat buffer that nobody writes."""
+class _OfUnit:
+    """Something of a unit."""
 
     unit: str
+    FORM: ClassVar[tuple[str, str]]
+    """What stands before and behind it: `grads/L3/fp32`. Each kind has its own."""
 
     def __str__(self) -> str:
-        return _path("frozen", self.unit)
+        kind, end = self.FORM
+        return _path(kind, self.unit, end)
+
+
+class Frozen(_OfUnit):
+    """Parameters of a unit that are not trained, in one flat buffer that nobody writes."""
+
+    FORM = ("frozen", "")
+
+
+class CastGradients(_OfUnit):
+    """The fp32 copy of a unit's gradients, on its way to NVMe."""
+
+    FORM = ("grads", "fp32")
+
+
+class Norm(_OfUnit):
+    """The norm of each parameter's gradient in one unit."""
+
+    FORM = ("norm", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +105,6 @@ class Gradients:
     def __str__(self) -> str:
         batch = "" if self.micro_batch is None else micro_batch_name(self.micro_batch)
         return _path("grads", self.unit, batch, _copy_of(self.device))
-
-
-@dataclass(frozen=True, slots=True)
-class CastGradients:
-    """The fp32 copy of a unit's gradients, on its way to NVMe."""
-
-    unit: str
-
-    def __str__(self) -> str:
-        return _path("grads", self.unit, "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +195,6 @@ NORM_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """The norm of each parameter's gradient in one unit."""
-
-    unit: str
-
-    def __str__(self) -> str:
-        return _path("norm", self.unit)
-
-
-@dataclass(frozen=True, slots=True)
 class Clip:
     """The coefficient of exact clipping by the global norm."""
 
@@ -212,9 +213,8 @@ class Transient:
         return _path("work", self.key)
 
 
-Content = (
-    Params | Frozen | States | Gradients | CastGradients | _OfMicroBatch | SavedActs | Shared | Norm | Clip | Transient
-)
+Content = Params | _OfUnit | States | Gradients | _OfMicroBatch | SavedActs | Shared | Clip | Transient
+_OF_UNIT = {kind.FORM: kind for kind in (Frozen, CastGradients, Norm)}
 _OF_MICRO_BATCH = {
     kind.FORM: kind for kind in (TiedGradients, Input, CodedInput, InputGradient, KeptActs, RecomputedActs, PackActs)
 }
@@ -232,22 +232,18 @@ def parse_content(text: str) -> Content:
     where = rest.split("/") if rest else []
     content: Content | None = None
     match kind, where:
+        case _, [unit, *end] if of_unit := _OF_UNIT.get((kind, "/".join(end))):
+            content = of_unit(unit)
         case "clip", []:
             content = Clip()
-        case "norm", [unit]:
-            content = Norm(unit)
         case "shared", [batch]:
             content = Shared(_number(batch))
         case "params", [unit, *copy]:
             content = Params(unit, _device_of(copy))
-        case "frozen", [unit]:
-            content = Frozen(unit)
         case "states", [unit, part, *copy] if match := _PART.fullmatch(part):
             content = States(unit, int(match[1]), int(match[2]), _device_of(copy))
         case "states", [unit, *copy]:
             content = States(unit, device=_device_of(copy))
-        case "grads", [unit, "fp32"]:
-            content = CastGradients(unit)
         case "grads", [unit, batch, *copy] if _MICRO_BATCH.fullmatch(batch):
             content = Gradients(unit, _number(batch), _device_of(copy))
         case "grads", [unit, *copy]:

@@ -60,14 +60,7 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
                 raise _unlike(schedule, f"buffer {b.name!r} has no match on device {rank}")
             share = of_rank.size_bytes if owner == 0 else -(-b.size_bytes // num)
             local[b.name] = replace(b, size_bytes=share)
-    kept = {op.key for op in own}
-    ops = tuple(_own_part(schedule, op, local, kept, num) for op in own)
-    tiers = (
-        t if t.name == DEVICE else replace(t, capacity_bytes=t.capacity_bytes // num)
-        for t in schedule.tiers
-        if device_index(t.name) in (None, 0)
-    )
-    return validate(replace(schedule, tiers=tuple(tiers), buffers=tuple(local.values()), ops=ops))
+    return _executed(schedule, own, local, 0, num)
 
 
 def is_pipeline(schedule: Schedule) -> bool:
@@ -130,17 +123,22 @@ def ends_of_sends(schedule: Schedule) -> dict[str, tuple[int, int]]:
 def _stage(schedule: Schedule, rank: int, num: int) -> Schedule:
     """What a rank has of a pipeline, its device called the first one: a send is an op of both ranks, which has what
     each of them reads and writes."""
-    ends, here = ends_of_sends(schedule), partial(_swapped, rank=rank)
+    ends = ends_of_sends(schedule)
     own = [op for op in schedule.ops if rank in ends.get(op.key, (_owner(op.key, op.stream),))]
     if any(op.key not in ends and _owner(op.key, op.stream) is None for op in schedule.ops):
         raise _unlike(schedule, "stages that leave their devices")
     written = {name for op in own for name in op.writes}
     local = {
-        b.name: replace(b, tier=here(b.tier))
+        b.name: replace(b, tier=_swapped(b.tier, rank))
         for b in schedule.buffers
         if (owner := _owner(b.name, b.tier)) == rank or (owner is None and b.name in written)
     }
-    kept = {op.key for op in own}
+    return _executed(schedule, own, local, rank, num)
+
+
+def _executed(schedule: Schedule, own: Sequence[Op], local: dict[str, Buffer], rank: int, num: int) -> Schedule:
+    """These ops and buffers as a schedule of one device, which is called the first one. Host and drives are shared."""
+    kept, here = {op.key for op in own}, partial(_swapped, rank=rank)
     ops = (replace(_own_part(schedule, op, local, kept, num), stream=here(op.stream)) for op in own)
     tiers = (
         replace(t, name=here(t.name), capacity_bytes=t.capacity_bytes // (1 if t.name == device(rank) else num))
