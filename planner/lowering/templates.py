@@ -29,25 +29,18 @@ from tierplan.sim.step import Action, UnitSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload, first_alike
 
 USED = ("params", "owner's params", "frozen", "owner's frozen")
+OF_UNIT = (
+    "params", "frozen", "states*", "grads", "old grads", "norm", "due", "old states", "new states", "new params",
+    "tied sum",
+)  # fmt: skip
 CELLS: Mapping[str, tuple[str, str]] = {
-    "params": ("params", "u"),
-    "owner's params": ("params", "o"),
-    "frozen": ("frozen", "u"),
-    "owner's frozen": ("frozen", "o"),
+    **{name: (name, "u") for name in OF_UNIT},
+    **{f"owner's {name}": (name, "o") for name in ("params", "frozen", "tied sum")},
     **{f"{name} in {turn}": (f"{name} in {turn}", "up") for name in USED for turn in ("fwd", "bwd", "turn")},
-    "x": ("x", "um"),
+    **{name: (name, "um") for name in ("x", "kept", "left*", "remade", "tied")},
     "next x": ("x", "nm"),
-    "shared": ("shared", "m"),
-    "kept": ("kept", "um"),
-    "left*": ("left*", "um"),
-    "remade": ("remade", "um"),
-    "dx": ("dx", "m"),
-    "tied": ("tied", "um"),
     "owner's tied": ("tied", "om"),
-    "tied sum": ("tied sum", "u"),
-    "owner's tied sum": ("tied sum", "o"),
-    **{name: (name, "u") for name in ("states*", "grads", "old grads", "norm", "due", "old states", "new states")},
-    "new params": ("new params", "u"),
+    **{name: (name, "m") for name in ("shared", "dx")},
     "clip": ("clip", ""),
 }
 """Which cell a name means: what it holds, and of which unit (u), next unit (n), owner of shared parameters (o),

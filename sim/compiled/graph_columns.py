@@ -144,12 +144,9 @@ def _graph(
         stream[i] = s
 
     # Buffers: what they hold, who writes and reads them, whether they are freed.
-    held_bytes = np.empty(num_buffers, np.int64)
-    is_freed = np.empty(num_buffers, np.bool_)
+    held_bytes, is_freed = np.empty(num_buffers, np.int64), becomes < 0
     for b in range(num_buffers):
         held_bytes[b] = _held_bytes(buffer_bytes[b], roundings[buffer_tier[b]])
-        is_freed[b] = becomes[b] < 0
-    for b in range(num_buffers):
         if reuses[b] >= 0:
             is_freed[reuses[b]] = False
     num_readers = np.zeros(num_buffers, np.int32)
@@ -161,8 +158,7 @@ def _graph(
             initial_bytes[buffer_tier[b]] += held_bytes[b]
     writer = np.full(num_buffers, -1, np.int32)
     reader_begins = np.zeros(num_buffers + 1, np.int32)
-    for b in range(num_buffers):
-        reader_begins[b + 1] = reader_begins[b] + num_readers[b]
+    reader_begins[1:] = np.cumsum(num_readers)
     readers = np.empty(len(reads.items), np.int32)
     num_readers_so_far = np.zeros(num_buffers, np.int32)
 
@@ -248,8 +244,7 @@ def _graph(
 
     # Followers from inputs.
     follower_begins = np.zeros(num_ops + 1, np.int32)
-    for i in range(num_ops):
-        follower_begins[i + 1] = follower_begins[i] + num_followers[i]
+    follower_begins[1:] = np.cumsum(num_followers)
     followers = np.empty(end, np.int32)
     place = follower_begins[:-1].copy()
     k = 0
