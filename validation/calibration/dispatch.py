@@ -52,14 +52,9 @@ def measure_dispatch_latency(steps: Steps) -> dict[str, DispatchLatency]:
 
 def mean_dispatch_latency(measured: Sequence[Mapping[str, DispatchLatency]]) -> dict[str, DispatchLatency]:
     """The mean of several measurements, by stream, over those that have the stream."""
-    by_stream: dict[str, list[DispatchLatency]] = {}
-    for one in measured:
-        for stream, latency in one.items():
-            by_stream.setdefault(stream, []).append(latency)
-    return {
-        stream: DispatchLatency(fmean(x.after_op_s for x in latencies), fmean(x.after_input_s for x in latencies))
-        for stream, latencies in sorted(by_stream.items())
-    }
+    streams = sorted({stream for one in measured for stream in one})
+    of_stream = {stream: [one[stream] for one in measured if stream in one] for stream in streams}
+    return {stream: DispatchLatency(*map(fmean, zip(*all_of, strict=True))) for stream, all_of in of_stream.items()}
 
 
 TIMES_DIFFER = 0.05
