@@ -224,11 +224,14 @@ class Search:
         return self._result(best, bound, "interrupted" if self.is_interrupted else status)
 
     def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
-        """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there."""
+        """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there.
+
+        Steps stay as long as they were, so that whose search is better has the quicker plan still.
+        """
         if not isinstance(best.plan, UnitwisePlan) or (spared := off_drives(best.plan)) == best.plan:
             return best
         tried = self.simulate_plan(spared)
-        return tried if tried.step_s is not None and tried.step_s <= best.step_s else best  # type: ignore[operator]
+        return tried if tried.step_s == best.step_s else best
 
     def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
         """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
