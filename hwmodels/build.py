@@ -33,6 +33,7 @@ from tierplan.hwmodels.names import (
     device,
     device_index,
     h2d,
+    kernels_limit,
     link_limit,
     p2p,
     parse_stream,
@@ -315,7 +316,7 @@ def _collectives(draft: _Draft, num_gpus: int) -> None:
     for g in range(num_gpus):
         draft.stream(collective(g), "gpu.latency", {**kinds, HOPS: hops})
         if share:
-            _share_speed(draft, Limit(f"{device(g)}.kernels", 1.0, {compute(g): 1.0, collective(g): share}))
+            _share_speed(draft, Limit(kernels_limit(g), 1.0, {compute(g): 1.0, collective(g): share}))
         if _uses_pcie(draft):
             for limit, link in ((f"{link_limit(g)}.in", h2d(g)), (f"{link_limit(g)}.out", d2h(g))):
                 if limit not in draft.limits:

@@ -174,10 +174,10 @@ class Machine(Shown):
         for kind, amount in work.items():
             if amount == 0:
                 continue
-            if kind == SECONDS:
-                seconds += amount
-            elif kind in stream.rates:
+            if kind in stream.rates:
                 seconds += amount / stream.rates[kind].at(amount)
+            elif kind == SECONDS:
+                seconds += amount
             else:
                 raise MachineError(
                     f"stream {stream_name!r} of machine {self.name!r} has no rate for {kind!r}; "

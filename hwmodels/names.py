@@ -64,6 +64,11 @@ def link_limit(index: int) -> str:
     return f"{device(index)}.link"
 
 
+def kernels_limit(index: int) -> str:
+    """The shared limit of a device's compute and collectives, in fractions of full speed."""
+    return f"{device(index)}.kernels"
+
+
 DEVICE, COMPUTE, H2D, D2H = device(0), compute(0), h2d(0), d2h(0)
 """Tier and streams of the first device, which is the only one unless a plan says otherwise."""
 NVME_READ, NVME_WRITE = f"{NVME}.read", f"{NVME}.write"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.hwmodels.machine import SECONDS, Machine, Rate, Stream
+from tierplan.hwmodels.names import CORES_LIMIT, kernels_limit
 
 AMPLE_BYTES = 1 << 50
 CAPACITY = "capacity"
@@ -25,11 +26,18 @@ def with_ample_memory(machine: Machine) -> Machine:
 
 
 def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:
-    """The machine with the streams and shared limits of these names `factor` times as fast. Latencies stay."""
-    streams = tuple(
-        replace(s, rates={kind: _times(rate, factor) for kind, rate in s.rates.items()}) if s.name in names else s
-        for s in machine.streams
-    )
+    """The machine with the streams and shared limits of these names `factor` times as fast. Latencies stay.
+
+    So does the share of cores and of a GPU's kernels that a stream takes while it works.
+    """
+    shares = {CORES_LIMIT, *map(kernels_limit, range(machine.num_devices))}
+
+    def faster(stream: Stream) -> Stream:
+        rates = {SECONDS: Rate.constant(1.0), **stream.rates}
+        quick = replace(stream, rates={kind: _times(rate, factor) for kind, rate in rates.items()})
+        return with_demand(quick, shares, 1 / factor)
+
+    streams = tuple(faster(s) if s.name in names else s for s in machine.streams)
     limits = tuple(replace(x, limit=x.limit * factor) if x.name in names else x for x in machine.shared_limits)
     return replace(machine, streams=streams, shared_limits=limits)
 

@@ -254,8 +254,9 @@ def sensitivities(
 
     Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
     are latencies and the plan. Streams that do the same on several devices are one. A stream alone cannot exceed the
-    limits that it shares, nor a limit alone the streams. So where all takers of a limit belong to one part (`nvme.read`
-    and `nvme.write` share what the drives do), that part is there as a whole too.
+    limits that it shares (but for cores and kernels, of which a faster one takes no more), nor a limit alone the
+    streams. So where all takers of a limit belong to one part (`nvme.read` and `nvme.write` share what the drives do),
+    that part is there as a whole too.
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")

@@ -14,7 +14,7 @@ from tests.sim.test_engine import run
 from tests.sim.test_rules import trace_or_none
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream
+from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.explain import (
@@ -179,6 +179,22 @@ def test_a_drive_bound_step_gains_from_the_whole_drive() -> None:
     assert found["limit", "drive"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
     assert found["stream", "nvme.read"].gain_frac == pytest.approx(0.0, abs=1e-6)
     assert found["part", "nvme"].step_s == pytest.approx(2.0 / 1.1)
+
+
+@pytest.mark.parametrize("limit", ["cores", "gpu0.kernels"])
+@pytest.mark.parametrize("work", [{"flops": 1e9}, {"s": 1.0}])
+def test_computing_twice_as_fast_takes_no_more_of_cores_or_kernels(limit: str, work: dict[str, float]) -> None:
+    takes = {limit: {"flops": 1e-9, "s": 1.0}}
+    compute = Stream(name="gpu0.compute", rates={"flops": Rate.constant(1e9)}, takes=takes)
+    machine = Machine(
+        name="m",
+        tiers=(TierSpec(name="gpu0", kind="device", capacity_bytes=1),),
+        streams=(compute,),
+        shared_limits=(SharedLimit(name=limit, limit=1.0),),
+    )
+    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(op("c", stream="gpu0.compute", work=work),))
+    found = {s.name: s for s in sensitivities(schedule, machine)}
+    assert found["gpu0.compute"].gain_frac == pytest.approx(0.5)
 
 
 def test_more_memory_is_tried_too() -> None:
