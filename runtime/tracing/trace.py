@@ -33,7 +33,7 @@ from tierplan.runtime.tracing.backend import backend_rules, result_on
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
-from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.models import check_length, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, total_work
 
@@ -55,6 +55,7 @@ def trace_config(
     at: Callable[[Training], Workload] | None = None,
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
+    check_length(name, raw, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # peft converts types in place, which fake parameters do not stand
     adapted = fake_twin(hollow_model(raw, training), mode) if training.lora else None

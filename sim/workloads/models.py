@@ -45,7 +45,8 @@ NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
 """What is 0 in the configurations that are known by name."""
 POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
-
+USUAL_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "bert": 512}
+"""Of models whose config does not say."""
 
 SIZES: Sequence[Sequence[str]] = (
     ("hidden_size", "n_embd", "d_model"),
@@ -165,12 +166,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)
-    positions = config.raw.get("n_positions", config.raw.get("max_position_embeddings"))
-    if isinstance(positions, int) and training.sequence_length > positions:
-        raise WorkloadError(
-            f"sequence_length is {training.sequence_length}, but {name} has {positions} positions; "
-            "use shorter sequences, or a model with more positions"
-        )
+    check_length(name, raw, training)
     batch, length = training.per_device_train_batch_size, training.sequence_length
     hidden = (batch, length, config.hidden)
     embed = measure_unit("embed", "embed", training, lambda t, ids: family.embed(t, config, ids), (batch, length))
@@ -195,6 +191,17 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
         config=dict(raw),
     )
     return with_sizes_of_one(workload, lambda training: workload_of(name, raw, training))
+
+
+def check_length(name: str, raw: Mapping[str, object], training: Training) -> None:
+    """Refuses sequences that are longer than the positions that a model has, but for relative ones (T5)."""
+    positions = raw.get("n_positions", raw.get("max_position_embeddings", USUAL_POSITIONS.get(str(raw["model_type"]))))
+    is_relative = "relative_attention_num_buckets" in raw
+    if isinstance(positions, int) and training.sequence_length > positions and not is_relative:
+        raise WorkloadError(
+            f"sequence_length is {training.sequence_length}, but {name} has {positions} positions; "
+            "use shorter sequences, or a model with more positions"
+        )
 
 
 def family_of(raw: Mapping[str, object]) -> Family:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -167,6 +168,11 @@ def predicted_peaks(workload: Workload) -> tuple[int, int]:
 def test_unknown_model_type_names_the_nearest() -> None:
     with pytest.raises(WorkloadError, match=r"model_type 'lama' is unknown.*llama"):
         trace_config("x", {"model_type": "lama"}, training_of("fp32"))
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="has 16 positions"):
+        trace_config("x", {"model_type": "gpt2", "n_positions": 16}, replace(training_of("fp32"), sequence_length=17))
 
 
 def test_a_model_without_blocks_is_refused() -> None:

@@ -237,6 +237,7 @@ def test_no_torch_is_imported() -> None:
         ("x.json", json.dumps({"model_type": "gpt2"}), BASE, "none of hidden_size, n_embd, d_model"),
         ("x.json", json.dumps({**config_of("gpt2"), "n_embd": -1}), BASE, "n_embd is -1"),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, sequence_length=100), "has 64 positions"),
+        ("gpt2", None, replace(BASE, sequence_length=1025), "sequence_length is 1025, but gpt2 has 1024 positions"),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, attention="plain"), "plain attention is not covered"),
         (
             "x.json",
