@@ -55,9 +55,10 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
     This is to execute the part of `rank`, of so many that there are: one for each device.
     """
     if (num := num_ranks(schedule)) != num_there:
+        there = "1 rank was" if num_there == 1 else f"{num_there} ranks were"
         raise TrainingError(
-            f"schedule {schedule.name!r} is for {num} devices, and {num_there} rank{'s' * (num_there != 1)} were "
-            f"started; start {num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
+            f"schedule {schedule.name!r} is for {num} devices, and {there} started; start "
+            f"{num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
         )
     if num > 1:
         if is_pipeline(schedule) and any(unit.frozen_bytes for unit in (schedule.step.units if schedule.step else ())):
@@ -188,8 +189,8 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], ran
     training, num_parameters = step.training, owner.num_parameters
     share = len(shard(range(num_parameters), rank, num))
     if num > 1 and isinstance(content, States) and (content.num_parts > 1 or not training.optim.is_flat):
-        whole = "travel in parts" if content.num_parts > 1 else f"of {training.optimizer} are not alike for all values"
-        yield f"buffer {b.name!r}: states that {whole} are executed on one device only"
+        of = "that travel in parts" if content.num_parts > 1 else f"of {training.optimizer}, not alike for all values,"
+        yield f"buffer {b.name!r}: states {of} are executed on one device only"
     if isinstance(content, States) and training.optim.is_flat:  # others are known with the model's shapes
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):

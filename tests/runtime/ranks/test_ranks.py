@@ -373,6 +373,10 @@ def test_shards_of_ranks_do_not_travel_in_parts() -> None:
     parts = replace(plan, units=tuple(replace(unit, state_shards=4) for unit in plan.units))
     with pytest.raises(TrainingError, match="states that travel in parts are executed on one device only"):
         executable_step(lower(parts, workload, several(2)), 1, 2)
+    coded = replace(workload, training=replace(workload.training, optimizer="adamw:states=8bit"))
+    what = "states of adamw:states=8bit, not alike for all values, are executed on one device only"
+    with pytest.raises(TrainingError, match=what):
+        executable_step(lower(plan, coded, several(2)), 1, 2)
 
 
 def check_moved(folder: Path, steps: int) -> None:

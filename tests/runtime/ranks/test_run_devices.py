@@ -77,7 +77,7 @@ def test_ctrl_c_stops_all_ranks_and_the_run_goes_on(files: Path) -> None:
 def test_a_plan_of_two_wants_two(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_plan_of_two(files)
     assert main(arguments(files, 4, "two")) == 1
-    assert "is for 2 devices, and 1 rank were started; start 2: `tierplan run --devices 2`" in capsys.readouterr().err
+    assert "is for 2 devices, and 1 rank was started; start 2: `tierplan run --devices 2`" in capsys.readouterr().err
     (files / "text.txt").write_text("too short")
     done = run(files)
     assert done.returncode == 1
