@@ -143,13 +143,15 @@ def plan_sequences(
     for search in searches:
         batch = _micro_batch(search)
         planned[batch] = min(search.best_s, planned.get(batch, inf))
-    if best.best_s == inf:
-        single = make(1, sequences)
-        return Division(workload=single, result=plan(single, machine, **asked))  # or says what is missing
-    result = best.result()
-    result = replace(result, compared=_in_their_best(best.compared, searches, sequences))
-    remember(machine, question, best.workload, result)
-    return Division(workload=best.workload, result=result, planned_s=planned)
+    if best.best_s < inf:
+        workload, result = best.workload, best.result()
+    else:
+        workload = make(1, sequences)
+        result = plan(workload, machine, **asked)  # or says what is missing
+        planned[1] = result.step_s
+    result = replace(result, compared=_in_their_best(result.compared, searches, sequences))
+    remember(machine, question, workload, result)
+    return Division(workload=workload, result=result, planned_s=planned)
 
 
 def _micro_batch(search: Search) -> int:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.planner.instances import MB, chain, random_machine
+from tierplan.hwmodels import load_machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
 from tierplan.planner.search.batches import plan_sequences
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.models import workload_of
+from tierplan.sim.workloads.workload import Training, Workload
 
 FEW_OPS = 15_000
 """A budget with which searches end before they have found the best plan."""
@@ -67,3 +69,23 @@ def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyP
     assert found.result.step_s <= 1.01 * min(result.step_s for result in alone.values())
     policies_s = [p.step_s for result in alone.values() for p in result.policies.values() if p.same_numbers]
     assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)
+
+
+def test_policies_are_compared_in_all_divisions_where_the_race_finds_nothing() -> None:
+    """Micro-batches of one sequence each fit in the other order alone; Fuyou runs with all sequences in one."""
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 60, "n_head": 2, "n_positions": 8, "vocab_size": 50_000}
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+    def make(batch: int, accumulation: int) -> Workload:
+        training = Training(
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, sequence_length=8
+        )
+        return workload_of("tied", config, training)
+
+    sizes = {"gpu.capacity": "14 MiB", "gpu.reserve": "0 B", "host.capacity": "26 MiB", "host.reserve": "0 B"}
+    machine = load_machine("laptop", [f"{key}={value}" for key, value in sizes.items()])
+    found = plan_sequences(make, machine, sequences=13, time_limit_s=0.5)
+    assert found.planned_s[1] == found.result.step_s
+    fuyou = found.result.policies["fuyou"]
+    assert fuyou.step_s is not None
+    assert (fuyou.micro_batch, fuyou.accumulation) == (13, 1)
