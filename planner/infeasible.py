@@ -35,7 +35,8 @@ class InfeasiblePlan(PlanError):
     workload: Workload = field(repr=False)
     machine: Machine = field(repr=False)
     shortages: tuple[Shortage, ...]
-    """Each of them alone would make a plan possible in the fluid relaxation, so the truth is this or somewhat more."""
+    """Each of them alone would make a plan possible in the fluid relaxation, so the truth is this or somewhat more;
+    for micro-batches that are cut where that takes less."""
     reason: str = ""
     endurance: str = ""
     """Why none spares the drives, where memory is not what is short."""
@@ -58,7 +59,7 @@ class InfeasiblePlan(PlanError):
                 f"{format_bytes(s.capacity_bytes)} and needs {format_bytes(s.needed_bytes)} or more"
             )
             if s.tier == "device" and (note := logits_note(self.workload, s.needed_bytes)):
-                lines[-1] += f", of which {note}"
+                lines[-1] += f"; of a whole micro-batch {note}"
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")
         return "; ".join(lines)

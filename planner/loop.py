@@ -16,7 +16,7 @@ from tierplan.hwmodels.scaling import parts_of
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
-from tierplan.planner.milp.bounds import Bound, lower_bound, shortages
+from tierplan.planner.milp.bounds import Bound, Shortage, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
@@ -443,10 +443,17 @@ class Search:
                 "a shorter lifetime"
             )
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
-        lacking = tuple(shortages(problems[0]))
+        lacking = self._lacking(problems)
         failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
         reason = "" if lacking else next(failed, "")  # which takes a while to put in words
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)
+
+    def _lacking(self, problems: list[Problem]) -> tuple[Shortage, ...]:
+        """The least of each tier that would do, however a micro-batch is cut."""
+        finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
+        found = [shortage for p in (*problems, finest) for shortage in shortages(p)]
+        least = {s.tier: s for s in sorted(found, key=lambda s: -s.needed_bytes)}
+        return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None

@@ -101,6 +101,15 @@ def test_what_is_short_is_said_in_bytes():
     assert plan(workload, enough, time_limit_s=5).step_s > 0
 
 
+def test_what_is_short_is_short_however_micro_batches_are_cut():
+    workload = chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[160]] * 3, batch=4)
+    with pytest.raises(InfeasiblePlan, match="device memory is short by at least") as caught:
+        plan(workload, small_machine(device_mb=40, host_mb=600, nvme_mb=0), time_limit_s=2)
+    enough_mb = 60
+    assert caught.value.shortages[0].needed_bytes < enough_mb * MB
+    assert plan(workload, small_machine(device_mb=enough_mb, host_mb=600, nvme_mb=0), time_limit_s=2).step_s > 0
+
+
 def test_clipping_refuses_updates_in_backward():
     workload = chain(forward_s=[1.0], parameters=[MB], saved_mb=[[5]], max_grad_norm=1.0)
     with pytest.raises(PlanError, match="exact-clip"):
