@@ -40,6 +40,8 @@ class InfeasiblePlan(PlanError):
     reason: str = ""
     endurance: str = ""
     """Why none spares the drives, where memory is not what is short."""
+    not_found: str = ""
+    """How long was searched, where the clock ended that and a plan may fit."""
 
     @cached_property
     def largest_batch(self) -> int:
@@ -52,6 +54,9 @@ class InfeasiblePlan(PlanError):
         """What is short, without the micro-batch that would do."""
         if self.endurance:
             return f"no plan for {self.workload.name!r} spares the drives of {self.machine.name!r}: {self.endurance}"
+        if self.not_found:
+            where = f"into the memory of {self.machine.name!r}"
+            return f"no plan that fits {self.workload.name!r} {where} was found {self.not_found}"
         lines = [f"no plan fits {self.workload.name!r} into the memory of {self.machine.name!r}"]
         for s in self.shortages:
             lines.append(
@@ -65,7 +70,7 @@ class InfeasiblePlan(PlanError):
         return "; ".join(lines)
 
     def __str__(self) -> str:
-        if self.endurance:
+        if self.endurance or self.not_found:
             return self.what
         more = " or more" if self.largest_batch == MANY else ""
         fits = f"up to {self.largest_batch}{more}" if self.largest_batch else "none, not even one"

@@ -443,7 +443,10 @@ class Search:
                 "a shorter lifetime"
             )
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
-        lacking = self._lacking(problems)
+        if any(bound.feasible for bound in bounds) and self.budget.is_out_of_time:
+            why = f"in {self.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
+            return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
+        lacking = () if any(bound.feasible for bound in bounds) else self._lacking(problems)
         failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
         reason = "" if lacking else next(failed, "")  # which takes a while to put in words
         return InfeasiblePlan(self.workload, self.machine, lacking, reason)

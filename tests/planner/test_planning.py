@@ -110,6 +110,13 @@ def test_what_is_short_is_short_however_micro_batches_are_cut():
     assert plan(workload, small_machine(device_mb=enough_mb, host_mb=600, nvme_mb=0), time_limit_s=2).step_s > 0
 
 
+def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatch):
+    monkeypatch.setattr(loop, "POLICIES", {})
+    monkeypatch.setattr(budget.Budget, "is_out_of_time", True)
+    with pytest.raises(InfeasiblePlan, match=r"no plan that fits 'chain of 3' .* was found in 2 s.*\(--time-limit\)$"):
+        plan(chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[5]] * 3), small_machine(), time_limit_s=2)
+
+
 def test_clipping_refuses_updates_in_backward():
     workload = chain(forward_s=[1.0], parameters=[MB], saved_mb=[[5]], max_grad_norm=1.0)
     with pytest.raises(PlanError, match="exact-clip"):

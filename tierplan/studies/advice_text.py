@@ -98,10 +98,11 @@ def _title(advice: Advice) -> str:
 def _answer(advice: Advice) -> str:
     answer = advice.answer
     if not advice.fits:
+        no = "No: it does not fit" if answer["searched"] else "No plan was found"
         if not advice.changes:
-            return f"No: it does not fit, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
+            return f"{no}, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
-        return f"No: it does not fit. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
+        return f"{no}. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
     least = "at least " if advice.point.policy == QUICK else ""
     asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]), answer["dtype"])
     return (

@@ -22,9 +22,9 @@ OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 
 
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
-    """That nothing fits, as one JSON object."""
+    """That nothing fits, or that the clock ended the search (`searched` is false then), as one JSON object."""
     shortages = [{**asdict(s), "short_bytes": s.short_bytes} for s in error.shortages]
-    return {"fits": False, "reason": str(error), "shortages": shortages}
+    return {"fits": False, "reason": str(error), "shortages": shortages, "searched": not error.not_found}
 
 
 def answer_record(best: BestPlan) -> dict[str, object]:
