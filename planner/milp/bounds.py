@@ -135,7 +135,7 @@ def shortages(problem: Problem) -> list[Shortage]:
     for tier, capacity in (("device", problem.device_gb), ("host", problem.host_gb), ("nvme", problem.nvme_gb)):
         if (tier == "nvme" and not problem.has_nvme) or (tier == "host" and not problem.host_gb):
             continue
-        model = build(problem, elastic=tier)
+        model = build(problem, elastic=tier, margins=Margins(relaxed=True))
         solution = Solver().solve(model.program)
         if solution.usable:
             excess = float(solution.values[model.excess[tier]])

@@ -65,7 +65,7 @@ def test_sub_batches_say_whose_numbers_they_give():
 
 def test_nothing_fits_is_an_answer(model, capsys):
     arguments = ["plan", "--model", model, "--machine", "laptop", "--seq", "512", "--batch", "64", "--time-limit", "1"]
-    assert main([*arguments, "--set", "gpu.reserve=7.9 GiB", "--json"]) == EXIT_INFEASIBLE
+    assert main([*arguments, "--set", "gpu.reserve=7.95 GiB", "--json"]) == EXIT_INFEASIBLE
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     short = found["shortages"][0]

@@ -176,7 +176,7 @@ def test_a_shortage_names_the_least_memory_that_would_do(tier):
 
     assert short.short_bytes == short.needed_bytes - short.capacity_bytes > 0
     assert with_capacity(int(short.needed_bytes * 1.001) + 1000)
-    assert not with_capacity(int(short.needed_bytes * 0.98))
+    assert not with_capacity(int(short.needed_bytes * 0.999))
 
 
 @pytest.mark.sampled
