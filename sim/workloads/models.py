@@ -45,7 +45,7 @@ NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
 """What is 0 in the configurations that are known by name."""
 POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
-USUAL_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "bert": 512}
+DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "bert": 512}
 """Of models whose config does not say."""
 
 SIZES: Sequence[Sequence[str]] = (
@@ -195,7 +195,9 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
 
 def check_length(name: str, raw: Mapping[str, object], training: Training) -> None:
     """Refuses sequences that are longer than the positions that a model has, but for relative ones (T5)."""
-    positions = raw.get("n_positions", raw.get("max_position_embeddings", USUAL_POSITIONS.get(str(raw["model_type"]))))
+    positions = raw.get(
+        "n_positions", raw.get("max_position_embeddings", DEFAULT_POSITIONS.get(str(raw["model_type"])))
+    )
     is_relative = "relative_attention_num_buckets" in raw
     if isinstance(positions, int) and training.sequence_length > positions and not is_relative:
         raise WorkloadError(
