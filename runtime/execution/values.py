@@ -185,8 +185,8 @@ def value_of(instance: Instance) -> BufferValue:
 
 
 REMEDY = (
-    "Make the schedule from a workload of this model, with the same shapes, dtype and backend "
-    "(tierplan.runtime.tracing.trace.trace_workload)"
+    "Make the schedule from a workload of this model, with the same shapes, dtype and backend: a plan that is run on "
+    "the CPU needs `tierplan plan --backend cpu` (in Python, tierplan.runtime.tracing.trace.trace_workload)"
 )
 
 
