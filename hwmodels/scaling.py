@@ -10,6 +10,8 @@ from tierplan.hwmodels.names import CORES_LIMIT, kernels_limit
 
 AMPLE_BYTES = 1 << 50
 CAPACITY = "capacity"
+A_SECOND = Rate.constant(1.0)
+"""Of work in seconds, where a stream has no other rate for it."""
 Part = tuple[str, str, float]
 """Of a tier or stream: its name, `CAPACITY` or a kind of work, and the part of that which is used."""
 
@@ -33,8 +35,7 @@ def with_faster(machine: Machine, names: Collection[str], factor: float) -> Mach
     shares = {CORES_LIMIT, *map(kernels_limit, range(machine.num_devices))}
 
     def faster(stream: Stream) -> Stream:
-        rates = {SECONDS: Rate.constant(1.0), **stream.rates}
-        quick = replace(stream, rates={kind: _times(rate, factor) for kind, rate in rates.items()})
+        quick = replace(stream, rates={kind: _times(rate, factor) for kind, rate in rates_of(stream).items()})
         return with_demand(quick, shares, 1 / factor)
 
     streams = tuple(faster(s) if s.name in names else s for s in machine.streams)
@@ -71,9 +72,10 @@ def lesser(machine: Machine, other: Machine) -> Machine:
 
 
 def _slower(stream: Stream, other: Stream) -> Stream:
+    least = {kind: _least(rate, rates_of(other).get(kind, rate)) for kind, rate in stream.rates.items()}
     return replace(
         stream,
-        rates={kind: _least(rate, other.rates.get(kind, rate)) for kind, rate in stream.rates.items()},
+        rates={kind: rate for kind, rate in least.items() if (kind, rate) != (SECONDS, A_SECOND)},
         takes=_takes(stream, lambda limit, kind, weight: max(weight, other.takes.get(limit, {}).get(kind, weight))),
         **{name: max(getattr(stream, name), getattr(other, name)) for name in ("latency_s", "beside_s", "wake_s")},
     )
@@ -99,7 +101,8 @@ def parts_of(machine: Machine, less: Machine) -> tuple[Part, ...]:
     parts += [
         (stream.name, kind, min(slow.at(amount) / rate.at(amount) for amount, _ in slow.points))
         for stream, slower in zip(machine.streams, less.streams, strict=True)
-        for (kind, rate), slow in zip(stream.rates.items(), slower.rates.values(), strict=True)
+        for kind, rate in stream.rates.items()
+        for slow in [rates_of(slower)[kind]]
     ]
     return tuple(part for part in parts if part[2] < 1)
 
@@ -112,6 +115,11 @@ def with_parts(machine: Machine, parts: Collection[Part]) -> Machine:
     sizes = {t.name: round(t.capacity_bytes * factors.get(t.name, {}).get(CAPACITY, 1.0)) for t in machine.tiers}
     streams = tuple(with_rate_factors(s, factors[s.name]) if s.name in factors else s for s in machine.streams)
     return replace(with_capacity(machine, sizes), streams=streams)
+
+
+def rates_of(stream: Stream) -> dict[str, Rate]:
+    """Of all that it works on, in seconds too."""
+    return {SECONDS: A_SECOND, **stream.rates}
 
 
 def _times(rate: Rate, factor: float) -> Rate:

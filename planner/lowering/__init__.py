@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import SECONDS, Machine
-from tierplan.hwmodels.scaling import with_parts
+from tierplan.hwmodels.scaling import rates_of, with_parts
 from tierplan.planner.lowering.unitwise import chains_of, unitwise_columns
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
@@ -71,8 +71,9 @@ def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> Sch
 
     def longer(work: Work) -> Work:
         has_s, takes_s = (m.cost(work.stream, work.amounts, is_alone=is_alone).alone_s for m in (machine, less))
-        rest_s = work.amounts.get(SECONDS, 0.0) + takes_s - has_s
-        return Work(work.stream, {**work.amounts, SECONDS: rest_s}) if takes_s > has_s else work
+        rest_s = (takes_s - has_s) * rates_of(machine.stream(work.stream))[SECONDS].at(1.0)
+        amounts = {**work.amounts, SECONDS: work.amounts.get(SECONDS, 0.0) + rest_s}
+        return Work(work.stream, amounts) if takes_s > has_s else work
 
     return replace(columns, tiers=tiers_of(less), works=tuple(map(longer, columns.works)))
 
