@@ -14,7 +14,7 @@ from tierplan.sim.workloads.families.ops import (
     to_dtype,
 )
 from tierplan.sim.workloads.families.tape import Tape, Value
-from tierplan.sim.workloads.families.units import Config, Family, causal_head, embedding, position_ids
+from tierplan.sim.workloads.families.units import Config, Family, causal_head, check_attention, embedding, position_ids
 from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training
 
 
@@ -39,7 +39,8 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     q, k = (reshaped(tape, project(n, name)) for n, name in ((heads, "q_proj"), (groups, "k_proj")))
     v = linear(tape, hidden, groups * head_dim, "v_proj", bias=qkv_bias)
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
-    attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim)
+    drops = config.fraction("attention_dropout", 0.0) > 0
+    attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops)
     del hidden, q, k, v
     hidden = add(tape, linear(tape, attended, hidden_size, "o_proj", bias=out_bias), residual)
     del attended
@@ -99,6 +100,7 @@ def shared(config: Config, training: Training) -> int:
 
 def check(config: Config, training: Training) -> None:
     """Refuses what needs a mask, or kernels that nobody has compared."""
+    check_attention(config, training, "attention_dropout", 0.0)
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:

@@ -152,19 +152,21 @@ def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, pa
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "llama"])
 def test_closed_forms_are_exact_with_dropout(family: str, backend: str) -> None:
     of_attention = 0.1 if backend == "cuda" else 0.0
     drops = {
         "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": of_attention},
         "opt": {"dropout": 0.1},
         "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": of_attention},
+        "llama": {"attention_dropout": of_attention},
     }
     raw = {**config_of(family), **drops[family]}
     training = Training(per_device_train_batch_size=2, sequence_length=24, backend=backend)
     closed = workload_of("x", raw, training)
     assert_equal(closed, trace_config("x", raw, training))
-    assert not all(t.replayable for t in closed.blocks[0].saved)
+    random = family != "llama" or of_attention > 0
+    assert all(t.replayable for t in closed.blocks[0].saved) is not random
 
 
 @pytest.mark.parametrize(
