@@ -146,6 +146,10 @@ def build_machine(description: Description) -> Machine:
     shares |= {name: COLLECTIVES_FIRST for name in draft.rates if parse_stream(name).task == "collective"}
     shares |= dict(description.shares)
     for name, share in shares.items():
+        if name not in draft.rates and name in description.shares:
+            raise MachineError(
+                f"[shares] of machine {draft.name!r} name stream {name!r}; it has {', '.join(draft.rates)}"
+            )
         if share <= 0:
             raise MachineError(f"the share of stream {name!r} is {share}; it must be above 0")
     used = description.used()

@@ -257,11 +257,19 @@ MOST_PLAUSIBLE: Mapping[str, float] = {
     "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
     "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
     "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
+    "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0,
 }  # fmt: skip
+ABOVE_ZERO = (
+    "flops/s", "bytes/s", "parameters/s", "gpu.matmul_frac", "gpu.attention_frac", "gpu.memory_frac",
+    "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores", "host.sockets",
+)  # fmt: skip
+"""Units and keys of which 0 says nothing: a limit that does not exist is left out."""
 
 
 def _plausible(amount: float, value: object, key: Key, what: str) -> float:
     """The amount, unless its order of magnitude says that a unit was left out or is wrong."""
+    if not amount and (key.unit in ABOVE_ZERO or key.name in ABOVE_ZERO):
+        raise MachineError(f"{what} is {value!r}; it must be above 0")
     least, meant = LEAST_PLAUSIBLE.get(key.unit, (0.0, ""))
     if 0 < amount < least:
         number = str(value).split()[0].rstrip("BFLOPS/s")
@@ -270,7 +278,9 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
     if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
         shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
-        if key.unit == "count":
+        if key.unit == "number":
+            shown = f"{value}; it is a share of 1, at most {MOST_PLAUSIBLE[key.name]:g}"
+        elif key.unit == "count":
             shown = f"{value}; no machine has more than {MOST_PLAUSIBLE[key.name]:g}"
         raise MachineError(f"{what} is {shown}")
     return amount

@@ -67,7 +67,7 @@ def parse_amount(value: object, unit: Unit, *, what: str) -> float:
 
 def _parse_text(value: str, unit: Unit, what: str) -> float:
     text = value.lstrip().removeprefix("$") if unit == "USD" else value
-    if unit == "bytes/s" and (link := re.fullmatch(r"PCIe ([1-6])(?:\.0)? x(\d+)", text.strip(), re.IGNORECASE)):
+    if unit == "bytes/s" and (link := re.fullmatch(r"PCIe ([1-6])(?:\.0)? x(1|2|4|8|16)", text.strip(), re.IGNORECASE)):
         return LINK_FRAC * _LANE_BYTES_PER_S[int(link[1])] * int(link[2])
     match = _NUMBER.match(text)
     scale: float | None = None

@@ -254,7 +254,8 @@ def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
         ('"24 GB"', '{ source = "x" }', "gpu.capacity lacks the field 'value'"),
         ('"24 GB"', "[[1, 2]]", "takes one number"),
         ("[1e12,", "[1e8,", "rising amounts"),
-        ('"500 M/s"', '"0"', "host.adam .* is 0; a rate must be above 0"),
+        ('"500 M/s"', '"0"', "host.adam .* is '0'; it must be above 0"),
+        ("[gpu]", '[shares]\n"nvme.raed" = 2\n[gpu]', "name stream 'nvme.raed'; it has .*nvme.read"),
         ("adam =", "#", "does not say host.adam"),
         ('memory_bandwidth = "1 TB/s"', "", "gpu.memory_bandwidth; give one"),
         ("read =", "#", "does not say nvme.read"),
@@ -443,11 +444,27 @@ def test_a_description_with_everything_survives_the_round_trip() -> None:
         ("host.adam=1.8", 'did you mean "1.8 G/s"'),
         ("gpu.peak_bf16=165e18", "which nothing reaches; check its unit"),
         ("nvme.latency=100", "which nothing reaches; check its unit"),
+        ("gpu.memory_frac=80", "80; it is a share of 1, at most 1"),
+        ("gpu.matmul_frac=1.5", "it is a share of 1, at most 1"),
+        ("gpu.collective_share=2", "it is a share of 1, at most 1"),
+        ("link.h2d=PCIe 5.0 x160", 'write it like "6.5 GB/s"'),
     ],
 )
 def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant: str) -> None:
     with pytest.raises(MachineError, match=re.escape(meant)):
         load_machine("desktop-4090", [setting])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("gpu.peak_bf16", "link.both", "link.host_both", "host.memory_bandwidth", "nvme.slot", "nvme.array_read"),
+        *("gpu.matmul_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores"),
+    ],
+)
+def test_a_limit_of_0_is_not_taken_for_none(key: str) -> None:
+    with pytest.raises(MachineError, match=re.escape(f"{key} in --set is '0'; it must be above 0")):
+        load_machine("desktop-4090", ["gpu.count=2", f"{key}=0"])
 
 
 def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
