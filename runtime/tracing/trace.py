@@ -30,7 +30,6 @@ from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
-from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
 from tierplan.sim.workloads.models import check_length, read_config
@@ -57,10 +56,9 @@ def trace_config(
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
     check_length(name, raw, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # peft converts types in place, which fake parameters do not stand
-    adapted = fake_twin(hollow_model(raw, training), mode) if training.lora else None
+    # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
+    model = fake_twin(hollow_model(raw, training), mode)
     with mode, backend_rules(training):
-        model = adapted or build_model(raw, training)
         try:
             blocks = [block for _, block in find_blocks(model)]
             shape = (training.per_device_train_batch_size, training.sequence_length)

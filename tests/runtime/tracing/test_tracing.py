@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import CONFIGS, config_of
 from tierplan.runtime.autograd.units import find_blocks
+from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
@@ -178,6 +179,18 @@ def test_more_tokens_than_positions_are_refused() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(WorkloadError, match="no class with a language-modelling loss"):
         trace_config("x", {"model_type": "resnet"}, training_of("fp32"))
+
+
+def test_a_model_whose_weights_are_drawn_again_and_again_is_traced() -> None:
+    """Gemma 3 as its config.json is: the initialisation of its image tower looks at values."""
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300_000}  # fmt: skip
+    image = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 56, "patch_size": 14}  # fmt: skip
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": image, "mm_tokens_per_image": 16}
+    workload = trace_config("x", raw, training_of("fp32"))
+    assert [unit.name for unit in workload.units] == ["embed", "L0", "L1", "head"]
+    assert workload.num_parameters == sum(p.numel() for p in hollow_model(raw, training_of("fp32")).parameters())
 
 
 def test_an_encoder_decoder_need_not_say_where_its_decoder_starts() -> None:
