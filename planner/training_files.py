@@ -79,8 +79,10 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
-    if known := sorted(set(raw) - KNOWN):
-        notes.append(f"not taken into account: {', '.join(known)}")
+    unused = {*raw} - KNOWN | {key for key in UNUSED if says.get(key) not in (None, False, AUTO, UNUSED[key])}
+    unused -= {CPU_CHECKPOINTING} if stage == 3 else set()
+    if unused:
+        notes.append(f"not taken into account: {', '.join(sorted(unused))}")
     training = replace(
         base,
         per_device_train_batch_size=_count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
@@ -92,6 +94,12 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
     )
     batch = raw.get("train_batch_size")
     of_file = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    if isinstance(batch, int) and (batch % of_file or (batch != of_file and not {*PER_GPU} <= raw.keys())):
+        raise WorkloadError(
+            f"{path}: train_batch_size is {batch}, but one GPU's micro-batch of {training.per_device_train_batch_size} "
+            f"times {training.gradient_accumulation_steps} gradient accumulation steps is {of_file}; give "
+            f"{' and '.join(PER_GPU)}, whose product divides it"
+        )
     if isinstance(batch, int) and batch != of_file:
         notes.append(f"train_batch_size {batch} is {batch / of_file:g} times one GPU's {of_file}: that many GPUs")
     recompute = bool(_section(raw, "activation_checkpointing"))
@@ -102,6 +110,8 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
     }
     if stage == 3:
         options = {**places, **_of_optimizer(_section(zero, "offload_optimizer"))}
+        if isinstance(on_cpu := says.get(CPU_CHECKPOINTING), bool):
+            options["checkpoints"] = "host" if on_cpu else "device"
         if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"
         return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes), says=says)
@@ -123,6 +133,22 @@ KNOWN = {
 }  # fmt: skip
 
 
+PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
+UNUSED: Mapping[str, object] = {
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.zenflow.topk_ratio": None,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "zero_optimization.offload_optimizer.super_offload": False,
+    CPU_CHECKPOINTING: False,
+    "activation_checkpointing.partition_activations": False,
+}
+"""Settings in known sections that change a step's time and that no policy has, with the value that changes nothing."""
+
+
 ADAPTERS = {"finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config"}
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
 
@@ -134,6 +160,7 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
         optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from None
+    _check_one_of(raw)
     dtype = next((name for name in ("bf16", "fp16") if raw.get(name) is True), base.dtype)
     training = replace(
         base,
@@ -245,10 +272,16 @@ def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf
     """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
     known: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
     enabled = {name: _section(raw, name).get("enabled") for name in known}
+    _check_one_of(enabled)
     auto = [name for name in known if enabled[name] == AUTO]
     if base.dtype in auto:
         auto.insert(0, base.dtype)  # type: ignore[arg-type]
     return next((name for name in known if enabled[name] is True), auto[0] if auto else "fp32")
+
+
+def _check_one_of(enabled: Mapping[str, object]) -> None:
+    if enabled.get("bf16") is True and enabled.get("fp16") is True:
+        raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
 
 
 DEEPSPEED_OPTIMIZERS = {

@@ -81,11 +81,31 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
+        ({"train_batch_size": 8}, "train_batch_size is 8, .* is 3; give train_micro_batch_size_per_gpu and"),
+        ({"train_batch_size": 9}, "train_batch_size is 9, .* is 3; give train_micro_batch_size_per_gpu and"),
     ],
 )
 def test_deepspeed_errors(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         read_deepspeed(written(tmp_path, content), BASE)
+
+
+def test_what_changes_a_step_and_no_policy_has_is_named(tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "overlap_comm": True}
+    offload = {"device": "cpu", "ratio": 0.3}
+    content = {"zero_optimization": {**zero, "offload_optimizer": offload}, "activation_checkpointing": {}}
+    (note,) = (note for note in read_deepspeed(written(tmp_path, content), BASE).notes if "not taken" in note)
+    keys = ("offload_optimizer.ratio", "zero_hpz_partition_size", "zero_quantized_weights")
+    assert note == "not taken into account: " + ", ".join(f"zero_optimization.{key}" for key in keys)
+
+
+@pytest.mark.parametrize(("on_cpu", "place"), [(True, "host"), (False, "device"), (None, None)])
+def test_checkpoints_lie_where_the_file_says(tmp_path: Path, on_cpu: bool | None, place: str | None) -> None:
+    content = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": on_cpu}}
+    found = read_deepspeed(written(tmp_path, content), BASE)
+    assert found.options.get("checkpoints") == place
+    assert not any("not taken into account" in note for note in found.notes)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -51,14 +51,11 @@ def run(args: argparse.Namespace) -> int:
     base = training_of(point, machine_of(point))
     if args.config:
         configured = read_training_file(args.config, base)
+        scenario.check_agreement(args, args.config, configured.training)
     else:
         check_name(args.policy or "in-memory")
         options = {"semantics": args.semantics} if args.semantics else {}
         configured = Configured(training=base, policy=args.policy or "in-memory", options=options)
-    for flag, name in (("batch", "per_device_train_batch_size"), ("accumulation", "gradient_accumulation_steps")):
-        given, of_file = getattr(args, flag), getattr(configured.training, name)
-        if given not in (None, of_file):
-            raise ValueError(f"--{flag} is {given}, but {args.config} says {of_file}; leave one of them out")
     if args.log:
         measured = read_log(args.log, configured.training.gradient_accumulation_steps, args.step_s)
     elif args.trace:

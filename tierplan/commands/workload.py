@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -104,6 +105,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
 
     deepspeed = read_training_file(args.file, scenario.read_training(args))
     t = deepspeed.training
+    scenario.check_agreement(args, args.file, t)
     workload = _read(args.model, t, args)
     if args.json:
         print(json.dumps({**asdict(deepspeed), "workload": asdict(workload)}, indent=1, default=str))
@@ -114,11 +116,18 @@ def _deepspeed(args: argparse.Namespace) -> int:
     print()
     say(*table_lines(workload))
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
-    settings = f"--batch {t.per_device_train_batch_size} --accumulation {t.gradient_accumulation_steps}"
-    clip = f" --max-grad-norm {t.max_grad_norm:g}" if t.max_grad_norm else ""
+    words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
+    words += ["--seq", t.sequence_length, "--dtype", t.dtype]
+    others = {
+        "--optimizer": t.optimizer, "--max-grad-norm": t.max_grad_norm, "--attention": t.attention,
+        "--loss-chunks": t.loss_chunks, "--lora": t.lora, "--base": t.base, "--acts": t.activation_format,
+    }  # fmt: skip
+    unsaid = (None, "", 1, "adamw", "flash")
+    words += [word for flag, value in others.items() if value not in unsaid for word in (flag, value)]
+    words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     print(
-        f"\nTo simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} {settings} "
-        f"--seq {t.sequence_length} --dtype {t.dtype}{clip} --machine X"
+        f"\nTo simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
+        f"{shlex.join(str(word) for word in words)} --machine X"
     )
     return 0
 

@@ -57,14 +57,26 @@ def test_names_of_transformers_are_taken(capsys: pytest.CaptureFixture[str]) -> 
 def test_deepspeed_prints_a_command_that_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds.json"
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}
-    path.write_text(
-        json.dumps({"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "zero_optimization": zero})
-    )
-    assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b"]) == 0
+    content = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    path.write_text(json.dumps({**content, "zero_optimization": zero}))
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b", "--loss-chunks", "2"]) == 0
     command = capsys.readouterr().out.splitlines()[-1].partition("tierplan ")[2].split()
     assert "--batch 2" in " ".join(command)
+    assert "--dtype fp16 --optimizer lion --loss-chunks 2" in " ".join(command)
     assert main([*command[:-1], "fuyou-4090"]) == 0
     assert "step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--batch 4", "--dtype bf16", "--optimizer sgd", "--no-master-weights"])
+@pytest.mark.parametrize("command", ["workload deepspeed", "explain-run --step-s 1 --machine fuyou-4090 --config"])
+def test_options_that_a_configuration_contradicts_are_refused(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    content = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    path.write_text(json.dumps(content))
+    assert main([*command.split(), str(path), "--model", "gpt2", *option.split()]) == 1
+    assert f"{option.split()[0]} is " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

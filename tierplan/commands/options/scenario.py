@@ -129,6 +129,20 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
     )
 
 
+def check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
+    """Refuses an option that contradicts what a configuration file says."""
+    of_file = {
+        "batch": training.per_device_train_batch_size, "accumulation": training.gradient_accumulation_steps,
+        "dtype": training.dtype, "optimizer": training.optimizer, "max_grad_norm": training.max_grad_norm,
+    }  # fmt: skip
+    for name, said in of_file.items():
+        if (given := getattr(args, name)) not in (None, "auto", "adamw", said):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {given}, but {file} says {said}; leave one of them out")
+    if args.no_master_weights and training.master_weights:
+        raise ValueError(f"--no-master-weights is given, but {file} is of training with them; leave one of them out")
+
+
 def _sequences(args: argparse.Namespace) -> int:
     """Of one step, where micro-batch and accumulation are to be searched; else 0."""
     divided = args.batch is not None or args.accumulation is not None
