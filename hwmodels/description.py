@@ -293,6 +293,8 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     number drops those derived from it (`Key.replaces`), so that each setting has an effect. Raises `MachineError` for
     an unknown key or a bad value.
     """
+    if isinstance(settings, (str, Mapping)):
+        raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
     values = dict(description.values)
     for setting in settings:
         name, sign, text = setting.partition("=")

@@ -160,7 +160,7 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
         optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from None
-    _check_one_of(raw)
+    _check_one_of(raw.get("bf16"), raw.get("fp16"))
     dtype = next((name for name in ("bf16", "fp16") if raw.get(name) is True), base.dtype)
     training = replace(
         base,
@@ -272,15 +272,15 @@ def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf
     """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
     known: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
     enabled = {name: _section(raw, name).get("enabled") for name in known}
-    _check_one_of(enabled)
+    _check_one_of(enabled["bf16"], enabled["fp16"])
     auto = [name for name in known if enabled[name] == AUTO]
     if base.dtype in auto:
         auto.insert(0, base.dtype)  # type: ignore[arg-type]
     return next((name for name in known if enabled[name] is True), auto[0] if auto else "fp32")
 
 
-def _check_one_of(enabled: Mapping[str, object]) -> None:
-    if enabled.get("bf16") is True and enabled.get("fp16") is True:
+def _check_one_of(bf16: object, fp16: object) -> None:
+    if bf16 is True and fp16 is True:
         raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
 
 

@@ -45,7 +45,7 @@ NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
 """What is 0 in the configurations that are known by name."""
 POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
-DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "bert": 512}
+DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "opt": 2048, "bert": 512}
 """Of models whose config does not say."""
 
 SIZES: Sequence[Sequence[str]] = (

@@ -94,6 +94,9 @@ class Training:
             value = getattr(self, name)
             if value not in DTYPE_BYTES and (name, value) != ("trained_dtype", None):
                 raise WorkloadError(f"{name} is {value!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        for name, known in (("attention", ("flash", "plain")), ("backend", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise WorkloadError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
         try:
             object.__setattr__(self, "optimizer", self.optim.spec)
             if self.lora:

@@ -467,6 +467,12 @@ def test_a_limit_of_0_is_not_taken_for_none(key: str) -> None:
         load_machine("desktop-4090", ["gpu.count=2", f"{key}=0"])
 
 
+@pytest.mark.parametrize("settings", ["nvme.drives=2", {"nvme.drives": 2}])
+def test_settings_are_a_list(settings: object) -> None:
+    with pytest.raises(MachineError, match="give a list of texts"):
+        load_machine("desktop-4090", settings)  # type: ignore[arg-type]
+
+
 def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
     slower = load_machine("zero-offload-v100", ["gpu.peak_fp16=10 TFLOP/s"]).stream("gpu0.compute")
     assert slower.rates["matmul_fp16_flops"].at(1e12) == pytest.approx(6e12)

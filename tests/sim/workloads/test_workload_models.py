@@ -213,6 +213,18 @@ def test_what_the_closed_forms_do_not_cover_is_traced_without_being_asked(tmp_pa
     assert load_or_trace(str(tmp_path), on_cpu).num_parameters == load_workload(tmp_path, BASE).num_parameters
 
 
+def test_a_trace_has_no_more_positions_than_the_closed_forms() -> None:
+    trace = pytest.importorskip("tierplan.runtime.tracing.trace")
+    with pytest.raises(WorkloadError, match="x has 64 positions"):
+        trace.trace_config("x", config_of("gpt2"), replace(BASE, sequence_length=65))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("attention", "eager"), ("backend", "tpu"), ("dtype", "fp8")])
+def test_settings_that_do_not_exist_are_refused(setting: str, value: str) -> None:
+    with pytest.raises(WorkloadError, match=f"{setting} is '{value}'; choose one of"):
+        replace(BASE, **{setting: value})  # type: ignore[arg-type]
+
+
 def test_a_folder_and_a_file_give_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     assert load_workload(tmp_path, BASE) == load_workload(tmp_path / "config.json", BASE)
