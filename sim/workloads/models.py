@@ -97,6 +97,11 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
+    if config.get("quantization_config") and not training.base:
+        raise WorkloadError(
+            f"{file} has a quantization_config: layers of this model lie in codes. Train adapters on them (--lora with "
+            f"--base nf4 or another code), or remove it from the config to train all in {training.dtype}"
+        )
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     _check_shape(file if path.exists() else model, config)
     return (name or file.stem) if path.exists() else str(model), config

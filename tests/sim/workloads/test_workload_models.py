@@ -250,6 +250,12 @@ def test_no_torch_is_imported() -> None:
         ("x.json", json.dumps({**config_of("gpt2"), "n_embd": -1}), BASE, "n_embd is -1"),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, sequence_length=100), "has 64 positions"),
         ("gpt2", None, replace(BASE, sequence_length=1025), "sequence_length is 1025, but gpt2 has 1024 positions"),
+        (
+            "x.json",
+            json.dumps({**config_of("gpt2"), "quantization_config": {"load_in_4bit": True}}),
+            BASE,
+            "has a quantization_config: layers of this model lie in codes",
+        ),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, attention="plain"), "plain attention is not covered"),
         (
             "x.json",
