@@ -278,7 +278,7 @@ def save_copy(
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
         contents, blocks = _in_memory(x for x in written if not isinstance(value_of(x).place, Extent))
         stored = (
-            (x.buffer.content, Block(read := bodies.places.read(x), read))
+            (x.buffer.content, [Block(read := bodies.places.read(x), read)])
             for x in written
             if x.buffer.content not in contents.keys() | blocks.keys()
         )

@@ -2,7 +2,7 @@
 
 Its blocks are read one after the other, as a file takes them, from where they lie in host memory. Who is about to
 change one has to ask first: a copy is made where memory has room for it, else he waits until that block has been read,
-which is next then.
+which is next then. Of a block that is being read, he waits for a piece: the reading goes on from the copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from tierplan.runtime.memory.arena import Block, Pool, map_host
+
+PIECE_BYTES = 8 << 20
+"""Read at a time: as much as drives like, and soon over for who waits."""
 
 
 class Snapshot:
@@ -32,23 +35,34 @@ class Snapshot:
         self._news = threading.Condition()
         """A block may change now."""
         self._reading: str | None = None
+        self._instead: Block | None = None
+        """A copy of what is being read."""
+        self._is_let_go = False
+        """The reading goes on from that copy."""
 
-    def read(self) -> Iterator[tuple[str, Block]]:
-        """Names and bytes, in host memory: first what somebody waits for, then copies, then the others.
+    def read(self) -> Iterator[tuple[str, Iterator[Block]]]:
+        """Names and bytes, in host memory, in pieces: first what somebody waits for, then copies, then the others.
 
         What changes soonest comes first, until the changes have overtaken the reading; from then on what changes last,
-        or they would wait for each block, one after the other. What has been read may change. Its bytes are there until
-        the next is asked for.
+        or they would wait for each block, one after the other. What has been read may change. A piece's bytes are there
+        until the next is asked for.
         """
         while (item := self._next()) is not None:
             name, block, is_spare = item
-            yield name, block
+            yield name, self._pieces(block)
             if name == self._reading:
                 self._let_change()
-                continue
-            self._pool.give(block)
+            else:
+                self._give_back(block, is_spare=is_spare)
+
+    def _pieces(self, block: Block) -> Iterator[Block]:
+        for begin in range(0, block.pages.numel(), PIECE_BYTES):
             with self._news:
-                self._spare_bytes += is_spare * block.data.numel()
+                if self._instead is not None:
+                    block, self._is_let_go = self._instead, True
+                    self._news.notify_all()
+            end = begin + PIECE_BYTES
+            yield Block(block.data[begin:end], block.pages[begin:end])
 
     def end(self) -> None:
         """All may change: nobody reads any more."""
@@ -57,8 +71,7 @@ class Snapshot:
             for copied in self._copies.values():
                 self._pool.give(copied)
             self._copies.clear()
-            self._reading = None
-            self._news.notify_all()
+        self._let_change()
 
     def _next(self) -> tuple[str, Block, bool] | None:
         """A name, its bytes, and whether these take of the room for copies."""
@@ -80,8 +93,16 @@ class Snapshot:
         """What was being read has been."""
         with self._news:
             self._wanted = [name for name in self._wanted if name != self._reading]
-            self._reading = None
+            copied, self._instead = self._instead, None
+            self._reading, self._is_let_go = None, False
             self._news.notify_all()
+        if copied is not None:
+            self._give_back(copied, is_spare=True)
+
+    def _give_back(self, block: Block, *, is_spare: bool) -> None:
+        self._pool.give(block)
+        with self._news:
+            self._spare_bytes += is_spare * block.data.numel()
 
     def before_change(self, block: Block) -> None:
         """Returns when the block may change."""
@@ -90,13 +111,19 @@ class Snapshot:
             return
         with self._news:
             self._is_overtaken |= name in self._left or name == self._reading
-            if name in self._left and block.data.numel() <= self._spare_bytes:
-                self._spare_bytes -= block.data.numel()
-                self._copies[name] = self._copy_of(self._left.pop(name))
+            has_room = block.data.numel() <= self._spare_bytes
+            if name in self._left and has_room:
+                self._copies[name] = self._spare_copy_of(self._left.pop(name))
             elif name in self._left:
                 self._wanted.append(name)
-            while name in self._left or name == self._reading:
+            elif name == self._reading and has_room and self._instead is None:
+                self._instead = self._spare_copy_of(block)
+            while name in self._left or (name == self._reading and not self._is_let_go):
                 self._news.wait()
+
+    def _spare_copy_of(self, block: Block) -> Block:
+        self._spare_bytes -= block.data.numel()
+        return self._copy_of(block)
 
     def _copy_of(self, block: Block) -> Block:
         copied = self._pool.take(block.data.numel())

@@ -25,9 +25,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LONG_S = 30.0
 
 
-@pytest.mark.parametrize("spare_bytes", [0, PAGE_BYTES, 100 * PAGE_BYTES])
-def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(spare_bytes: int) -> None:
-    pages = {str(k): torch.full((PAGE_BYTES,), k, dtype=torch.uint8) for k in range(20)}
+@pytest.mark.parametrize("spare_bytes", [0, 3 * PAGE_BYTES, 100 * PAGE_BYTES])
+def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
+    spare_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
+    pages = {str(k): torch.full((3 * PAGE_BYTES,), k, dtype=torch.uint8) for k in range(20)}
     blocks = {name: Block(p, p) for name, p in pages.items()}
     snapshot = Snapshot(blocks, spare_bytes)
 
@@ -38,7 +41,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(spare_byte
 
     changes = threading.Thread(target=change)
     changes.start()
-    found = {name: block.data.clone() for name, block in snapshot.read()}
+    found = {name: torch.cat([piece.data for piece in pieces]) for name, pieces in snapshot.read()}
     changes.join(LONG_S)
     assert not changes.is_alive()
     assert found.keys() == blocks.keys()
@@ -57,9 +60,10 @@ def test_copies_take_no_more_than_there_is_room_for() -> None:
     waits.join(0.1)
     assert waits.is_alive()
     read = snapshot.read()
-    name, block = next(read)
+    name, pieces = next(read)
     assert name == "2", "what somebody waits for comes first"
-    assert block is blocks["2"], "nothing is copied that nobody is about to change"
+    (piece,) = pieces
+    assert piece.data.data_ptr() == pages[2].data_ptr(), "nothing is copied that nobody is about to change"
     waits.join(0.1)
     assert waits.is_alive(), "it may not change while it is read"
     assert next(read)[0] == "0"
@@ -83,6 +87,26 @@ def test_changes_that_overtake_the_reading_wait_for_one_block_only() -> None:
     assert not waits.is_alive()
     snapshot.before_change(blocks["2"])
     assert [name for name, _ in read] == ["2", "3"]
+
+
+def test_who_changes_what_is_being_read_waits_for_a_piece_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
+    pages = torch.ones(3 * PAGE_BYTES, dtype=torch.uint8)
+    block = Block(pages[:-1], pages)
+    snapshot = Snapshot({"0": block}, spare_bytes=pages.numel())
+    _, pieces = next(snapshot.read())
+    found = [next(pieces).data]
+    changes = threading.Thread(target=lambda: (snapshot.before_change(block), pages.zero_()), daemon=True)
+    changes.start()
+    changes.join(0.1)
+    assert changes.is_alive()
+    assert found[0].all()
+    found.append(next(pieces).data)
+    changes.join(LONG_S)
+    assert not changes.is_alive(), "the copy is read now"
+    found += [piece.data for piece in pieces]
+    assert [len(data) for data in found] == [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES - 1]
+    assert all(data.all() for data in found[1:])
 
 
 def test_nobody_waits_for_a_snapshot_that_has_ended() -> None:
