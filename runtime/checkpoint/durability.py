@@ -136,6 +136,7 @@ class Durability:
             if self._seal is not None:
                 bodies.places.commit({*places.values(), self._seal})
             self._has_failed = False
+            snapshot.prepare_next()
 
         return finish
 

@@ -21,12 +21,16 @@ class Snapshot:
     """Blocks by name, as they are now, those that change soonest first.
 
     `read` takes them, in a thread of its own; until then `before_change` guards them. `spare_bytes` is the room that
-    host memory has for copies, which `pool` keeps for the next commit.
+    host memory has for copies. They are made in memory that `pool` has from the commits before.
     """
 
     def __init__(self, blocks: Mapping[str, Block], spare_bytes: int = 0, pool: Pool | None = None) -> None:
         self._left, self._spare_bytes = dict(blocks), spare_bytes
         self._pool = Pool(map_host, spare_bytes) if pool is None else pool
+        self._asked_bytes: list[int] = []
+        """Sizes of blocks that were to change before they were read."""
+        self._lacks_memory = False
+        """For one of them no memory was mapped."""
         self._names = {id(block): name for name, block in blocks.items()}
         self._copies: dict[str, Block] = {}
         self._wanted: list[str] = []
@@ -73,6 +77,11 @@ class Snapshot:
             self._copies.clear()
         self._let_change()
 
+    def prepare_next(self) -> None:
+        """Maps memory for copies where there was none: who changes blocks would wait for it longer than for a drive."""
+        if self._lacks_memory:
+            self._pool.prepare(self._asked_bytes)
+
     def _next(self) -> tuple[str, Block, bool] | None:
         """A name, its bytes, and whether these take of the room for copies."""
         with self._news:
@@ -111,7 +120,7 @@ class Snapshot:
             return
         with self._news:
             self._is_overtaken |= name in self._left or name == self._reading
-            has_room = block.data.numel() <= self._spare_bytes
+            has_room = self._has_room(block) if name in self._left or name == self._reading else False
             if name in self._left and has_room:
                 self._copies[name] = self._spare_copy_of(self._left.pop(name))
             elif name in self._left:
@@ -120,6 +129,13 @@ class Snapshot:
                 self._instead = self._spare_copy_of(block)
             while name in self._left or (name == self._reading and not self._is_let_go):
                 self._news.wait()
+
+    def _has_room(self, block: Block) -> bool:
+        size_bytes = block.data.numel()
+        self._asked_bytes.append(size_bytes)
+        is_mapped = self._pool.has_spare(size_bytes)
+        self._lacks_memory |= not is_mapped
+        return is_mapped and size_bytes <= self._spare_bytes
 
     def _spare_copy_of(self, block: Block) -> Block:
         self._spare_bytes -= block.data.numel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -106,6 +106,21 @@ class Pool:
         with self._lock:
             self._lent[pages.data_ptr()] = pages
         return Block(pages[:size_bytes], pages)
+
+    def has_spare(self, size_bytes: int) -> bool:
+        """Whether memory that is mapped already serves for a block of this size."""
+        with self._lock:
+            return bool(self._spare.get(padded(size_bytes)))
+
+    def prepare(self, sizes_bytes: Iterable[int]) -> None:
+        """Maps what blocks of these sizes take together, as far as there is room, and gives it its pages."""
+        blocks = []
+        for size_bytes in sizes_bytes:
+            if self.lent_bytes + padded(size_bytes) <= self.capacity_bytes:
+                blocks.append(self.take(size_bytes))
+                blocks[-1].pages.zero_()
+        for block in blocks:
+            self.give(block)
 
     def give(self, block: Block) -> None:
         """Takes a block back; its memory may be lent again at once."""

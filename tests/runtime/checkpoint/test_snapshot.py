@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,19 @@ from tests.runtime.models import make_batches
 from tierplan.runtime.checkpoint.commits import CommitLog
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.memory import files
-from tierplan.runtime.memory.arena import PAGE_BYTES, Block
+from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host
 from tierplan.runtime.memory.files import StoreError
 from tierplan.sim.ranks import Turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def roomy(blocks: Mapping[str, Block], spare_bytes: int) -> Snapshot:
+    """A snapshot for whose copies there is mapped memory."""
+    pool = Pool(map_host, spare_bytes)
+    pool.prepare(block.data.numel() for block in blocks.values())
+    return Snapshot(blocks, spare_bytes, pool)
+
 
 LONG_S = 30.0
 
@@ -32,7 +41,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
     monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
     pages = {str(k): torch.full((3 * PAGE_BYTES,), k, dtype=torch.uint8) for k in range(20)}
     blocks = {name: Block(p, p) for name, p in pages.items()}
-    snapshot = Snapshot(blocks, spare_bytes)
+    snapshot = roomy(blocks, spare_bytes)
 
     def change() -> None:
         for name in reversed(blocks):
@@ -52,7 +61,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
 def test_copies_take_no_more_than_there_is_room_for() -> None:
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(3)]
     blocks = {str(k): Block(p, p) for k, p in enumerate(pages)}
-    snapshot = Snapshot(blocks, spare_bytes=2 * PAGE_BYTES)
+    snapshot = roomy(blocks, 2 * PAGE_BYTES)
     for name in ("0", "1"):
         snapshot.before_change(blocks[name])
     waits = threading.Thread(target=snapshot.before_change, args=(blocks["2"],), daemon=True)
@@ -75,7 +84,7 @@ def test_changes_that_overtake_the_reading_wait_for_one_block_only() -> None:
     """The reading goes on with what changes last, and never again reads what is about to change."""
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(5)]
     blocks = {str(k): Block(p, p) for k, p in enumerate(pages)}
-    snapshot = Snapshot(blocks, spare_bytes=PAGE_BYTES)
+    snapshot = roomy(blocks, PAGE_BYTES)
     read = snapshot.read()
     assert [next(read)[0], next(read)[0]] == ["0", "1"], "what changes soonest comes first"
     waits = threading.Thread(target=snapshot.before_change, args=(blocks["1"],), daemon=True)
@@ -93,7 +102,7 @@ def test_who_changes_what_is_being_read_waits_for_a_piece_of_it(monkeypatch: pyt
     monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
     pages = torch.ones(3 * PAGE_BYTES, dtype=torch.uint8)
     block = Block(pages[:-1], pages)
-    snapshot = Snapshot({"0": block}, spare_bytes=pages.numel())
+    snapshot = roomy({"0": block}, pages.numel())
     _, pieces = next(snapshot.read())
     found = [next(pieces).data]
     changes = threading.Thread(target=lambda: (snapshot.before_change(block), pages.zero_()), daemon=True)
@@ -107,6 +116,28 @@ def test_who_changes_what_is_being_read_waits_for_a_piece_of_it(monkeypatch: pyt
     found += [piece.data for piece in pieces]
     assert [len(data) for data in found] == [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES - 1]
     assert all(data.all() for data in found[1:])
+
+
+def test_memory_for_copies_is_mapped_by_the_commit_that_lacks_it() -> None:
+    """And not by who changes a block, who would wait for its pages longer than for a drive."""
+    pages = torch.ones(PAGE_BYTES, dtype=torch.uint8)
+    pool, block = Pool(map_host, PAGE_BYTES), Block(pages, pages)
+    first = Snapshot({"0": block}, PAGE_BYTES, pool)
+    waits = threading.Thread(target=first.before_change, args=(block,), daemon=True)
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    assert pool.mapped_bytes == 0
+    assert [name for name, _ in first.read()] == ["0"]
+    waits.join(LONG_S)
+    first.prepare_next()
+    assert pool.mapped_bytes == PAGE_BYTES
+    second = Snapshot({"0": block}, PAGE_BYTES, pool)
+    second.before_change(block)  # does not wait
+    pages.zero_()
+    assert [torch.cat([piece.data for piece in pieces]).all() for _, pieces in second.read()] == [True]
+    second.prepare_next()
+    assert pool.mapped_bytes == PAGE_BYTES
 
 
 def test_nobody_waits_for_a_snapshot_that_has_ended() -> None:
