@@ -50,7 +50,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
 
     changes = threading.Thread(target=change)
     changes.start()
-    found = {name: torch.cat([piece.data for piece in pieces]) for name, pieces in snapshot.read()}
+    found = {name: torch.cat([piece.data.clone() for piece in pieces]) for name, pieces in snapshot.read()}
     changes.join(LONG_S)
     assert not changes.is_alive()
     assert found.keys() == blocks.keys()
