@@ -69,16 +69,20 @@ class Budget:
     @property
     def spent_frac(self) -> float:
         """The larger of what is spent of the ops and of the seconds."""
-        computed_s = computing_s() - self.started_cpu
-        return max(1 - self.ops_left / self.num_ops, computed_s / self.time_limit_s)
+        return max(1 - self.ops_left / self.num_ops, self.computed_s / self.time_limit_s)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of computing that are spent."""
+        return computing_s() - self.started_cpu
 
     @property
     def left_s(self) -> float:
         """Seconds of computing that are left, above 0."""
-        return max(self.time_limit_s - (computing_s() - self.started_cpu), LEAST_S)
+        return max(self.time_limit_s - self.computed_s, LEAST_S)
 
     @property
     def is_out_of_time(self) -> bool:
         """The clock ran out before the budget did: only then the result depends on how quick this computer is."""
-        computed_s = computing_s() - self.started_cpu + self.last_s
-        return computed_s >= self.time_limit_s or self.seconds >= WALL_TIMES * self.time_limit_s
+        next_end_s = self.computed_s + self.last_s
+        return next_end_s >= self.time_limit_s or self.seconds >= WALL_TIMES * self.time_limit_s

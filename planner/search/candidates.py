@@ -149,7 +149,7 @@ class PlanSimulator:
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:
         """What parameters and states alone say, at once: the commonest reason why a plan does not fit.
 
-        A tier of several devices' holds a shard of what they divide.
+        Of what several devices divide, each holds a shard.
         """
         held = {"device": 0, "host": 0, "nvme": 0}
         match plan:

@@ -119,26 +119,28 @@ class Snapshot:
         if name is None:
             return
         with self._news:
-            self._is_overtaken |= name in self._left or name == self._reading
-            has_room = self._has_room(block) if name in self._left or name == self._reading else False
-            if name in self._left and has_room:
-                self._copies[name] = self._spare_copy_of(self._left.pop(name))
-            elif name in self._left:
-                self._wanted.append(name)
-            elif name == self._reading and has_room and self._instead is None:
+            if name not in self._left and name != self._reading:
+                return
+            self._is_overtaken = True
+            if name == self._reading:
                 self._instead = self._spare_copy_of(block)
+            elif (copied := self._spare_copy_of(block)) is not None:
+                del self._left[name]
+                self._copies[name] = copied
+            else:
+                self._wanted.append(name)
             while name in self._left or (name == self._reading and not self._is_let_go):
                 self._news.wait()
 
-    def _has_room(self, block: Block) -> bool:
+    def _spare_copy_of(self, block: Block) -> Block | None:
+        """A copy, where there is room for it and memory is mapped."""
         size_bytes = block.data.numel()
         self._asked_bytes.append(size_bytes)
         is_mapped = self._pool.has_spare(size_bytes)
         self._lacks_memory |= not is_mapped
-        return is_mapped and size_bytes <= self._spare_bytes
-
-    def _spare_copy_of(self, block: Block) -> Block:
-        self._spare_bytes -= block.data.numel()
+        if not is_mapped or size_bytes > self._spare_bytes:
+            return None
+        self._spare_bytes -= size_bytes
         return self._copy_of(block)
 
     def _copy_of(self, block: Block) -> Block:

@@ -113,12 +113,14 @@ class Pool:
             return bool(self._spare.get(padded(size_bytes)))
 
     def prepare(self, sizes_bytes: Iterable[int]) -> None:
-        """Maps what blocks of these sizes take together, as far as there is room, and gives it its pages."""
+        """Maps what blocks of these sizes take together, as far as there is room and the system does not refuse, and
+        gives it its pages."""
         blocks = []
-        for size_bytes in sizes_bytes:
-            if self.lent_bytes + padded(size_bytes) <= self.capacity_bytes:
-                blocks.append(self.take(size_bytes))
-                blocks[-1].pages.zero_()
+        with contextlib.suppress(MemoryError):
+            for size_bytes in sizes_bytes:
+                if self.lent_bytes + padded(size_bytes) <= self.capacity_bytes:
+                    blocks.append(self.take(size_bytes))
+                    blocks[-1].pages.zero_()
         for block in blocks:
             self.give(block)
 

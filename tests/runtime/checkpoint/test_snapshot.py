@@ -24,14 +24,14 @@ from tierplan.sim.ranks import Turn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+LONG_S = 30.0
+
+
 def roomy(blocks: Mapping[str, Block], spare_bytes: int) -> Snapshot:
     """A snapshot for whose copies there is mapped memory."""
     pool = Pool(map_host, spare_bytes)
     pool.prepare(block.data.numel() for block in blocks.values())
     return Snapshot(blocks, spare_bytes, pool)
-
-
-LONG_S = 30.0
 
 
 @pytest.mark.parametrize("spare_bytes", [0, 3 * PAGE_BYTES, 100 * PAGE_BYTES])

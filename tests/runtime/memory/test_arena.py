@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.runtime.models import make_batches, make_model, observed_workload
@@ -109,3 +110,19 @@ def test_workers_may_be_forked_while_drives_fill_pages(tmp_path: Path) -> None:
             trainer.run(loaded() if has_workers else batches[2:], 4)
             losses.append(trainer.result().losses)
     assert losses[0] == losses[1]
+
+
+def test_memory_that_the_system_refuses_is_not_prepared_and_what_it_gave_is_kept() -> None:
+    given: list[int] = []
+
+    def allocate(size_bytes: int) -> torch.Tensor:
+        if given:
+            raise MemoryError
+        given.append(size_bytes)
+        return map_host(size_bytes)
+
+    pool = Pool(allocate, 10 * PAGE_BYTES)
+    pool.prepare([PAGE_BYTES, 2 * PAGE_BYTES])
+    assert pool.has_spare(PAGE_BYTES)
+    assert not pool.has_spare(2 * PAGE_BYTES)
+    assert (pool.lent_bytes, pool.mapped_bytes) == (0, PAGE_BYTES)
