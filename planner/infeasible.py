@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
@@ -24,8 +25,25 @@ SUB_BATCHES = (2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
 MANY = 256
 """Larger ones are not looked for."""
-TRIED, TRY_S = ("fuyou", "zero-infinity", "sliding-window"), 0.4
-"""How each is looked for: policies that make room, and the planner for a moment."""
+TRIED = ("fuyou", "zero-infinity", "sliding-window")
+"""Policies that make room, which each is looked for with."""
+TRY_OPS, TRY_S = 80_000, 2.0
+"""What the planner may spend then, and by when it ends: only on large models or busy computers by the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """Sequences per micro-batch that fit."""
+
+    num_sequences: int
+    """0 where none fits, not even one."""
+    is_least: bool = False
+    """More may fit: no more are looked for, or the clock ended the search of one."""
+
+    def __str__(self) -> str:
+        if self.is_least:
+            return f"{self.num_sequences} or more"
+        return f"up to {self.num_sequences}" if self.num_sequences else "none, not even one"
 
 
 @dataclass(eq=False)
@@ -44,8 +62,8 @@ class InfeasiblePlan(PlanError):
     """How long was searched, where the clock ended that and a plan may fit."""
 
     @cached_property
-    def largest_batch(self) -> int:
-        """Sequences per micro-batch that would fit, 0 if none. Found when first asked for, which takes a while."""
+    def largest_batch(self) -> LargestBatch:
+        """Sequences per micro-batch that would fit. Found when first asked for, which takes a while."""
         below = self.workload.training.per_device_train_batch_size
         return largest_batch(lambda batch: with_batch(self.workload, batch), self.machine, below=below)
 
@@ -72,9 +90,7 @@ class InfeasiblePlan(PlanError):
     def __str__(self) -> str:
         if self.endurance or self.not_found:
             return self.what
-        more = " or more" if self.largest_batch == MANY else ""
-        fits = f"up to {self.largest_batch}{more}" if self.largest_batch else "none, not even one"
-        return f"{self.what}; sequences per micro-batch that fit: {fits}"
+        return f"{self.what}; sequences per micro-batch that fit: {self.largest_batch}"
 
 
 def logits_note(workload: Workload, of_bytes: int) -> str:
@@ -87,18 +103,21 @@ def logits_note(workload: Workload, of_bytes: int) -> str:
     return f"{note}, and so does a loss in chunks (--loss-chunks {8 * chunks})" if chunks < 64 else note
 
 
-def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> int:
-    """The largest micro-batch, up to `below` and `MANY`, that a plan was found for; 0 if not even one sequence fits.
+def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> LargestBatch:
+    """The largest micro-batch, up to `below` and `MANY`, that a plan was found for.
 
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
-    from tierplan.planner.planning import plan  # whose error this belongs to
+    from tierplan.planner.loop import Search  # whose error this belongs to
     from tierplan.planner.policies import POLICIES
     from tierplan.planner.search.candidates import PlanSimulator
 
+    is_cut = False
+
     def fits(batch: int) -> bool:
+        nonlocal is_cut
         workload = make(batch)
-        simulate_plan = PlanSimulator(workload, machine, Budget.of(TRY_S))
+        simulate_plan = PlanSimulator(workload, machine, Budget(TRY_S, TRY_OPS))
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):
                 tried = POLICIES[name](workload, machine, {})
@@ -114,9 +133,12 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         )
         if not any(lower_bound(p).feasible for p in problems):
             return False
-        with suppress(InfeasiblePlan):
-            return plan(workload, machine, time_limit_s=TRY_S, policies=()).step_s > 0
-        return False
+        search = Search(workload, machine, None, Budget(TRY_S, TRY_OPS), seed=0)
+        search.begin(policies=())
+        search.go_on()
+        has_found = search.best_s < inf
+        is_cut = is_cut or (not has_found and search.budget.is_out_of_time)
+        return has_found
 
     largest = 0
     below = min(below, MANY)
@@ -124,4 +146,4 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         batch = largest + 2**bit
         if batch <= below and fits(batch):
             largest = batch
-    return largest
+    return LargestBatch(largest, is_least=is_cut or largest == MANY)
