@@ -7,8 +7,9 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns, columns_of
-from tierplan.sim.graph import Graph, graph_of
+from tierplan.sim.graph import graph_of
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
@@ -116,6 +117,65 @@ class Stretch:
         return (self.end_ns - self.start_ns) / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What an op waited for."""
+
+    op: int
+    """Position in the schedule's list."""
+    reason: Reason
+    slack_ns: int
+    """From its end to the op's start. That of slack 0 is what the start waited for."""
+
+
+class _Causes:
+    """What the ops of a trace waited for, op by op."""
+
+    def __init__(self, schedule: Schedule, trace: Trace) -> None:
+        self.graph, by_key = graph_of(schedule), trace.by_key()
+        self.spans = [by_key[op.key] for op in schedule.ops]
+        self.before: dict[int, int] = {i: j for ops in self.graph.streams for j, i in pairwise(ops)}
+        """On the op's stream."""
+
+    def of(self, i: int) -> list[Cause]:
+        """Of one op, each that it waited for once."""
+        others: dict[int, Reason] = dict.fromkeys(self.graph.inputs[i], "input")
+        if i in self.before:
+            others.setdefault(self.before[i], "stream")
+        start_ns = self.spans[i].start_ns
+        found = {j: Cause(j, reason, start_ns - self.spans[j].end_ns) for j, reason in others.items()}
+        if self.spans[i].waited_memory_ns > 0:
+            # the ends at that moment that gave bytes back in a tier where it has a request. Where none did, it stood
+            # behind another one in the order of grants (rule 3), which had waited for some end at that moment
+            ended = [j for j in self._ending.get(start_ns, ()) if j != i]
+            freed = [j for j in ended if not self._given_back[j].isdisjoint(self.graph.needs[i])]
+            for j in freed or ended:
+                if j not in found or found[j].slack_ns > 0:
+                    found[j] = Cause(j, "memory", 0)
+        return list(found.values())
+
+    @cached_property
+    def _ending(self) -> Mapping[int, Sequence[int]]:
+        """Ops by their ends."""
+        ending: dict[int, list[int]] = {}
+        for i, span in enumerate(self.spans):
+            ending.setdefault(span.end_ns, []).append(i)
+        return ending
+
+    @cached_property
+    def _given_back(self) -> list[set[int]]:
+        """Per op: the tiers in which its end freed bytes."""
+        graph = self.graph
+        given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
+        last_reader: dict[int, int] = {}
+        for i in sorted(range(len(self.spans)), key=lambda i: -self.spans[i].end_ns):
+            for b in graph.counts_down[i]:
+                last_reader.setdefault(b, i)
+        for b, i in last_reader.items():
+            given[i].add(graph.tier_of[b])
+        return given
+
+
 def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
     """What every op waited for, as a graph for networkx.
 
@@ -125,57 +185,14 @@ def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
     """
     import networkx as nx
 
-    graph, spans = graph_of(schedule), trace.by_key()
+    causes, graph = _Causes(schedule, trace), nx.DiGraph()
     keys = [op.key for op in schedule.ops]
-    causes = nx.DiGraph()
-    for key in keys:
-        causes.add_node(key, span=spans[key])
-
-    def add(j: int, i: int, reason: Reason, slack_ns: int) -> None:
-        known = causes.get_edge_data(keys[j], keys[i])
-        if known is None or slack_ns < known["slack_ns"]:
-            causes.add_edge(keys[j], keys[i], reason=reason, slack_ns=slack_ns)
-
-    for i, inputs in enumerate(graph.inputs):
-        for j in inputs:
-            add(j, i, "input", spans[keys[i]].start_ns - spans[keys[j]].end_ns)
-    for ops in graph.streams:
-        for j, i in pairwise(ops):
-            add(j, i, "stream", spans[keys[i]].start_ns - spans[keys[j]].end_ns)
-    waited = [i for i, key in enumerate(keys) if spans[key].waited_memory_ns > 0]
-    if waited:
-        _add_memory(graph, waited, [spans[key] for key in keys], add)
-    return causes
-
-
-def _add_memory(
-    graph: Graph, waited: list[int], spans: list[Span], add: Callable[[int, int, Reason, int], None]
-) -> None:
-    """Adds edges from the ops whose ends freed the memory that others waited for.
-
-    Those are the ends at that moment that gave bytes back in a tier where the op has a request. Where none did, the op
-    stood behind another one in the order of grants (rule 3), which had waited for some end at that moment.
-    """
-    given_back = _tiers_given_back(graph, spans)
-    ending: dict[int, list[int]] = {}
-    for i, span in enumerate(spans):
-        ending.setdefault(span.end_ns, []).append(i)
-    for i in waited:
-        ended = [j for j in ending.get(spans[i].start_ns, ()) if j != i]
-        for j in [j for j in ended if not given_back[j].isdisjoint(graph.needs[i])] or ended:
-            add(j, i, "memory", 0)
-
-
-def _tiers_given_back(graph: Graph, spans: list[Span]) -> list[set[int]]:
-    """Per op: the tiers in which its end freed bytes."""
-    given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
-    last_reader: dict[int, int] = {}
-    for i in sorted(range(len(spans)), key=lambda i: -spans[i].end_ns):
-        for b in graph.counts_down[i]:
-            last_reader.setdefault(b, i)
-    for b, i in last_reader.items():
-        given[i].add(graph.tier_of[b])
-    return given
+    for key, span in zip(keys, causes.spans, strict=True):
+        graph.add_node(key, span=span)
+    for i, key in enumerate(keys):
+        for cause in causes.of(i):
+            graph.add_edge(keys[cause.op], key, reason=cause.reason, slack_ns=cause.slack_ns)
+    return graph
 
 
 def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
@@ -185,27 +202,26 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
     """
     if not trace.spans:
         return ()
-    causes = cause_graph(schedule, trace)
-    key = max(trace.spans, key=lambda s: (s.end_ns, s.duration_ns)).key
+    causes = _Causes(schedule, trace)
+    spans = causes.spans
+    i = max(range(len(spans)), key=lambda i: (spans[i].end_ns, spans[i].duration_ns))
     path: list[Stretch] = []
-    seen: set[str] = set()
+    seen: set[int] = set()
+
+    def rank(cause: Cause) -> tuple[int, bool, int]:
+        """Of several that ended at the same moment: the one that took time, and rather the own stream's."""
+        is_momentary, reasons = spans[cause.op].duration_ns == 0, ("stream", "input", "memory")
+        return abs(cause.slack_ns), is_momentary, reasons.index(cause.reason)
+
     while True:
-        seen.add(key)
-        span: Span = causes.nodes[key]["span"]
-        before = [(source, edge) for source, _, edge in causes.in_edges(key, data=True) if source not in seen]
-        # Of several that ended at the same moment: the one that took time, and rather the own stream's.
-        before.sort(
-            key=lambda cause: (
-                abs(cause[1]["slack_ns"]),
-                causes.nodes[cause[0]]["span"].duration_ns == 0,
-                ("stream", "input", "memory").index(cause[1]["reason"]),
-            )
-        )
-        reason: Reason = before[0][1]["reason"] if before and span.start_ns > 0 else "begin"
-        path.append(Stretch(key, span.stream, span.start_ns, span.end_ns, span.alone_ns, reason))
-        if reason == "begin":
+        seen.add(i)
+        span = spans[i]
+        cause = min((c for c in causes.of(i) if c.op not in seen), key=rank, default=None)
+        reason: Reason = cause.reason if cause is not None and span.start_ns > 0 else "begin"
+        path.append(Stretch(span.key, span.stream, span.start_ns, span.end_ns, span.alone_ns, reason))
+        if cause is None or reason == "begin":
             return tuple(reversed(path))
-        key = before[0][0]
+        i = cause.op
 
 
 def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
