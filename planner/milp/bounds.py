@@ -60,27 +60,21 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
     The solver starts from where it ended before with programs without states that come to the device for their
-    updates; its `wider` one with those with them.
+    updates; its `wider` one, for programs with them, from there.
     """
     solver = solver or Solver()
     plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain
-    wide = _optimum(problem, solver.wider)
+    wide = _optimum(problem, solver.wider, narrower=solver)
     if wide.feasible and wide.proven and not WORTH_BRINGING * wide.step_s >= plain.step_s:
         return replace(wide, plain=plain)
     return replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
 
 
-def least_step_s(problem: Problem, solver: Solver) -> float:
-    """The least step time of the widest program alone, which a bound never exceeds: one solve, where `lower_bound` has
-    two. Infinite where nothing fits."""
-    return _optimum(problem, solver.wider if problem.brings_states else solver).step_s
-
-
-def _optimum(problem: Problem, solver: Solver) -> Bound:
+def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None) -> Bound:
     model = build(problem, margins=Margins(relaxed=True))
-    solution = solver.solve(model.program)
+    solution = solver.solve(model.program, narrower=narrower)
     if solution.status == "infeasible":
         return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution, model=model)
     if solution.status != "optimal":

@@ -14,6 +14,8 @@ from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
+BROUGHT = ("uS", "dS", "uQ", "dQ", "rS", "wS", "aD")
+"""Flows that only states have which come to the device for their update."""
 BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
 
@@ -72,7 +74,7 @@ class Columns:
 
     def _choice(self, u: int) -> UnitColumns:
         lp, unit, wheres = self.lp, self.units[u], self._wheres
-        place = {k: lp.column(high=1.0) for k in self.p.modes(u)}
+        place = {k: lp.column(high=1.0, optional=MODES[k].updated == "brought") for k in self.p.modes(u)}
         lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
         found = UnitColumns(place)
         for g, group in enumerate(unit.groups):
@@ -172,7 +174,7 @@ class Columns:
         if p.has_master:
             names = [n for n in names if n not in ("dP", "rP", "uQ")]
         cost = charged * TRANSFER_COST * block.copies
-        self.flows.append({n: lp.column(cost=cost if n != "aD" else 0.0) for n in names})
+        self.flows.append({n: lp.column(cost=cost if n != "aD" else 0.0, optional=n in BROUGHT) for n in names})
         self.early.append({n: lp.column() for n in ("uA", "uW", "d") if p.host_gb})
 
     def block_windows(self, b: int) -> list[int]:
@@ -258,17 +260,19 @@ class Columns:
 
     def queue(self, before: Terms, inflow: Terms, outflow: Terms, family: str) -> int:
         """The column of a queue's content: before + inflow - outflow, never negative."""
-        state = self.lp.column()
-        self.lp.row([(1.0, state), *minus(before), *minus(inflow), *outflow], low=0.0, high=0.0, family=family)
-        return state
+        return self._equal_to([*before, *inflow, *minus(outflow)], family)
 
     def carry(self, before: Terms, more: Terms) -> Terms:
         """A column equal to the sum, so that prefix sums stay sparse."""
         if not before and not more:
             return []
-        column = self.lp.column()
-        self.lp.row([(1.0, column), *minus(before), *minus(more)], low=0.0, high=0.0, family="prefix sums")
-        return [(1.0, column)]
+        return [(1.0, self._equal_to([*before, *more], "prefix sums"))]
+
+    def _equal_to(self, terms: Terms, family: str) -> int:
+        """A column that is an expression's value; optional where all that stands in it is."""
+        column = self.lp.column(optional=all(self.lp.optional[c] for _, c in terms))
+        self.lp.row([(1.0, column), *minus(terms)], low=0.0, high=0.0, family=family)
+        return column
 
     def column_for(self, terms: Terms) -> Terms:
         """One column equal to a long sum that many rows use."""

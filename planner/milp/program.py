@@ -40,6 +40,8 @@ MOST_NODES = 100
 """At which branching ends, so that no clock decides what is found."""
 OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.01
 """Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
+DUAL, PRIMAL = 1, 4
+"""HiGHS's numbers of the two simplex methods."""
 NUM_ENDS = 32
 """Programs of a shape whose ends are kept."""
 FEW_FRAC = 0.05
@@ -55,6 +57,8 @@ class Program:
     high: Floats
     integer: Ints
     """Columns that are to be whole."""
+    optional: NDArray[np.bool_]
+    """By column: whether it is of what may be left out. Without those it is a program of its own, see `extended`."""
     starts: Ints
     """Where each row's entries begin, and the end of the last one's."""
     columns: Ints
@@ -83,6 +87,11 @@ class Program:
     def row_of_entry(self) -> Ints:
         return np.repeat(np.arange(len(self.row_low), dtype=np.int32), np.diff(self.starts))
 
+    def row_sums(self, values: Floats) -> Floats:
+        """By row, at a point: the sum of its coefficients times the columns."""
+        weights = self.values * values[self.columns]
+        return np.bincount(self.row_of_entry, weights=weights, minlength=len(self.row_low)).astype(float)
+
     def distance(self, other: Program) -> float:
         """How much rows and coefficients differ, each relative to its size, from those of a program of this shape."""
         if self.size != other.size:
@@ -96,10 +105,8 @@ class Program:
         """Largest violation of a row, a bound or (if asked) an integrality, relative to the row's scale."""
         worst = [0.0, float(np.max(self.low - values)), float(np.max(values - self.high))]
         if len(self.row_low):
-            rows = self.row_of_entry
-            totals = np.bincount(rows, weights=self.values * values[self.columns], minlength=len(self.row_low))
-            scale = np.ones(len(self.row_low))
-            np.maximum.at(scale, rows, np.abs(self.values))
+            totals, scale = self.row_sums(values), np.ones(len(self.row_low))
+            np.maximum.at(scale, self.row_of_entry, np.abs(self.values))
             worst += [float(np.max((self.row_low - totals) / scale)), float(np.max((totals - self.row_high) / scale))]
         if integral and len(self.integer):
             whole = values[self.integer]
@@ -122,6 +129,7 @@ class Draft:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
+    optional: list[bool] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
     columns: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -129,8 +137,17 @@ class Draft:
     row_high: list[float] = field(default_factory=list)
     families: dict[str, list[int]] = field(default_factory=dict)
 
-    def column(self, *, low: float = 0.0, high: float = inf, cost: float = 0.0, integer: bool = False) -> int:
+    def column(
+        self,
+        *,
+        low: float = 0.0,
+        high: float = inf,
+        cost: float = 0.0,
+        integer: bool = False,
+        optional: bool = False,
+    ) -> int:
         """Adds a column; its number."""
+        self.optional.append(optional)
         self.low.append(low)
         self.high.append(high)
         self.cost.append(cost)
@@ -161,6 +178,7 @@ class Draft:
             low=np.array(self.low),
             high=np.array(self.high),
             integer=np.array(self.integer, dtype=np.int32),
+            optional=np.array(self.optional, dtype=bool),
             starts=np.array(self.starts, dtype=np.int32),
             columns=np.array(self.columns, dtype=np.int32),
             values=np.array(self.values),
@@ -211,6 +229,7 @@ class Solver:
         self.loaded: Program | None = None
         self.ends: dict[tuple[int, int], deque[tuple[Program, Any]]] = {}
         """By shape: programs without integers, and the bases at which they ended."""
+        self.last_end: tuple[Program, Any] | None = None
 
     @cached_property
     def wider(self) -> Solver:
@@ -218,9 +237,18 @@ class Solver:
         return Solver(seed=self.seed)
 
     def solve(
-        self, program: Program, *, integral: bool = False, time_limit_s: float = LP_TIME_LIMIT_S, gap: float = 0.01
+        self,
+        program: Program,
+        *,
+        integral: bool = False,
+        time_limit_s: float = LP_TIME_LIMIT_S,
+        gap: float = 0.01,
+        narrower: Solver | None = None,
     ) -> Solution:
-        """The program's solution; with `integral` the columns in `integer` are whole, to within `gap` of the best."""
+        """The program's solution; with `integral` the columns in `integer` are whole, to within `gap` of the best.
+
+        `narrower` may have solved it last without its optional columns: then it starts there.
+        """
         started = time.perf_counter()
         if integral and len(program.integer):
             self._load(program, integral=True, mip_rel_gap=gap)
@@ -231,15 +259,22 @@ class Solver:
         is_loaded = self._change(program)
         if not is_loaded:
             self._load(program)
+        inner = narrower and narrower.last_end and extended(*narrower.last_end, program)
+        if inner:
+            like, basis = None, inner
         if basis is not None and not (is_loaded and like is before):
             self.highs.setBasis(basis)
+        # where what is left out may only be added, the point is one of the program already, but not the best
+        self.highs.setOptionValue("simplex_strategy", PRIMAL if inner else DUAL)
         found = self._run(program, False, time_limit_s, started)
         if basis is not None and found.status != "optimal":
             # not believed: once more, from nothing
             self._load(program)
             found = self._run(program, False, time_limit_s, started)
+        self.last_end = None
         if found.status == "optimal":
-            ends.append((program, self.highs.getBasis()))
+            self.last_end = program, self.highs.getBasis()
+            ends.append(self.last_end)
         return found
 
     def _load(self, program: Program, *, integral: bool = False, **options: float) -> None:
@@ -330,6 +365,31 @@ class Solver:
             duals=duals,
             **counted,
         )
+
+
+def extended(narrow: Program, basis: Any, wide: Program) -> Any | None:
+    """A basis of `wide` where `narrow` ended: optional columns are 0, and rows that stand in `wide` alone are slack.
+
+    None where `narrow` is not `wide` without its optional columns.
+    """
+    kept = np.flatnonzero(~wide.optional)
+    if len(kept) != narrow.shape[0]:
+        return None
+    weights, padded = np.random.default_rng(0).random(len(kept)), np.zeros(wide.shape[0])
+    padded[kept] = weights
+    wanted, rows = narrow.row_sums(weights).tolist(), list[int]()
+    for row, total in enumerate(wide.row_sums(padded).tolist()):  # alike rows have equal sums, and stand in one order
+        if len(rows) < len(wanted) and total == wanted[len(rows)]:
+            rows.append(row)
+    if len(rows) < len(wanted):
+        return None
+    status, found = highspy.HighsBasisStatus, highspy.HighsBasis()
+    of_columns, of_rows = [status.kLower] * wide.shape[0], [status.kBasic] * wide.shape[1]
+    for there, numbers, here in ((of_columns, kept.tolist(), basis.col_status), (of_rows, rows, basis.row_status)):
+        for number, each in zip(numbers, here, strict=True):
+            there[number] = each
+    found.col_status, found.row_status = of_columns, of_rows
+    return found
 
 
 def solve(

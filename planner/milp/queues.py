@@ -211,7 +211,7 @@ def update_queues(cols: Columns) -> Updates:
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
-    link = _BlockLink(cols, 9 if p.brings_states else 6)
+    link = _BlockLink(cols, 6, num_optional=3 if p.brings_states else 0)
     for b in range(len(p.blocks)):
         leaving, due, waiting, read, written, new, *brought = link.start(b)
         for s in cols.block_windows(b):
@@ -342,9 +342,10 @@ class _BlockLink:
     copies, is what the last block starts with beyond what the first one ended with.
     """
 
-    def __init__(self, cols: Columns, num: int) -> None:
+    def __init__(self, cols: Columns, num: int, num_optional: int = 0) -> None:
         self.lp, self.blocks = cols.lp, cols.p.blocks
-        self.starts: list[list[Terms]] = [[[(1.0, cols.lp.column())] for _ in range(num)] for _ in self.blocks]
+        kinds = [False] * num + [True] * num_optional
+        self.starts: list[list[Terms]] = [[[(1.0, cols.lp.column(optional=k))] for k in kinds] for _ in self.blocks]
         self.ends: list[list[Terms]] = []
 
     def start(self, b: int) -> list[Terms]:

@@ -18,7 +18,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import compute_s, least_step_s
+from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order
@@ -183,7 +183,7 @@ def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
             for w in workloads:
                 if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
                     posed = problem(w, place.machine, semantics=semantics, order=order)
-                    least_s = min(least_s, least_step_s(posed, solver))
+                    least_s = min(least_s, lower_bound(posed, solver=solver).step_s)
     else:
         least_s = min(compute_s(problem(w, place.machine, semantics=semantics)) for w in workloads)
     return (point.sequences or each) * point.seq * num / least_s
