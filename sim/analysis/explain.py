@@ -143,16 +143,16 @@ class _Causes:
         if i in self.before:
             others.setdefault(self.before[i], "stream")
         start_ns = self.spans[i].start_ns
-        found = {j: Cause(j, reason, start_ns - self.spans[j].end_ns) for j, reason in others.items()}
+        causes = {j: Cause(j, reason, start_ns - self.spans[j].end_ns) for j, reason in others.items()}
         if self.spans[i].waited_memory_ns > 0:
             # the ends at that moment that gave bytes back in a tier where it has a request. Where none did, it stood
             # behind another one in the order of grants (rule 3), which had waited for some end at that moment
             ended = [j for j in self._ending.get(start_ns, ()) if j != i]
             freed = [j for j in ended if not self._given_back[j].isdisjoint(self.graph.needs[i])]
             for j in freed or ended:
-                if j not in found or found[j].slack_ns > 0:
-                    found[j] = Cause(j, "memory", 0)
-        return list(found.values())
+                if j not in causes or causes[j].slack_ns > 0:
+                    causes[j] = Cause(j, "memory", 0)
+        return list(causes.values())
 
     @cached_property
     def _ending(self) -> Mapping[int, Sequence[int]]:
