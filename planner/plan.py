@@ -98,8 +98,9 @@ class Sharing:
     """How, where each device keeps a shard: DeepSpeed's ZeRO-2 all-reduces, and drops what is not its own."""
     waits: bool = False
     """Compute waits for each collective; else one turn runs beside it."""
-    keeps_ends: bool = False
-    """Parameters of embedding and head are gathered once for a micro-batch, and stay for its backward: FSDP's root."""
+    keeps: Literal["nothing", "ends", "all"] = "nothing"
+    """Whose parameters are gathered once for a micro-batch, and stay for its backward. Ends: those of embedding and
+    head, FSDP's root. All: every unit's, as FSDP does that does not reshard after forward (`SHARD_GRAD_OP`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,6 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         units=(UnitPlan(),) * len(workload.units),
         semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
         devices=num_devices(NAME, options, machine),
-        sharing=WHOLE if is_whole else Sharing(reduces="each", keeps_ends=True),
+        sharing=WHOLE if is_whole else Sharing(reduces="each", keeps="ends"),
         options=options,
     )

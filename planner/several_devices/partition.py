@@ -213,7 +213,7 @@ class _Partition:
         """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
         turn = "fwd" if op.kind == "forward" else "bwd"
         use = (name, op.unit, turn)
-        if self.sharing.keeps_ends and op.unit in ENDS:
+        if self.sharing.keeps == "all" or (self.sharing.keeps == "ends" and op.unit in ENDS):
             use = (self.old[name].content, "", "")
         known = (*use, 0 if self.stays else op.micro_batch, r)
         if known not in self.gathered:

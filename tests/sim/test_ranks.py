@@ -74,7 +74,7 @@ OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
 @pytest.mark.parametrize(
     ("policy", "options"),
     [(policy, {}) for policy in ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-offload", "zero-offload")]
-    + [("harmony-dp", OWN_MEMORY)],
+    + [("fsdp", {"reshard": "off"}), ("harmony-dp", OWN_MEMORY)],
 )
 @pytest.mark.parametrize("num", [2, 3])
 def test_parts_of_ranks_are_alike_and_whole(policy: str, options: dict[str, object], num: int) -> None:

@@ -4,12 +4,14 @@
 and head once (they are the root's, which keeps them), and reduces gradients after each backward. Under `no_sync`
 (`reduces=last`) gradients gather on the device, whole, and are summed after the last micro-batch; so does `ddp`, as
 everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of parameters, gradients and states in host memory,
-where the optimizer runs; with `reduces=last` gradients come there when they have been summed.
+where the optimizer runs; with `reduces=last` gradients come there when they have been summed. With `reshard=off`
+(`SHARD_GRAD_OP`, FSDP2's `reshard_after_forward=False`) `fsdp` gathers all parameters once for a micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
 
@@ -25,12 +27,17 @@ OPTIONS: Mapping[str, object] = {
     "prefetch": 1,
     "semantics": None,
 }
+OWN: Mapping[str, Mapping[str, object]] = {"ddp": {"reduces": "last"}, "fsdp": {"reshard": "on"}, "fsdp-offload": {}}
+"""Options of one policy alone, and defaults that are its own."""
 
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
-    options = read_options(name, given, {**OPTIONS, "reduces": "last"} if name == "ddp" else OPTIONS)
+    options = read_options(name, given, {**OPTIONS, **OWN[name]})
     reduces = cast(Literal["each", "last"], choice(name, options, "reduces", ("each", "last")))
-    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces, keeps_ends=name != "ddp")
+    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces)
+    if name != "ddp":
+        stay = "reshard" in options and choice(name, options, "reshard", ("on", "off")) == "off"
+        sharing = replace(sharing, keeps="all" if stay else "ends")
     unit = UnitPlan(params=place, grads="device" if reduces == "last" else place, states=place)
     return data_parallel(name, options, workload, machine, unit, sharing)
 

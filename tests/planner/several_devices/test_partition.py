@@ -47,7 +47,9 @@ def of_one(schedule: Schedule) -> list[Op]:
         ("zero-3", {"optimizer": "host", "params": "host"}, 3 * BATCHES),
         ("fsdp", {}, 3 * BATCHES),
         ("fsdp", {"reduces": "last"}, 2 * BATCHES + 1),
+        ("fsdp", {"reshard": "off"}, 2 * BATCHES),  # gathered once for forward and backward
         ("fsdp-offload", {}, 3 * BATCHES),
+        ("fsdp", {"reshard": "off", "reduces": "last"}, BATCHES + 1),
         ("in-memory", {}, 2),
         ("in-memory", {"sharing": "fsdp"}, 3 * BATCHES),
         ("zero-offload", {}, 2 * BATCHES + 1),
@@ -60,6 +62,7 @@ def test_each_device_sends_what_the_papers_count(policy: str, options: dict[str,
     that reads them: their second gather is left out. FSDP's root keeps those of the head, too, for its backward."""
     ops = of_one(schedule_of(policy, **options))
     whole = policy in ("ddp", "zero-1", "zero-2", "zero-offload") or (policy == "in-memory" and not options)
+    whole = whole or options.get("reshard") == "off"
     second_gathers = 0 if whole else 1 if policy == "vertical" else BATCHES
     kept = WORKLOAD.units[:1] if policy in ("zero-3", "sliding-window", "vertical") else WORKLOAD.units[:: NUM + 1]
     once = 2 * sum(unit.num_parameters for unit in kept) * second_gathers
