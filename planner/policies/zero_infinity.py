@@ -43,7 +43,7 @@ NAME = "zero-infinity"
 OPTIONS: Mapping[str, object] = {
     "params": None,  # default: nvme where there is a drive, else host
     "optimizer": None,
-    "checkpoints": "host",
+    "checkpoints": "host",  # or none: activations are kept
     "prefetch": 2,
     "pipeline": "off",  # or on: reads and writes of the optimizer beside its updates
     "host_buffers": "deepspeed",  # or none
@@ -61,15 +61,14 @@ FP32_BYTES = 4
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
-    """Places as asked for; blocks are recomputed from checkpoints; the optimizer runs after backward."""
+    """Places as asked for; blocks are recomputed from checkpoints, if any; the optimizer runs after backward."""
     options = read_options(NAME, given, OPTIONS)
     lowest = "nvme" if has_nvme(machine) else "host"
     options["params"] = options["params"] or lowest
     options["optimizer"] = options["optimizer"] or lowest
     devices = num_devices(NAME, options, machine)
-    params, optimizer, checkpoints = (
-        cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer", "checkpoints")
-    )
+    params, optimizer = (cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer"))
+    checkpoints = choice(NAME, options, "checkpoints", (*PLACES, "none"))
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)
     ahead = int(number(NAME, options, "prefetch", low=0))
@@ -86,7 +85,9 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
                 "step alone"
             )
     other = UnitPlan(params=params, grads=optimizer, states=optimizer)
-    block = replace(other, input="keep" if checkpoints == "device" else checkpoints, acts="recompute")
+    block = other
+    if checkpoints != "none":
+        block = replace(other, input="keep" if checkpoints == "device" else checkpoints, acts="recompute")  # type: ignore[arg-type]
     semantics = bounded_semantics(NAME, options, workload, "exact-clip")
     return UnitwisePlan(
         policy=NAME,

@@ -187,6 +187,16 @@ def test_zero_infinity_reads_updates_and_writes_one_unit_after_the_other_unless_
     assert trace.duration_s > run("zero-infinity", workload, machine, pipeline="on")[2].duration_s
 
 
+def test_zero_infinity_that_offloads_nothing_and_recomputes_nothing_is_plain_training() -> None:
+    given = {"params": "device", "optimizer": "device", "checkpoints": "none"}
+    plain, found = (predict(*asked) for asked in (
+        ("in-memory", toy_workload(), toy_machine()), ("zero-infinity", toy_workload(), toy_machine(), given),
+    ))  # fmt: skip
+    assert plain.steady is not None
+    assert found.steady is not None
+    assert (found.step_s, found.steady.peak_bytes) == (plain.step_s, plain.steady.peak_bytes)
+
+
 def test_zero_infinity_needs_host_memory_for_all_gradients_twice_while_it_starts() -> None:
     """By hand, for 22 Mi + 1024 parameters: 44 MiB of zeros and a pinned copy of 64 MiB; four pinned buffers of 128 MiB
     (22 Mi in fp32, rounded up); five parameter buffers in one pinned piece of 256 MiB; 64 MiB of parameters."""
