@@ -170,12 +170,12 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
         optimizer=optimizer,
         dtype=dtype,  # type: ignore[arg-type]
     )
-    recompute = bool(raw.get("gradient_checkpointing", False))
+    recompute = any(_flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
     if deepspeed := raw.get("deepspeed"):
         section = {"activation_checkpointing": {"of": "gradient_checkpointing"}} if recompute else {}
         return _with_deepspeed(deepspeed, section, training, path, raw)
     if raw.get("fsdp"):
-        return _fsdp("offload" in str(raw["fsdp"]), training, raw)
+        return _fsdp(_fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, says=flat(raw))
 
@@ -202,7 +202,7 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
             mixed = {} if precision == "no" else {precision: {"enabled": True}}
             return _with_deepspeed({**mixed, **content}, {}, base, path, raw)
         case "FSDP":
-            return _fsdp(_section(raw, "fsdp_config").get("fsdp_offload_params") is True, base, raw)
+            return _fsdp(_section(raw, "fsdp_config"), base, raw, path, recompute=None)
         case "NO" | "MULTI_GPU" | None:
             return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
         case kind:
@@ -213,18 +213,98 @@ def _with_deepspeed(
     given: object, more: Mapping[str, object], base: Training, path: Path, raw: Mapping[str, object]
 ) -> Configured:
     """A DeepSpeed configuration inside another file, or beside it."""
-    beside = path.parent / str(given)
-    content = given if isinstance(given, Mapping) else _read(beside if beside.exists() else Path(str(given)))
+    content = given if isinstance(given, Mapping) else _read_beside(given, path)
     found = _deepspeed({**content, **more}, base, str(path))
     return replace(found, says={**flat(raw), **found.says})
 
 
-def _fsdp(offload: bool, training: Training, raw: Mapping[str, object]) -> Configured:
-    """PyTorch's FSDP shards as ZeRO-3 does; with offloading, everything lies in host memory."""
-    place = "host" if offload else "device"
-    options = {"params": place, "optimizer": place, "host_buffers": "none"}
-    notes = (f"FSDP is simulated as ZeRO-3, parameters and optimizer on the {'host' if offload else 'GPU'}",)
-    return Configured(training=training, policy="zero-infinity", options=options, notes=notes, says=flat(raw))
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Of FSDP, by the numbers 1 to 5. On one machine the hybrid ones are the first two: they shard over all of its GPUs."""
+KEEP_PARAMETERS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+
+
+def _fsdp_of_trainer(raw: Mapping[str, object], path: Path) -> Mapping[str, object]:
+    """The Trainer's `fsdp_config`, with what the older words of `fsdp` say."""
+    given = raw.get("fsdp_config")
+    section = _read_beside(given, path) if isinstance(given, str) else _section(raw, "fsdp_config")
+    said = raw["fsdp"]
+    words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
+    found = dict(section)
+    for word in map(str, words):
+        if word.upper() in STRATEGIES:
+            found.setdefault("reshard_after_forward", word)
+        elif word == "offload":
+            found.setdefault("cpu_offload", True)
+        elif word != "auto_wrap":
+            known = ", ".join([*map(str.lower, STRATEGIES), "offload", "auto_wrap"])
+            raise WorkloadError(f"{path}: fsdp has {word!r}; it may have {known}")
+    return found
+
+
+def _fsdp(
+    given: Mapping[str, object], training: Training, raw: Mapping[str, object], path: Path, *, recompute: bool | None
+) -> Configured:
+    """PyTorch's FSDP; under accelerate and the Trainer gradients are summed after the last micro-batch (`no_sync`).
+
+    `recompute` is what the Trainer says of gradient checkpointing, None where there is no Trainer.
+    """
+    section = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    strategies = {key: _strategy(section, key, path) for key in ("reshard_after_forward", "sharding_strategy")}
+    said = {strategy for strategy in strategies.values() if strategy}
+    if len({strategy in KEEP_PARAMETERS for strategy in said}) > 1:
+        both = " and ".join(f"fsdp_{key}: {section[key]!r}" for key in strategies)
+        raise WorkloadError(f"{path} says {both}, which contradict each other; leave one of them out")
+    strategy = strategies["reshard_after_forward"] or strategies["sharding_strategy"] or "FULL_SHARD"
+    offload = _flag(section, "offload_params", path) or _flag(section, "cpu_offload", path)
+    notes = []
+    options = {"reduces": "last"}
+    if strategy == "NO_SHARD" and offload:
+        raise WorkloadError(
+            f"{path}: FSDP with NO_SHARD and offloading has a whole model in host memory for every GPU, which no "
+            "policy does; give FULL_SHARD, or no offloading"
+        )
+    if strategy == "NO_SHARD":
+        policy = "ddp"
+    elif not offload:
+        policy, options["reshard"] = "fsdp", "off" if strategy in KEEP_PARAMETERS else "on"
+    else:
+        policy = "fsdp-offload"
+        if strategy in KEEP_PARAMETERS:
+            notes.append(
+                f"FSDP keeps parameters on the GPU from forward to backward ({strategy}), but with offloading they are "
+                "simulated as FULL_SHARD has them: copied and gathered again, and less of the GPU is taken"
+            )
+    of_fsdp = _flag(section, "activation_checkpointing", path)
+    if recompute and of_fsdp:
+        raise WorkloadError(
+            f"{path}: activation_checkpointing of fsdp_config and gradient_checkpointing are both on, which the "
+            "Trainer refuses; leave out one of them"
+        )
+    if recompute is None and "activation_checkpointing" not in section:
+        notes.append(_UNSAID.format("fsdp_activation_checkpointing", "nothing"))
+    options["checkpointing"] = "on" if recompute or of_fsdp else "off"
+    return Configured(training=training, policy=policy, options=options, notes=tuple(notes), says=flat(raw))
+
+
+_UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward here"
+
+
+def _strategy(section: Mapping[str, object], key: str, path: Path) -> str | None:
+    """What a setting of FSDP says of parameters after forward, as one of `STRATEGIES`."""
+    value = section.get(key)
+    if value is None:
+        return None
+    word = str(value).upper()
+    named = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP", **{str(k): s for k, s in enumerate(STRATEGIES, 1)}}
+    if (strategy := named.get(word, word)) not in STRATEGIES:
+        raise WorkloadError(f"{path}: fsdp_{key} is {value!r}; give true, false, or one of {', '.join(STRATEGIES)}")
+    return strategy
+
+
+def _read_beside(given: object, path: Path) -> dict[str, object]:
+    """A file that another one names."""
+    beside = path.parent / str(given)
+    return _read(beside if beside.exists() else Path(str(given)))
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -266,6 +346,15 @@ def _count(raw: Mapping[str, object], name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
     return value
+
+
+def _flag(section: Mapping[str, object], name: str, path: Path | str) -> bool:
+    """A switch, also in the words that YAML and JSON files have for it; off where nothing is said."""
+    value = section.get(name)
+    found = {"true": True, "false": False, "none": False, "auto": False}.get(str(value).lower())
+    if found is None:
+        raise WorkloadError(f"{path}: {name} is {value!r}; it must be true or false")
+    return found
 
 
 def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tierplan.cli import main
+from tierplan.planner.prediction import predict
 from tierplan.planner.training_files import Configured, read_training_file
+from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 from tierplan.studies.evaluate import machine_of, training_of
 from tierplan.studies.slow_step import explain
@@ -137,6 +139,30 @@ def test_what_makes_it_fit_is_named(tmp_path: Path) -> None:
     assert said.expected_s is None
     assert any(gain.what.startswith("micro-batches of") for gain in said.gains)
     assert "makes it fit" in "\n".join(explanation_lines(said))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_fsdp_that_keeps_parameters_after_forward_is_simulated_so(num: int, tmp_path: Path) -> None:
+    """On two GPUs it gathers less and takes more memory; on one there is nothing to gather."""
+    point = replace(RTX_3090, model="gpt2-large", overrides={"gpu.count": num})
+    full, kept = (
+        explain_run(point, configured(tmp_path, {"output_dir": "x", "per_device_train_batch_size": 1, "fsdp": fsdp},
+                                      point), MeasuredStep(step_s=1.0))
+        for fsdp in ("full_shard", "shard_grad_op")
+    )  # fmt: skip
+    assert full.expected_s is not None
+    assert kept.expected_s is not None
+    assert full.expected.steady is not None
+    assert kept.expected.steady is not None
+    held = [e.expected.steady.peak_bytes["gpu0"] for e in (full, kept) if e.expected.steady]
+    if num == 1:
+        plain = predict("in-memory", load_workload("gpt2-large", full.setup.training), machine_of(point))
+        assert full.expected_s == kept.expected_s == plain.step_s
+        assert held[0] == held[1]
+    else:
+        assert kept.expected_s < full.expected_s
+        assert held[0] < held[1]
+        assert any("SHARD_GRAD_OP" in gain.what for gain in full.gains)
 
 
 # ---- settings that cost ----

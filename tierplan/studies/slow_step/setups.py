@@ -130,6 +130,10 @@ def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine,
     return replace(setup, extra_s=size / max(rate for _, rate in rates[0]) / every)
 
 
+ON_GPU = ("in-memory", "full-recompute", "zero-1", "zero-2", "ddp", "fsdp")
+"""Policies that offload nothing."""
+
+
 def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     """What might save time, each by itself; whether it fits and what it saves is for the simulation to say."""
     training, options = setup.training, setup.options
@@ -167,8 +171,15 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
             yield option("no offload_param", "parameters stay on the GPU", params="device")
         if options.get("checkpoints", "host") != "device":
             yield option("checkpoints of activations on the GPU", "they need not be copied", checkpoints="device")
-    if setup.policy == "zero-offload" and options.get("checkpointing") == "on":
+    if options.get("checkpointing") == "on":
         yield option("no gradient checkpointing", "nothing is computed twice", checkpointing="off")
+    if options.get("checkpointing") == "off":
+        yield option("gradient checkpointing", "fewer activations are kept", checkpointing="on")
+    if options.get("reshard") == "on":
+        why = "parameters are gathered once for forward and backward"
+        yield option("SHARD_GRAD_OP (FSDP2: reshard_after_forward: false)", why, reshard="off")
+    if options.get("reshard") == "off":
+        yield option("FULL_SHARD (FSDP2: reshard_after_forward: true)", "less is on the GPU at once", reshard="on")
 
     def instead(what: str, why: str, policy: str, **more: str) -> SetupChange:
         return SetupChange(what=what, why=why, setup=replace(setup, policy=policy, options=more, slower={}))
@@ -178,9 +189,10 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         yield instead("stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
     if setup.policy in ("in-memory", "full-recompute"):
         yield instead("gradient checkpointing", "fewer activations are kept", "full-recompute")
+    if setup.policy in ON_GPU:
         why = "optimizer states leave the GPU"
         yield instead("DeepSpeed stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
-    if setup.policy in ("zero-infinity", "zero-offload"):
+    if setup.policy in ("zero-infinity", "zero-offload", "fsdp-offload"):
         yield instead("no offloading, with gradient checkpointing", "everything fits on the GPU", "full-recompute")
     if setup.policy != "in-memory":
         yield instead("no offloading and no recomputation", "everything fits on the GPU", "in-memory")
