@@ -70,7 +70,8 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
     return _deepspeed(_read(Path(path)), base, str(path))
 
 
-def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configured:
+def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None) -> Configured:
+    """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
     notes: list[str] = []
     says = flat(raw)
     zero = _section(raw, "zero_optimization")
@@ -80,7 +81,7 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
     if stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
     unused = {*raw} - KNOWN | {key for key in UNUSED if says.get(key) not in (None, False, AUTO, UNUSED[key])}
-    unused -= {CPU_CHECKPOINTING} if stage == 3 else set()
+    unused -= {CPU_CHECKPOINTING} if stage == 3 or of_trainer is not None else set()
     if unused:
         notes.append(f"not taken into account: {', '.join(sorted(unused))}")
     training = replace(
@@ -102,16 +103,23 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
         )
     if isinstance(batch, int) and batch != of_file:
         notes.append(f"train_batch_size {batch} is {batch / of_file:g} times one GPU's {of_file}: that many GPUs")
-    recompute = bool(_section(raw, "activation_checkpointing"))
-    notes += [] if recompute else ["no activation_checkpointing section: set in the model, if at all"]
+    section = _section(raw, "activation_checkpointing")
+    recompute = bool(section) or stage == 3 if of_trainer is None else of_trainer
+    if of_trainer is None and not section:
+        notes.append(_UNSAID.format("activation_checkpointing section", "each block" if recompute else "nothing"))
+    if of_trainer is not None and section:
+        notes.append(
+            "activation_checkpointing is for models that call DeepSpeed's own; under the Trainer its "
+            f"gradient_checkpointing: {str(of_trainer).lower()} decides"
+        )
     places = {
         name: _offload(zero, key, path)
         for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
     }
     if stage == 3:
         options = {**places, **_of_optimizer(_section(zero, "offload_optimizer"))}
-        if isinstance(on_cpu := says.get(CPU_CHECKPOINTING), bool):
-            options["checkpoints"] = "host" if on_cpu else "device"
+        on_cpu = of_trainer is None and _flag(section, "cpu_checkpointing", path)
+        options["checkpoints"] = "none" if not recompute else "host" if on_cpu else "device"
         if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"
         return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes), says=says)
@@ -120,8 +128,17 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str) -> Configur
     if places["optimizer"] == "nvme":
         raise WorkloadError(f"{path}: offload_optimizer to nvme needs zero_optimization.stage 3, but it is {stage}")
     if places["optimizer"] == "host":
+        if stage == 0:
+            raise WorkloadError(f"{path}: offload_optimizer needs zero_optimization.stage 1, 2 or 3, but it is 0")
+        if stage == 1:
+            notes.append("offload_optimizer of stage 1 is simulated as that of stage 2, which divides gradients too")
         options = {"checkpointing": "on" if recompute else "off"}
         return Configured(training=training, policy="zero-offload", options=options, notes=tuple(notes), says=says)
+    if stage:
+        options = {"checkpointing": "on" if recompute else "off"}
+        if isinstance(overlap := zero.get("overlap_comm"), bool):
+            options["overlap"] = "on" if overlap else "off"
+        return Configured(training=training, policy=f"zero-{stage}", options=options, notes=tuple(notes), says=says)
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, notes=tuple(notes), says=says)
 
@@ -172,8 +189,7 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
     )
     recompute = any(_flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
     if deepspeed := raw.get("deepspeed"):
-        section = {"activation_checkpointing": {"of": "gradient_checkpointing"}} if recompute else {}
-        return _with_deepspeed(deepspeed, section, training, path, raw)
+        return _with_deepspeed(deepspeed, training, path, raw, recompute=recompute)
     if raw.get("fsdp"):
         return _fsdp(_fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
     policy = "full-recompute" if recompute else "in-memory"
@@ -190,7 +206,7 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
     base = base if precision == "no" else replace(base, dtype=precision)  # type: ignore[arg-type]
     ours = _section(raw, "deepspeed_config")
     if ours.get("deepspeed_config_file"):
-        return _with_deepspeed(ours["deepspeed_config_file"], {}, base, path, raw)
+        return _with_deepspeed(ours["deepspeed_config_file"], base, path, raw)
     match raw.get("distributed_type"):
         case "DEEPSPEED":
             zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
@@ -200,7 +216,7 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
             same = ("gradient_accumulation_steps", "gradient_clipping")
             content = {"zero_optimization": zero, **{key: ours[key] for key in same if key in ours}}
             mixed = {} if precision == "no" else {precision: {"enabled": True}}
-            return _with_deepspeed({**mixed, **content}, {}, base, path, raw)
+            return _with_deepspeed({**mixed, **content}, base, path, raw)
         case "FSDP":
             return _fsdp(_section(raw, "fsdp_config"), base, raw, path, recompute=None)
         case "NO" | "MULTI_GPU" | None:
@@ -210,11 +226,11 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
 
 
 def _with_deepspeed(
-    given: object, more: Mapping[str, object], base: Training, path: Path, raw: Mapping[str, object]
+    given: object, base: Training, path: Path, raw: Mapping[str, object], *, recompute: bool | None = None
 ) -> Configured:
-    """A DeepSpeed configuration inside another file, or beside it."""
+    """A DeepSpeed configuration inside another file, or beside it; `recompute` is what the Trainer says of that."""
     content = given if isinstance(given, Mapping) else _read_beside(given, path)
-    found = _deepspeed({**content, **more}, base, str(path))
+    found = _deepspeed(content, base, str(path), recompute)
     return replace(found, says={**flat(raw), **found.says})
 
 

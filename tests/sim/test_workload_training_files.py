@@ -13,6 +13,8 @@ from tierplan.sim.workloads.workload import Training, WorkloadError
 
 BASE = Training(sequence_length=512, per_device_train_batch_size=3)
 
+KEPT = {"checkpoints": "device"}
+
 
 def written(folder: Path, content: object) -> Path:
     path = folder / "ds.json"
@@ -24,23 +26,24 @@ def written(folder: Path, content: object) -> Path:
     ("zero", "policy", "options"),
     [
         ({}, "in-memory", {}),
-        ({"stage": 2}, "in-memory", {}),
+        ({"stage": 1, "overlap_comm": True}, "zero-1", {"checkpointing": "off", "overlap": "on"}),
+        ({"stage": 2}, "zero-2", {"checkpointing": "off"}),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "zero-offload", {"checkpointing": "off"}),
-        ({"stage": 3}, "zero-infinity", {"params": "device", "optimizer": "device"}),
+        ({"stage": 3}, "zero-infinity", {"params": "device", "optimizer": "device", **KEPT}),
         (
             {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
             "zero-infinity",
-            {"params": "host", "optimizer": "nvme"},
+            {"params": "host", "optimizer": "nvme", **KEPT},
         ),
         (
             {"stage": 3, "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pin_memory": False}},
             "zero-infinity",
-            {"params": "device", "optimizer": "nvme", "pipeline": "on", "pin_memory": "off"},
+            {"params": "device", "optimizer": "nvme", "pipeline": "on", "pin_memory": "off", **KEPT},
         ),
         (
             {"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_write": False, "pin_memory": True}},
             "zero-infinity",
-            {"params": "device", "optimizer": "host", "pipeline": "off", "pin_memory": "on"},
+            {"params": "device", "optimizer": "host", "pipeline": "off", "pin_memory": "on", **KEPT},
         ),
     ],
 )
@@ -75,6 +78,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
     [
         ([], "one JSON object"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs .*stage 1, 2 or 3, but it is 0"),
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "'tape'; it must be cpu, nvme"),
@@ -100,12 +104,41 @@ def test_what_changes_a_step_and_no_policy_has_is_named(tmp_path: Path) -> None:
     assert note == "not taken into account: " + ", ".join(f"zero_optimization.{key}" for key in keys)
 
 
-@pytest.mark.parametrize(("on_cpu", "place"), [(True, "host"), (False, "device"), (None, None)])
-def test_checkpoints_lie_where_the_file_says(tmp_path: Path, on_cpu: bool | None, place: str | None) -> None:
+@pytest.mark.parametrize(("on_cpu", "place"), [(True, "host"), (False, "device"), (None, "device")])
+def test_checkpoints_lie_where_the_file_says(tmp_path: Path, on_cpu: bool | None, place: str) -> None:
     content = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": on_cpu}}
     found = read_deepspeed(written(tmp_path, content), BASE)
     assert found.options.get("checkpoints") == place
     assert not any("not taken into account" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("section", [{}, {"activation_checkpointing": {"cpu_checkpointing": True}}])
+@pytest.mark.parametrize(
+    ("stage", "offload", "on", "off"),
+    [
+        (0, "none", ("full-recompute", {}), ("in-memory", {})),
+        (2, "none", ("zero-2", {"checkpointing": "on"}), ("zero-2", {"checkpointing": "off"})),
+        (2, "cpu", ("zero-offload", {"checkpointing": "on"}), ("zero-offload", {"checkpointing": "off"})),
+        (3, "cpu", ("zero-infinity", {"checkpoints": "device"}), ("zero-infinity", {"checkpoints": "none"})),
+    ],
+)
+def test_the_trainer_alone_says_what_is_recomputed(
+    tmp_path: Path, section: dict[str, object], stage: int, offload: str, on: object, off: object
+) -> None:
+    """It calls PyTorch's checkpointing, and never looks at a section of DeepSpeed's."""
+    deepspeed = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": offload}}, **section}
+    for said, expected in (({"gradient_checkpointing": True}, on), ({"activation_checkpointing": True}, on),
+                           ({"gradient_checkpointing": False}, off), ({}, off)):  # fmt: skip
+        found = read_training_file(written(tmp_path, {"output_dir": "x", "deepspeed": deepspeed, **said}), BASE)
+        options = {key: value for key, value in found.options.items() if key.startswith("checkpoint")}
+        assert (found.policy, options) == expected
+        assert any("decides" in note for note in found.notes) == bool(section)
+
+
+@pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (2, "nothing"), (3, "each block")])
+def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: Path, stage: int, assumed: str) -> None:
+    found = read_deepspeed(written(tmp_path, {"zero_optimization": {"stage": stage}}), BASE)
+    assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -154,7 +187,7 @@ def test_accelerate(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(ACCELERATE)
     found = read_training_file(path, BASE)
-    assert (found.policy, found.options) == ("zero-infinity", {"params": "host", "optimizer": "nvme"})
+    assert (found.policy, found.options) == ("zero-infinity", {"params": "host", "optimizer": "nvme", **KEPT})
     assert (found.training.dtype, found.training.gradient_accumulation_steps) == ("bf16", 4)
     path.write_text(ACCELERATE.replace("bf16", "no"))
     assert read_training_file(path, BASE).training.dtype == "fp32"

@@ -89,7 +89,7 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
         assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
     if (num := says.get("num_processes")) not in (None, machine.num_devices):
         assumed.append(f"num_processes is {num}, but GPUs of the machine: {machine.num_devices} (--devices N)")
-    if setup.policy == "zero-infinity":
+    if setup.policy == "zero-infinity" and "checkpoints" not in setup.options:
         assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
     if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
         assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
@@ -169,7 +169,9 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
             yield option("offload_param and offload_optimizer: cpu", "nothing goes through the drives", **both)
         if options.get("params") in ("host", "nvme"):
             yield option("no offload_param", "parameters stay on the GPU", params="device")
-        if options.get("checkpoints", "host") != "device":
+        if options.get("checkpoints") == "none":
+            yield option("gradient checkpointing", "fewer activations are kept", checkpoints="device")
+        if options.get("checkpoints", "host") in ("host", "nvme"):
             yield option("checkpoints of activations on the GPU", "they need not be copied", checkpoints="device")
     if options.get("checkpointing") == "on":
         yield option("no gradient checkpointing", "nothing is computed twice", checkpointing="off")
