@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
+NAMED = ("seq", "dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
+"""Options that `Point` has by the same names."""
+OF_TRAINING = {
+    "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
+}  # fmt: skip
+DEFAULTS = Point(model="", machine="")
 SEQUENCES = 16
 """Of one step, where nobody says."""
 
@@ -61,18 +67,22 @@ def add_arguments(
 
 
 def add_training(what: _ActionsContainer, divided: str = "1") -> None:
-    """Adds the training settings; `divided` says what micro-batches are where they are not given."""
+    """Adds the training settings; `divided` says what micro-batches are where they are not given.
+
+    One that is not given is None: `read_point` leaves it to the defaults of `Point`, and `check_agreement` knows what
+    was given, be it the default.
+    """
     one, default = whole(1), f" (default {divided})"
     option(what, "--batch --per_device_train_batch_size B", "sequences in one micro-batch, per device" + default, one)
     batches = "micro-batches in one optimizer step" + default
     option(what, "--accumulation --gradient_accumulation_steps G", batches, one)
-    option(what, "--seq --sequence_length S", "tokens in one sequence", one, 1024)
+    option(what, "--seq --sequence_length S", f"tokens in one sequence (default {DEFAULTS.seq})", one)
     option(
         what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
-        "machine knows, if one is given", default="auto", choices=("auto", "bf16", "fp16", "fp32"),
+        f"machine knows, if one is given (default {DEFAULTS.dtype})", choices=("auto", "bf16", "fp16", "fp32"),
     )  # fmt: skip
     kept = f"whose states are kept: {', '.join(OPTIMIZERS)}, with options as in adamw:states=8bit, sgd:momentum=0.9"
-    option(what, "--optimizer NAME[:OPTIONS]", kept, optimizer, "adamw")
+    option(what, "--optimizer NAME[:OPTIONS]", f"{kept} (default {DEFAULTS.optimizer})", optimizer)
     option(
         what, "--lora ADAPTERS", "train adapters of PEFT's on a frozen model, such as r=16,targets=all-linear (also "
         "method=dora or ia3, alpha=, dropout=, and save=embed_tokens+lm_head for copies that are trained in full)",
@@ -87,15 +97,14 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
         choices=act_formats(),
     )  # fmt: skip
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
-    fused = "fused, or written out in matrix products, which needs --exact"
-    option(what, "--attention", fused, default="flash", choices=("flash", "plain"))
+    fused = f"fused, or written out in matrix products, which needs --exact (default {DEFAULTS.attention})"
+    option(what, "--attention", fused, choices=("flash", "plain"))
     chunked = "make the logits of 1/N of a micro-batch's tokens at a time, and again in backward: for long sequences"
-    option(what, "--loss-chunks N", f"{chunked} (default 1)", one, 1)
+    option(what, "--loss-chunks N", f"{chunked} (default {DEFAULTS.loss_chunks})", one)
     clip = "clip gradients by their global norm (default: no clipping)"
     option(what, "--max-grad-norm --max_grad_norm X", clip, finite(above=0))
-    option(
-        what, "--backend", "whose kernels run: auto is the machine's", default="auto", choices=("auto", "cuda", "cpu")
-    )
+    kernels = f"whose kernels run: auto is the machine's (default {DEFAULTS.backend})"
+    option(what, "--backend", kernels, choices=("auto", "cuda", "cpu"))
     option(
         what, "--exact", "run the model class on fake tensors instead of the closed forms (needs torch); families "
         "without closed forms are run so by themselves",
@@ -105,7 +114,7 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
 def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
-    alike = ("seq", "dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend", "exact")
+    alike = (*NAMED, "exact")
     devices = {} if given.get("devices") is None else {"gpu.count": args.devices}
     return Point(
         model=args.model or "",
@@ -125,18 +134,15 @@ def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
         seed=given.get("seed", 0),
         calibration="none" if given.get("calibration", "none") == "none" else args.calibration or "auto",
         overrides={**dict(settings(given.get("overrides", ()))), **devices},
-        **{name: given[name] for name in alike},
+        **{name: given[name] for name in alike if given[name] is not None},
     )
 
 
 def check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
     """Refuses an option that contradicts what a configuration file says."""
-    of_file = {
-        "batch": training.per_device_train_batch_size, "accumulation": training.gradient_accumulation_steps,
-        "dtype": training.dtype, "optimizer": training.optimizer, "max_grad_norm": training.max_grad_norm,
-    }  # fmt: skip
-    for name, said in of_file.items():
-        if (given := getattr(args, name)) not in (None, "auto", "adamw", said):
+    for name in ("batch", "accumulation", *NAMED):
+        said = getattr(training, OF_TRAINING.get(name, name))
+        if (given := getattr(args, name)) not in (None, "auto", said):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, but {file} says {said}; leave one of them out")
     if args.no_master_weights and training.master_weights:
