@@ -289,28 +289,6 @@ def test_wrong_questions_get_one_line(
     assert message in printed.err
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--batch", "7"], "--batch is 7, but ds.json says 1"),
-        (["--accumulation", "1"], "--accumulation is 1, but ds.json says 4"),
-        (["--optimizer", "adamw"], "--optimizer is adamw, but ds.json says lion"),
-        (["--max-grad-norm", "2"], "--max-grad-norm is 2.0, but ds.json says 0.5"),
-        (["--dtype", "bf16"], "--dtype is bf16, but ds.json says fp16"),
-        (["--no-master-weights"], "--no-master-weights is given, but ds.json"),
-    ],
-)
-def test_an_option_that_contradicts_the_file_is_refused_be_it_the_default(
-    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = {"optimizer": {"type": "Lion"}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 4}
-    Path("ds.json").write_text(json.dumps({**ZERO_3, **said}))
-    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", "ds.json"]
-    assert main([*asked, *argv]) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_an_option_that_agrees_with_the_file_may_be_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

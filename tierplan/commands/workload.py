@@ -118,12 +118,12 @@ def _deepspeed(args: argparse.Namespace) -> int:
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
     words += ["--seq", t.sequence_length, "--dtype", t.dtype]
-    others = {
-        "--optimizer": t.optimizer, "--max-grad-norm": t.max_grad_norm, "--attention": t.attention,
-        "--loss-chunks": t.loss_chunks, "--lora": t.lora, "--base": t.base, "--acts": t.activation_format,
-    }  # fmt: skip
-    unsaid = (None, "", 1, "adamw", "flash")
-    words += [word for flag, value in others.items() if value not in unsaid for word in (flag, value)]
+    names = ("optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "base", "activation_format")
+    others = {name: getattr(t, name) for name in names} | {"backend": args.backend or scenario.DEFAULTS.backend}
+    for name, value in others.items():
+        flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"
+        words += [flag, value] if value != getattr(scenario.DEFAULTS, name) else []
+    words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact
     words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     print(
         f"\nTo simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "

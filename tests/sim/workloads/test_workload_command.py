@@ -58,23 +58,31 @@ def test_deepspeed_prints_a_command_that_is_one(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "ds.json"
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}
     content = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
-    path.write_text(json.dumps({**content, "zero_optimization": zero}))
-    assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b", "--loss-chunks", "2"]) == 0
+    path.write_text(json.dumps({**content, "gradient_clipping": 1.0, "zero_optimization": zero}))
+    more = ["--loss-chunks", "2", "--exact", "--backend", "cpu"]
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b", *more]) == 0
     command = capsys.readouterr().out.splitlines()[-1].partition("tierplan ")[2].split()
     assert "--batch 2" in " ".join(command)
-    assert "--dtype fp16 --optimizer lion --loss-chunks 2" in " ".join(command)
+    assert "--dtype fp16 --optimizer lion --max-grad-norm 1.0 --loss-chunks 2" in " ".join(command)
+    assert "--backend cpu --exact" in " ".join(command)
     assert main([*command[:-1], "fuyou-4090"]) == 0
     assert "step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--batch 4", "--dtype bf16", "--optimizer sgd", "--no-master-weights"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--batch 4", "--accumulation 1", "--dtype bf16", "--optimizer sgd", "--optimizer adamw", "--max-grad-norm 2",
+        "--no-master-weights",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("command", ["workload deepspeed", "explain-run --step-s 1 --machine fuyou-4090 --config"])
 def test_options_that_a_configuration_contradicts_are_refused(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds.json"
     content = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({**content, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}))
     assert main([*command.split(), str(path), "--model", "gpt2", *option.split()]) == 1
     assert f"{option.split()[0]} is " in capsys.readouterr().err
 
