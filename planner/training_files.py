@@ -33,6 +33,10 @@ class Configured:
     """The policy's settings."""
     notes: tuple[str, ...] = ()
     """What was left out of account, or filled in."""
+    devices: int | None = None
+    """GPUs that the file is of; None where it does not say."""
+    why_devices: str = ""
+    """What it says of them."""
     says: Mapping[str, object] = field(default_factory=dict)
     """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
 
@@ -93,16 +97,14 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
         optimizer=_optimizer(_section(raw, "optimizer"), base),
         max_grad_norm=_clipping(raw, base),
     )
-    batch = raw.get("train_batch_size")
+    batch = _count(raw, "train_batch_size", 0) or None
     of_file = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    if isinstance(batch, int) and (batch % of_file or (batch != of_file and not {*PER_GPU} <= raw.keys())):
+    if batch is not None and (batch % of_file or (batch != of_file and not {*PER_GPU} <= raw.keys())):
         raise WorkloadError(
             f"{path}: train_batch_size is {batch}, but one GPU's micro-batch of {training.per_device_train_batch_size} "
             f"times {training.gradient_accumulation_steps} gradient accumulation steps is {of_file}; give "
             f"{' and '.join(PER_GPU)}, whose product divides it"
         )
-    if isinstance(batch, int) and batch != of_file:
-        notes.append(f"train_batch_size {batch} is {batch / of_file:g} times one GPU's {of_file}: that many GPUs")
     section = _section(raw, "activation_checkpointing")
     recompute = bool(section) or stage == 3 if of_trainer is None else of_trainer
     if of_trainer is None and not section:
@@ -112,35 +114,50 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
             "activation_checkpointing is for models that call DeepSpeed's own; under the Trainer its "
             f"gradient_checkpointing: {str(of_trainer).lower()} decides"
         )
+    on_cpu = of_trainer is None and _flag(section, "cpu_checkpointing", path)
+    policy, options = _of_stage(
+        zero, stage, path, checkpoints="none" if not recompute else "host" if on_cpu else "device"
+    )
+    if (stage, policy) == (1, "zero-offload"):
+        notes.append("offload_optimizer of stage 1 is simulated as that of stage 2, which divides gradients too")
+    return Configured(
+        training=training,
+        policy=policy,
+        options=options,
+        notes=tuple(notes),
+        devices=None if batch is None else batch // of_file,
+        why_devices=f"train_batch_size {batch}, of which one GPU's is {of_file}",
+        says=says,
+    )
+
+
+def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints: str) -> tuple[str, dict[str, str]]:
+    """The policy of a stage of ZeRO, with its options; `checkpoints` is where they lie, or none."""
     places = {
         name: _offload(zero, key, path)
         for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
     }
     if stage == 3:
-        options = {**places, **_of_optimizer(_section(zero, "offload_optimizer"))}
-        on_cpu = of_trainer is None and _flag(section, "cpu_checkpointing", path)
-        options["checkpoints"] = "none" if not recompute else "host" if on_cpu else "device"
+        options = {**places, **_of_optimizer(_section(zero, "offload_optimizer")), "checkpoints": checkpoints}
         if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"
-        return Configured(training=training, policy="zero-infinity", options=options, notes=tuple(notes), says=says)
-    if places["params"] != "device":
-        raise WorkloadError(f"{path}: offload_param needs zero_optimization.stage 3, but it is {stage}")
-    if places["optimizer"] == "nvme":
-        raise WorkloadError(f"{path}: offload_optimizer to nvme needs zero_optimization.stage 3, but it is {stage}")
+        return "zero-infinity", options
+    options = {"checkpointing": "off" if checkpoints == "none" else "on"}
+    for key, place, least in (
+        ("offload_param", places["params"] != "device", 3),
+        ("offload_optimizer to nvme", places["optimizer"] == "nvme", 3),
+        ("offload_optimizer", places["optimizer"] == "host", 1),
+    ):
+        if place and stage < least:
+            stages = "3" if least == 3 else "1, 2 or 3"
+            raise WorkloadError(f"{path}: {key} needs zero_optimization.stage {stages}, but it is {stage}")
     if places["optimizer"] == "host":
-        if stage == 0:
-            raise WorkloadError(f"{path}: offload_optimizer needs zero_optimization.stage 1, 2 or 3, but it is 0")
-        if stage == 1:
-            notes.append("offload_optimizer of stage 1 is simulated as that of stage 2, which divides gradients too")
-        options = {"checkpointing": "on" if recompute else "off"}
-        return Configured(training=training, policy="zero-offload", options=options, notes=tuple(notes), says=says)
-    if stage:
-        options = {"checkpointing": "on" if recompute else "off"}
-        if isinstance(overlap := zero.get("overlap_comm"), bool):
-            options["overlap"] = "on" if overlap else "off"
-        return Configured(training=training, policy=f"zero-{stage}", options=options, notes=tuple(notes), says=says)
-    policy = "full-recompute" if recompute else "in-memory"
-    return Configured(training=training, policy=policy, options={}, notes=tuple(notes), says=says)
+        return "zero-offload", options
+    if stage == 0:
+        return "in-memory" if checkpoints == "none" else "full-recompute", {}
+    if isinstance(overlap := zero.get("overlap_comm"), bool):
+        options["overlap"] = "on" if overlap else "off"
+    return f"zero-{stage}", options
 
 
 KNOWN = {
@@ -197,7 +214,27 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
 
 
 def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
-    """What `accelerate config` wrote."""
+    """What `accelerate config` wrote, with the number of processes, each of which has a GPU."""
+    found = _of_accelerate(raw, base, path)
+    alone = raw.get("distributed_type") in NOT_DISTRIBUTED
+    num = _count(raw, "num_processes", 0) or (1 if alone else None)
+    if num is None:
+        return found
+    if alone and num > 1:
+        raise WorkloadError(f"{path}: num_processes is {num}, but distributed_type NO is of one; give MULTI_GPU, or 1")
+    if found.devices not in (None, num):
+        raise WorkloadError(
+            f"{path}: num_processes is {num}, but DeepSpeed's {found.why_devices} is of {found.devices} GPUs; "
+            "make them agree"
+        )
+    return replace(found, devices=num, why_devices=f"num_processes {num}")
+
+
+NOT_DISTRIBUTED = ("NO", False, None)
+"""YAML reads NO as false."""
+
+
+def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     if raw.get("num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
     precision = str(raw.get("mixed_precision") or "no").lower()
@@ -219,7 +256,7 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
             return _with_deepspeed({**mixed, **content}, base, path, raw)
         case "FSDP":
             return _fsdp(_section(raw, "fsdp_config"), base, raw, path, recompute=None)
-        case "NO" | "MULTI_GPU" | None:
+        case "NO" | False | "MULTI_GPU" | None:
             return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
         case kind:
             raise WorkloadError(f"{path}: distributed_type is {kind!r}; NO, MULTI_GPU, DEEPSPEED and FSDP are known")

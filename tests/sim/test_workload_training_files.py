@@ -70,7 +70,9 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
     assert (t.per_device_train_batch_size, t.gradient_accumulation_steps, t.dtype) == (3, 4, "fp16")
     assert (t.max_grad_norm, t.optimizer, t.sequence_length) == (0.5, "adamw", 512)
     assert any("flops_profiler" in note for note in found.notes)
-    assert any("4 times one GPU's 12" in note for note in found.notes)
+    assert found.devices == 4
+    assert read_deepspeed(written(tmp_path, {**content, "train_batch_size": 12}), BASE).devices == 1
+    assert read_deepspeed(written(tmp_path, {**content, "train_batch_size": "auto"}), BASE).devices is None
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
+        ({"train_batch_size": "many"}, "train_batch_size is 'many'; it must be a whole number"),
         ({"train_batch_size": 8}, "train_batch_size is 8, .* is 3; give train_micro_batch_size_per_gpu and"),
         ({"train_batch_size": 9}, "train_batch_size is 9, .* is 3; give train_micro_batch_size_per_gpu and"),
     ],
@@ -188,10 +191,14 @@ def test_accelerate(tmp_path: Path) -> None:
     path.write_text(ACCELERATE)
     found = read_training_file(path, BASE)
     assert (found.policy, found.options) == ("zero-infinity", {"params": "host", "optimizer": "nvme", **KEPT})
-    assert (found.training.dtype, found.training.gradient_accumulation_steps) == ("bf16", 4)
+    assert (found.training.dtype, found.training.gradient_accumulation_steps, found.devices) == ("bf16", 4, None)
     path.write_text(ACCELERATE.replace("bf16", "no"))
     assert read_training_file(path, BASE).training.dtype == "fp32"
     assert not any("not taken into account" in note for note in read_training_file(path, BASE).notes)
+    path.write_text(ACCELERATE + "num_processes: 2\n")
+    assert read_training_file(path, BASE).devices == 2
+    path.write_text("distributed_type: NO\n")
+    assert read_training_file(path, BASE).devices == 1
 
 
 @pytest.mark.parametrize(
@@ -273,6 +280,11 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ("a: 1", "no configuration of DeepSpeed"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
+        ("distributed_type: NO\nnum_processes: 4", "num_processes is 4, but distributed_type NO is of one"),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: of_two.json}",
+            "num_processes is 4, but DeepSpeed's train_batch_size 6, of which one GPU's is 3 is of 2 GPUs",
+        ),
         ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
         ("optim: lomo", "optim is 'lomo'"),
@@ -295,6 +307,8 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
 )
 def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
+    of_two = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+    (tmp_path / "of_two.json").write_text(json.dumps(of_two))
     with pytest.raises(WorkloadError, match=message):
         read_training_file(tmp_path / "c.yaml", BASE)
 

@@ -298,3 +298,19 @@ def test_an_option_that_agrees_with_the_file_may_be_given(
     for argv in ([], ["--batch", "1", "--dtype", "fp16", "--optimizer", "adamw"], ["--dtype", "auto"]):
         assert main([*asked, *argv, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["setup"]["training"]["dtype"] == "fp16"
+
+
+@pytest.mark.parametrize(("num", "devices"), [(4, []), (1, ["--devices", "2"])])
+def test_a_run_on_another_number_of_gpus_is_refused_with_what_to_give(
+    num: int, devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--devices`, as the message has it, makes it that run."""
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({**ZERO_3, "gradient_accumulation_steps": 1, "train_batch_size": num}))
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", "ds.json"]
+    assert main([*asked, *devices]) == 1
+    message = f"train_batch_size {num}, of which one GPU's is 1: a run on {num} GPUs, but machine 'desktop-4090' has "
+    assert message in (said := capsys.readouterr().err)
+    assert f"give --devices {num}" in said
+    assert main([*asked, "--devices", str(num), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == num

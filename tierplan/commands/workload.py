@@ -111,6 +111,8 @@ def _deepspeed(args: argparse.Namespace) -> int:
         print(json.dumps({**asdict(deepspeed), "workload": asdict(workload)}, indent=1, default=str))
         return 0
     print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
+    if deepspeed.devices is not None:
+        print(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
     for note in deepspeed.notes:
         print(f"  {note}")
     print()
@@ -123,6 +125,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     for name, value in others.items():
         flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"
         words += [flag, value] if value != getattr(scenario.DEFAULTS, name) else []
+    words += [] if deepspeed.devices is None else ["--devices", deepspeed.devices]
     words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact
     words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     print(

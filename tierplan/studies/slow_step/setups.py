@@ -14,7 +14,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
 from tierplan.planner.policies.options import has_nvme
 from tierplan.planner.training_files import Configured
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 COMPUTE, LINKS, DRIVES, CORES, PEERS = "GPU", "host links", "drives", "host cores", "links between GPUs"
 
@@ -76,7 +76,16 @@ def part_of(stream: str) -> str:
 
 
 def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str, ...]]:
-    """The setup of a configuration on a machine, and what was assumed for it."""
+    """The setup of a configuration on a machine, and what was assumed for it.
+
+    Raises `WorkloadError` where the configuration is of another number of GPUs than the machine has.
+    """
+    if configured.devices not in (None, machine.num_devices):
+        raise WorkloadError(
+            f"the configuration has {configured.why_devices}: a run on {configured.devices} GPUs, but machine "
+            f"{machine.name!r} has {machine.num_devices}; give --devices {configured.devices} (gpu.count), or the "
+            f"configuration of a run on {machine.num_devices}"
+        )
     says, slower, assumed = configured.says, {}, []
     for cost in COSTS:
         if says.get(cost.key) == cost.value and cost.part not in slower:
@@ -87,8 +96,6 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
     if uses_drive and (factor := _queue_factor(says, machine)) > 1.02:
         setup = replace(setup, slower={**slower, DRIVES: factor})
         assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
-    if (num := says.get("num_processes")) not in (None, machine.num_devices):
-        assumed.append(f"num_processes is {num}, but GPUs of the machine: {machine.num_devices} (--devices N)")
     if setup.policy == "zero-infinity" and "checkpoints" not in setup.options:
         assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
     if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
