@@ -314,3 +314,11 @@ def test_a_run_on_another_number_of_gpus_is_refused_with_what_to_give(
     assert f"give --devices {num}" in said
     assert main([*asked, "--devices", str(num), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"] == num
+
+
+def test_semantics_are_those_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO_3))
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", str(path)]
+    assert main([*asked, "--semantics", "in-backward", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["setup"]["options"]["semantics"] == "in-backward"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, finite, option
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         configured = read_training_file(args.config, base)
         scenario.check_agreement(args, args.config, configured.training)
+        if args.semantics:
+            configured = replace(configured, options={**configured.options, "semantics": args.semantics})
     else:
         check_name(args.policy or "in-memory")
         options = {"semantics": args.semantics} if args.semantics else {}
