@@ -10,6 +10,7 @@ attention, whatever is `auto`) is taken from `base`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
         dtype=_precision(raw, base),
         master_weights=True,
         optimizer=_optimizer(_section(raw, "optimizer"), base),
-        max_grad_norm=_clipping(raw, base),
+        max_grad_norm=_norm(raw, "gradient_clipping", base),
     )
     batch = _count(raw, "train_batch_size", 0) or None
     of_file = training.per_device_train_batch_size * training.gradient_accumulation_steps
@@ -189,28 +190,43 @@ DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_
 
 def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
-    norm = raw.get("max_grad_norm", 1.0)  # the Trainer clips unless told not to
     try:
         optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from None
-    _check_one_of(raw.get("bf16"), raw.get("fp16"))
-    dtype = next((name for name in ("bf16", "fp16") if raw.get(name) is True), base.dtype)
+    on = [name for name in MIXED if _flag(raw, name, path)]
+    _check_one_of(*(name in on for name in MIXED))
+    base, notes = _mixed(base, mixed := on[0] if on else "no")
     training = replace(
         base,
         per_device_train_batch_size=_count(raw, "per_device_train_batch_size", 8),
         gradient_accumulation_steps=_count(raw, "gradient_accumulation_steps", 1),
-        max_grad_norm=float(norm) if isinstance(norm, (int, float)) and norm > 0 else None,
+        max_grad_norm=_norm({"max_grad_norm": 1.0, **raw}, "max_grad_norm", base),  # it clips unless told not to
         optimizer=optimizer,
-        dtype=dtype,  # type: ignore[arg-type]
     )
     recompute = any(_flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
+    if raw.get("deepspeed") and raw.get("fsdp"):
+        raise WorkloadError(f"{path} has both deepspeed and fsdp, of which one can train; leave out the other")
     if deepspeed := raw.get("deepspeed"):
-        return _with_deepspeed(deepspeed, training, path, raw, recompute=recompute)
+        return _with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
     if raw.get("fsdp"):
-        return _fsdp(_fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
+        found = _fsdp(_fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
+        return replace(found, notes=(*found.notes, *notes)) if mixed == "no" else found
     policy = "full-recompute" if recompute else "in-memory"
-    return Configured(training=training, policy=policy, options={}, says=flat(raw))
+    return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))
+
+
+MIXED: tuple[Literal["bf16"], Literal["fp16"]] = ("bf16", "fp16")
+
+
+def _mixed(base: Training, mixed: str) -> tuple[Training, tuple[str, ...]]:
+    """The settings with autocast to a format, or without, and what is assumed for that without DeepSpeed and FSDP."""
+    if mixed == "no":
+        copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
+        said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
+        return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)
+    said = f"{mixed} is autocast of fp32 parameters, simulated as {mixed} with an fp32 copy: as many bytes of states"
+    return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
 
 
 def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
@@ -240,35 +256,88 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Con
     precision = str(raw.get("mixed_precision") or "no").lower()
     if precision not in ("no", "bf16", "fp16"):
         raise WorkloadError(f"{path}: mixed_precision is {precision!r}; no, bf16 and fp16 are supported")
-    base = base if precision == "no" else replace(base, dtype=precision)  # type: ignore[arg-type]
-    ours = _section(raw, "deepspeed_config")
-    if ours.get("deepspeed_config_file"):
-        return _with_deepspeed(ours["deepspeed_config_file"], base, path, raw)
+    base, notes = _mixed(base, precision)
     match raw.get("distributed_type"):
         case "DEEPSPEED":
+            ours = _section(raw, "deepspeed_config")
+            if ours.get("deepspeed_config_file"):
+                if both := [key for key in ours if key in DEEPSPEED_OF_ACCELERATE]:
+                    raise WorkloadError(
+                        f"{path}: deepspeed_config has {both[0]} beside deepspeed_config_file, which accelerate "
+                        "refuses; leave one of them out"
+                    )
+                return _with_deepspeed(ours["deepspeed_config_file"], base, path, raw, mixed=precision)
             zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
             for name in ("optimizer", "param"):
                 if device := ours.get(f"offload_{name}_device"):
                     zero[f"offload_{name}"] = {"device": device, "nvme_path": ours.get(f"offload_{name}_nvme_path")}
             same = ("gradient_accumulation_steps", "gradient_clipping")
             content = {"zero_optimization": zero, **{key: ours[key] for key in same if key in ours}}
-            mixed = {} if precision == "no" else {precision: {"enabled": True}}
-            return _with_deepspeed({**mixed, **content}, base, path, raw)
+            return _with_deepspeed(content, base, path, raw, mixed=precision)
         case "FSDP":
-            return _fsdp(_section(raw, "fsdp_config"), base, raw, path, recompute=None)
+            found = _fsdp(_section(raw, "fsdp_config"), base, raw, path, recompute=None)
+            return replace(found, notes=(*found.notes, *notes)) if precision == "no" else found
         case "NO" | False | "MULTI_GPU" | None:
-            return Configured(training=base, policy="in-memory", options={}, says=flat(raw))
+            notes = (*notes, _UNSAID.format("gradient checkpointing in this file", "nothing"))
+            return Configured(training=base, policy="in-memory", options={}, notes=notes, says=flat(raw))
         case kind:
             raise WorkloadError(f"{path}: distributed_type is {kind!r}; NO, MULTI_GPU, DEEPSPEED and FSDP are known")
 
 
+DEEPSPEED_OF_ACCELERATE = {
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
+    "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path",
+}  # fmt: skip
+SAME: Mapping[str, str] = {
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping",
+    "bf16": "bf16.enabled",
+    "fp16": "fp16.enabled",
+}
+"""Settings of the Trainer, and DeepSpeed's names for them."""
+
+
 def _with_deepspeed(
-    given: object, base: Training, path: Path, raw: Mapping[str, object], *, recompute: bool | None = None
+    given: object,
+    base: Training,
+    path: Path,
+    raw: Mapping[str, object],
+    *,
+    mixed: str,
+    recompute: bool | None = None,
 ) -> Configured:
-    """A DeepSpeed configuration inside another file, or beside it; `recompute` is what the Trainer says of that."""
-    content = given if isinstance(given, Mapping) else _read_beside(given, path)
+    """A DeepSpeed configuration inside another file, or beside it.
+
+    Parameters
+    ----------
+    mixed
+        What the other file says of mixed precision: it is DeepSpeed's where DeepSpeed's own file does not say.
+    recompute
+        What the Trainer says of gradient checkpointing, None where there is no Trainer.
+    """
+    content = dict(given if isinstance(given, Mapping) else _read_beside(given, path))
+    theirs = flat(content)
+    for name, their in SAME.items():
+        ours, said = raw.get(name, AUTO), theirs.get(their, AUTO)
+        if AUTO not in (ours, said) and None not in (ours, said) and ours != said:
+            raise WorkloadError(
+                f"{path}: {name} is {ours!r}, but DeepSpeed's {their} is {said!r}, which the Trainer refuses; make "
+                "them agree, or DeepSpeed's auto"
+            )
+    for name in MIXED:
+        section = _section(content, name)
+        if section.get("enabled", AUTO) == AUTO:
+            content[name] = {**section, "enabled": mixed == name}
+        elif mixed != "no" and _flag(section, "enabled", f"{path}: {name}") != (mixed == name):
+            raise WorkloadError(
+                f"{path} asks for {mixed}, but DeepSpeed's {name}.enabled is {section['enabled']!r}; make them agree"
+            )
     found = _deepspeed(content, base, str(path), recompute)
-    return replace(found, says={**flat(raw), **found.says})
+    notes = found.notes
+    if "optim" in raw and found.training.optimizer != base.optimizer:
+        notes = (*notes, f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
+    return replace(found, notes=notes, says={**flat(raw), **found.says})
 
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -412,17 +481,16 @@ def _flag(section: Mapping[str, object], name: str, path: Path | str) -> bool:
 
 def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:
     """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
-    known: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
-    enabled = {name: _section(raw, name).get("enabled") for name in known}
-    _check_one_of(enabled["bf16"], enabled["fp16"])
-    auto = [name for name in known if enabled[name] == AUTO]
+    auto = [name for name in MIXED if _section(raw, name).get("enabled") == AUTO]
+    on = [name for name in MIXED if name not in auto and _flag(_section(raw, name), "enabled", name)]
+    _check_one_of(*(name in on for name in MIXED))
     if base.dtype in auto:
         auto.insert(0, base.dtype)  # type: ignore[arg-type]
-    return next((name for name in known if enabled[name] is True), auto[0] if auto else "fp32")
+    return next(iter((*on, *auto)), "fp32")
 
 
-def _check_one_of(bf16: object, fp16: object) -> None:
-    if bf16 is True and fp16 is True:
+def _check_one_of(bf16: bool, fp16: bool) -> None:
+    if bf16 and fp16:
         raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
 
 
@@ -443,12 +511,15 @@ def _optimizer(section: Mapping[str, object], base: Training) -> str:
     return f"sgd:momentum={momentum}" if optimizer == "sgd" and momentum else optimizer
 
 
-def _clipping(raw: Mapping[str, object], base: Training) -> float | None:
-    value = raw.get("gradient_clipping", AUTO)
+def _norm(raw: Mapping[str, object], name: str, base: Training) -> float | None:
+    """The norm by which gradients are clipped."""
+    value = raw.get(name, AUTO)
     if value == AUTO:
         return base.max_grad_norm
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-        raise WorkloadError(f"gradient_clipping is {value!r}; it must be a number of 0 (off) or more")
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise WorkloadError(f"{name} is {value!r}; it must be a number of 0 (off) or more")
     return float(value) or None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan"),
+        ({"bf16": {"enabled": "on"}}, "enabled is 'on'; it must be true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
         ({"train_batch_size": "many"}, "train_batch_size is 'many'; it must be a whole number"),
         ({"train_batch_size": 8}, "train_batch_size is 8, .* is 3; give train_micro_batch_size_per_gpu and"),
@@ -156,6 +159,46 @@ def test_trainer_arguments(tmp_path: Path) -> None:
     assert (t.per_device_train_batch_size, t.max_grad_norm, t.dtype) == (2, None, "fp16")
     assert found.policy == "full-recompute"
     assert read_training_file(written(tmp_path, {"output_dir": "x"}), BASE).training.max_grad_norm == 1.0  # its default
+
+
+@pytest.mark.parametrize(
+    ("said", "deepspeed", "dtype"),
+    [
+        ({"bf16": True}, {}, "bf16"),  # accelerate adds the section
+        ({"fp16": "true"}, {"zero_optimization": {"stage": 3}}, "fp16"),
+        ({}, {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp32"),  # auto is the Trainer's, which is off
+        ({}, {"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": True}, {"bf16": {"enabled": "auto"}}, "bf16"),
+    ],
+)
+def test_mixed_precision_is_deepspeeds_where_its_file_leaves_it_open(
+    tmp_path: Path, said: dict[str, object], deepspeed: dict[str, object], dtype: str
+) -> None:
+    found = read_training_file(written(tmp_path, {"output_dir": "x", "deepspeed": deepspeed, **said}), BASE)
+    assert found.training.dtype == dtype
+    if said in ({"bf16": True}, {}):
+        (tmp_path / "other.json").write_text(json.dumps(deepspeed))
+        content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16" if said else "no",
+                   "deepspeed_config": {"deepspeed_config_file": "other.json"}}  # fmt: skip
+        assert read_training_file(written(tmp_path, content), BASE).training.dtype == dtype
+
+
+@pytest.mark.parametrize("frame", [{"output_dir": "x"}, {"distributed_type": "MULTI_GPU"}])
+def test_what_precision_is_taken_for_is_named(tmp_path: Path, frame: dict[str, object]) -> None:
+    on = {"bf16": True} if "output_dir" in frame else {"mixed_precision": "bf16"}
+    cast = read_training_file(written(tmp_path, frame | on), replace(BASE, master_weights=False))
+    assert cast.training.master_weights
+    assert any("autocast of fp32 parameters, simulated as bf16 with an fp32 copy" in note for note in cast.notes)
+    plain = read_training_file(written(tmp_path, frame), replace(BASE, master_weights=False))
+    assert (plain.training.dtype, plain.training.master_weights) == ("bf16", False)
+    assert any("taken as bf16, without an fp32 copy" in note for note in plain.notes)
+
+
+def test_deepspeeds_optimizer_runs_and_the_trainers_is_said_not_to(tmp_path: Path) -> None:
+    content = {"output_dir": "x", "optim": "adamw_torch", "deepspeed": {"optimizer": {"type": "Lion"}}}
+    found = read_training_file(written(tmp_path, content), BASE)
+    assert found.training.optimizer == "lion"
+    assert any("Lion runs, not optim adamw_torch" in note for note in found.notes)
 
 
 def test_what_deepspeed_leaves_open_comes_from_the_trainers_arguments(tmp_path: Path) -> None:
@@ -287,6 +330,22 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ),
         ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
+        ("output_dir: x\nbf16: yes\nfp16: yes", "bf16 and fp16 are both enabled"),
+        ("output_dir: x\nbf16: maybe", "bf16 is 'maybe'; it must be true or false"),
+        ("output_dir: x\nmax_grad_norm: '1.0'", "max_grad_norm is '1.0'; it must be a number"),
+        ("output_dir: x\ndeepspeed: of_two.json\nfsdp: full_shard", "both deepspeed and fsdp"),
+        ("per_device_train_batch_size: 2\ndeepspeed: of_two.json", "is 2, but DeepSpeed's train_micro_.* is 3"),
+        ("max_grad_norm: 2\noutput_dir: x\ndeepspeed: {gradient_clipping: 1}", "is 2, but DeepSpeed's grad.* is 1"),
+        ("bf16: yes\noutput_dir: x\ndeepspeed: {fp16: {enabled: yes}}", "asks for bf16, .*fp16.enabled is True"),
+        ("bf16: no\noutput_dir: x\ndeepspeed: {bf16: {enabled: yes}}", "bf16 is False, .*bf16.enabled is True"),
+        (
+            "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {deepspeed_config_file: fp16.json}",
+            "asks for bf16, but DeepSpeed's fp16.enabled is True",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: fp16.json, zero_stage: 3}",
+            "has zero_stage beside deepspeed_config_file, which accelerate refuses",
+        ),
         ("optim: lomo", "optim is 'lomo'"),
         ("optim: sgd\ndeepspeed: none.json", "there is no file"),
         ("output_dir: x\nfsdp: half_shard", "fsdp has 'half_shard'; it may have full_shard"),
@@ -309,6 +368,7 @@ def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) 
     (tmp_path / "c.yaml").write_text(text)
     of_two = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     (tmp_path / "of_two.json").write_text(json.dumps(of_two))
+    (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True}}))
     with pytest.raises(WorkloadError, match=message):
         read_training_file(tmp_path / "c.yaml", BASE)
 
