@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from tierplan.planner.training_keys import AUTO, OF_ACCELERATE, OF_DEEPSPEED, OF_TRAINER, Known, unaccounted
 from tierplan.sim.workloads.optimizers import of_transformers
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
-AUTO = "auto"
 OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
 
 
@@ -55,12 +55,16 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
             f"{path} has {adapters[0]}: {raw[adapters[0]]!r}; steps are explained where all parameters are trained "
             "in 32 or 16 bits, not for adapters or a quantised base"
         )
+    if "distributed_type" in raw or "compute_environment" in raw:
+        found = _accelerate(raw, base, path)
+        return replace(found, notes=(*found.notes, *_unaccounted(flat(raw), OF_ACCELERATE)))
+    if TRAINER_ONLY & raw.keys():
+        if isinstance(fsdp := raw.get("fsdp_config"), str):
+            raw["fsdp_config"] = _read_beside(fsdp, path)
+        found = _trainer(raw, base, path)
+        return replace(found, notes=(*found.notes, *_unaccounted(flat(raw), OF_TRAINER)))
     if DEEPSPEED_ONLY & raw.keys():
         return _deepspeed(raw, base, str(path))
-    if "distributed_type" in raw or "compute_environment" in raw:
-        return _accelerate(raw, base, path)
-    if any(key in raw for key in ("per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim")):
-        return _trainer(raw, base, path)
     raise WorkloadError(
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
@@ -77,7 +81,6 @@ def read_deepspeed(path: str | Path, base: Training) -> Configured:
 
 def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None) -> Configured:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
-    notes: list[str] = []
     says = flat(raw)
     zero = _section(raw, "zero_optimization")
     if zero.get("cpu_offload") is True:  # of DeepSpeed before 0.4
@@ -85,10 +88,8 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
-    unused = {*raw} - KNOWN | {key for key in UNUSED if says.get(key) not in (None, False, AUTO, UNUSED[key])}
-    unused -= {CPU_CHECKPOINTING} if stage == 3 or of_trainer is not None else set()
-    if unused:
-        notes.append(f"not taken into account: {', '.join(sorted(unused))}")
+    read = ("activation_checkpointing.cpu_checkpointing",) if stage == 3 or of_trainer is not None else ()
+    notes = [*_unaccounted({key: value for key, value in says.items() if key not in read}, OF_DEEPSPEED)]
     training = replace(
         base,
         per_device_train_batch_size=_count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
@@ -161,30 +162,9 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
     return f"zero-{stage}", options
 
 
-KNOWN = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
-    "fp16", "optimizer", "scheduler", "zero_optimization", "activation_checkpointing", "steps_per_print",
-    "wall_clock_breakdown", "aio",
-}  # fmt: skip
-
-
 PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
-UNUSED: Mapping[str, object] = {
-    "zero_optimization.zero_quantized_weights": False,
-    "zero_optimization.zero_quantized_gradients": False,
-    "zero_optimization.zero_hpz_partition_size": 1,
-    "zero_optimization.mics_shard_size": -1,
-    "zero_optimization.zenflow.topk_ratio": None,
-    "zero_optimization.offload_optimizer.ratio": 1.0,
-    "zero_optimization.offload_optimizer.super_offload": False,
-    CPU_CHECKPOINTING: False,
-    "activation_checkpointing.partition_activations": False,
-}
-"""Settings in known sections that change a step's time and that no policy has, with the value that changes nothing."""
-
-
 ADAPTERS = {"finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config"}
+TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
 
 
@@ -347,11 +327,9 @@ KEEP_PARAMETERS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 def _fsdp_of_trainer(raw: Mapping[str, object], path: Path) -> Mapping[str, object]:
     """The Trainer's `fsdp_config`, with what the older words of `fsdp` say."""
-    given = raw.get("fsdp_config")
-    section = _read_beside(given, path) if isinstance(given, str) else _section(raw, "fsdp_config")
     said = raw["fsdp"]
     words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
-    found = dict(section)
+    found = dict(_section(raw, "fsdp_config"))
     for word in map(str, words):
         if word.upper() in STRATEGIES:
             found.setdefault("reshard_after_forward", word)
@@ -452,6 +430,12 @@ def flat(raw: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     for key, value in raw.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
+
+
+def _unaccounted(says: Mapping[str, object], known: Known) -> tuple[str, ...]:
+    """The note that names what is not taken into account, if there is any."""
+    names = unaccounted(says, known)
+    return (f"not taken into account: {', '.join(names)}",) if names else ()
 
 
 def _section(raw: Mapping[str, object], name: str) -> Mapping[str, object]:
