@@ -322,3 +322,9 @@ def test_semantics_are_those_that_are_asked_for(tmp_path: Path, capsys: pytest.C
     asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", str(path)]
     assert main([*asked, "--semantics", "in-backward", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["setup"]["options"]["semantics"] == "in-backward"
+
+
+def test_what_is_taken_for_memory_that_a_file_leaves_open_is_named(tmp_path: Path) -> None:
+    said = expectation(tmp_path, {}, {"device": "cpu"})
+    assert any("offload_optimizer.pin_memory is not given" in text for text in said.assumptions)
+    assert not any("offload_optimizer" in text for text in expectation(tmp_path, {}, {"pin_memory": True}).assumptions)

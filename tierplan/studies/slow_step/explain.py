@@ -235,6 +235,8 @@ def _always(machine: Machine, setup: Setup) -> tuple[str, ...]:
     lines = ["data loading, evaluation and logging take no time"]
     if setup.extra_s:
         lines.append("checkpoints are written at the drives' rate while training waits")
+    else:
+        lines = ["data loading, evaluation, logging and checkpoints take no time"]
     if machine.nameplate:
         lines.append(
             f"from data sheets rather than measured: {', '.join(machine.nameplate)} (`tierplan machine measure`)"

@@ -98,6 +98,10 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
         assumed.append(f"aio keeps too few requests in flight: drives {factor:.3g} times slower ({_QUEUE_WHY})")
     if setup.policy == "zero-infinity" and "checkpoints" not in setup.options:
         assumed.append("blocks are recomputed from checkpoints in backward, as ZeRO-3 users do")
+    for where in ("optimizer", "param"):
+        place = says.get(f"zero_optimization.offload_{where}.device")
+        if place in ("cpu", "nvme") and (key := _PIN.format(where)) not in says:
+            assumed.append(f"{key} is not given, which DeepSpeed takes for false: copies are of pinned memory here")
     if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
         assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
     paths = set(filter(None, (says.get(f"zero_optimization.offload_{w}.nvme_path") for w in ("param", "optimizer"))))
