@@ -49,7 +49,7 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
     """
     path = Path(path)
     raw = _read(path)
-    adapters = sorted(ADAPTERS & raw.keys())
+    adapters = sorted(key for key in ADAPTERS if raw.get(key))
     if adapters and (raw.get("finetuning_type") != "full" or len(adapters) > 1):
         raise WorkloadError(
             f"{path} has {adapters[0]}: {raw[adapters[0]]!r}; steps are explained where all parameters are trained "
@@ -83,10 +83,11 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
     says = flat(raw)
     zero = _section(raw, "zero_optimization")
-    if zero.get("cpu_offload") is True:  # of DeepSpeed before 0.4
-        zero = {"offload_optimizer": {"device": "cpu"}, **zero}
+    for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if _flag(zero, old, path):  # of DeepSpeed before 0.4
+            zero = {key: {"device": "cpu"}, **zero}
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
     read = ("activation_checkpointing.cpu_checkpointing",) if stage == 3 or of_trainer is not None else ()
     notes = [*_unaccounted({key: value for key, value in says.items() if key not in read}, OF_DEEPSPEED)]
@@ -163,7 +164,10 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
 
 
 PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-ADAPTERS = {"finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config"}
+ADAPTERS = {
+    "finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config", "use_peft", "use_lora", "load_in_4bit",
+    "load_in_8bit",
+}  # fmt: skip
 TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
 
@@ -192,6 +196,7 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
     if raw.get("fsdp"):
         found = _fsdp(_fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
         return replace(found, notes=(*found.notes, *notes)) if mixed == "no" else found
+    notes = (*notes, *_unused_section(raw, "fsdp_config", "fsdp is not on"))
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))
 
@@ -212,6 +217,9 @@ def _mixed(base: Training, mixed: str) -> tuple[Training, tuple[str, ...]]:
 def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     """What `accelerate config` wrote, with the number of processes, each of which has a GPU."""
     found = _of_accelerate(raw, base, path)
+    for kind, key in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
+        if (own := raw.get("distributed_type")) != kind:
+            found = replace(found, notes=(*found.notes, *_unused_section(raw, key, f"distributed_type is {own}")))
     alone = raw.get("distributed_type") in NOT_DISTRIBUTED
     num = _count(raw, "num_processes", 0) or (1 if alone else None)
     if num is None:
@@ -230,8 +238,14 @@ NOT_DISTRIBUTED = ("NO", False, None)
 """YAML reads NO as false."""
 
 
+def _unused_section(raw: Mapping[str, object], key: str, why: str) -> tuple[str, ...]:
+    """The note that a section of a file says something and is not used there."""
+    says_something = any(value not in (None, False, 0) for value in flat(_section(raw, key)).values())
+    return (f"{key} is not used: {why}",) if says_something else ()
+
+
 def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
-    if raw.get("num_machines", 1) != 1:
+    if _count(raw, "num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
     precision = str(raw.get("mixed_precision") or "no").lower()
     if precision not in ("no", "bf16", "fp16"):
@@ -421,7 +435,19 @@ def _read(path: Path) -> dict[str, object]:
         raise WorkloadError(f"{path} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise WorkloadError(f"{path} holds a {type(raw).__name__}; a configuration is one JSON object")
-    return raw
+    return _with_switches(raw)
+
+
+def _with_switches(raw: Mapping[str, object]) -> dict[str, object]:
+    """With true and false for the words, as DeepSpeed and the Trainer read them."""
+    switches = {"true": True, "false": False, "True": True, "False": False}
+    found: dict[str, object] = {}
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            found[key] = _with_switches(value)
+        else:
+            found[key] = switches.get(value, value) if isinstance(value, str) else value
+    return found
 
 
 def flat(raw: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -49,8 +49,9 @@ OF_DEEPSPEED: Known = {
     **_any("enabled immediate_grad_update check_grad_overflow", "bf16."),
     **_any("""enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
         consecutive_hysteresis""", "fp16."),
-    **_any("""stage cpu_offload overlap_comm stage3_gather_16bit_weights_on_model_save elastic_checkpoint
-        stage3_gather_fp16_weights_on_model_save load_from_fp32_weights ignore_unused_parameters""", _ZERO),
+    **_any("""stage cpu_offload cpu_offload_params overlap_comm elastic_checkpoint load_from_fp32_weights
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        ignore_unused_parameters""", _ZERO),
     **_any("device nvme_path pin_memory fast_init pipeline pipeline_read pipeline_write", f"{_ZERO}offload_optimizer."),
     **_any("device nvme_path pin_memory", f"{_ZERO}offload_param."),
     **_any("profile", "activation_checkpointing."),
@@ -65,7 +66,7 @@ OF_DEEPSPEED: Known = {
           stage3_module_granularity_threshold=0, stage3_use_all_reduce_for_fetch_params=False,
           memory_efficient_linear=True, zero_quantized_weights=False, zero_quantized_gradients=False,
           zero_quantized_nontrainable_weights=False, zero_hpz_partition_size=1, mics_shard_size=-1,
-          mics_hierarchical_params_gather=False, cpu_offload_params=False),
+          mics_hierarchical_params_gather=False),
     **_of(f"{_ZERO}offload_optimizer.", ratio=1.0, buffer_count=4, super_offload=False),
     **_of(f"{_ZERO}offload_param.", buffer_count=5, buffer_size=1e8, max_in_cpu=1e9),
     **_of("activation_checkpointing.", partition_activations=False, cpu_checkpointing=False, number_checkpoints=(),

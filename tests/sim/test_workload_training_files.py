@@ -81,6 +81,8 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
     [
         ([], "one JSON object"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"zero_optimization": {"stage": True}}, "stage is True"),
+        ({"zero_optimization": {"stage": 2.0}}, "stage is 2.0"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs .*stage 1, 2 or 3, but it is 0"),
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
@@ -330,6 +332,7 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ),
         ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("per_device_train_batch_size: 1\nfinetuning_type: lora", "finetuning_type: 'lora'"),
+        ("per_device_train_batch_size: 1\nload_in_4bit: true", "load_in_4bit: True"),
         ("output_dir: x\nbf16: yes\nfp16: yes", "bf16 and fp16 are both enabled"),
         ("output_dir: x\nbf16: maybe", "bf16 is 'maybe'; it must be true or false"),
         ("output_dir: x\nmax_grad_norm: '1.0'", "max_grad_norm is '1.0'; it must be a number"),
@@ -371,6 +374,31 @@ def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) 
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True}}))
     with pytest.raises(WorkloadError, match=message):
         read_training_file(tmp_path / "c.yaml", BASE)
+
+
+@pytest.mark.parametrize("word", ["false", "False", False])
+def test_a_switch_may_be_a_word(tmp_path: Path, word: object) -> None:
+    zero = {"stage": 3, "overlap_comm": word, "cpu_offload_params": "true",
+            "offload_optimizer": {"device": "nvme", "pin_memory": word, "pipeline_read": word}}  # fmt: skip
+    found = read_deepspeed(written(tmp_path, {"zero_optimization": zero}), BASE)
+    assert found.options == {
+        "params": "host", "optimizer": "nvme", "pipeline": "off", "pin_memory": "off", "prefetch": "0", **KEPT,
+    }  # fmt: skip
+    assert found.says["zero_optimization.offload_optimizer.pin_memory"] is False
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"distributed_type": "MULTI_GPU", "deepspeed_config": {"zero_stage": 3}}, "deepspeed_config is not used"),
+        ({"distributed_type": "DEEPSPEED", "fsdp_config": {"fsdp_offload_params": True}}, "fsdp_config is not used"),
+        ({"output_dir": "x", "fsdp_config": {"cpu_offload": True}}, "fsdp_config is not used: fsdp is not on"),
+        ({"output_dir": "x", "fsdp": "", "fsdp_config": {"min_num_params": 0, "xla": False}}, None),
+    ],
+)
+def test_a_section_that_is_not_used_is_named(tmp_path: Path, content: dict[str, object], message: str | None) -> None:
+    notes = [note for note in read_training_file(written(tmp_path, content), BASE).notes if "is not used" in note]
+    assert [message in note for note in notes] == [True] * (message is not None)  # type: ignore[operator]
 
 
 def test_prefetching_and_old_names_are_taken_into_account(tmp_path: Path) -> None:
