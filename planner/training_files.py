@@ -22,6 +22,8 @@ from tierplan.sim.workloads.workload import Training, WorkloadError
 
 OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
 
+OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configured:
@@ -38,6 +40,8 @@ class Configured:
     """GPUs that the file is of; None where it does not say."""
     why_devices: str = ""
     """What it says of them."""
+    left_open: tuple[str, ...] = OF_STEP
+    """Of these two settings, those that the file does not say."""
     says: Mapping[str, object] = field(default_factory=dict)
     """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
 
@@ -62,7 +66,7 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
         if isinstance(fsdp := raw.get("fsdp_config"), str):
             raw["fsdp_config"] = _read_beside(fsdp, path)
         found = _trainer(raw, base, path)
-        return replace(found, notes=(*found.notes, *_unaccounted(flat(raw), OF_TRAINER)))
+        return replace(found, notes=(*found.notes, *_unaccounted(flat(raw), OF_TRAINER)), left_open=())
     if DEEPSPEED_ONLY & raw.keys():
         return _deepspeed(raw, base, str(path))
     raise WorkloadError(
@@ -130,6 +134,7 @@ def _deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer:
         notes=tuple(notes),
         devices=None if batch is None else batch // of_file,
         why_devices=f"train_batch_size {batch}, of which one GPU's is {of_file}",
+        left_open=tuple(ours for ours, their in zip(OF_STEP, PER_GPU, strict=True) if raw.get(their, AUTO) == AUTO),
         says=says,
     )
 
@@ -164,6 +169,7 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
 
 
 PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's names of `OF_STEP`."""
 ADAPTERS = {
     "finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config", "use_peft", "use_lora", "load_in_4bit",
     "load_in_8bit",

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         configured = read_training_file(args.config, base)
         scenario.check_agreement(args, args.config, configured.training)
+        configured = replace(configured, notes=(*configured.notes, *scenario.taken_from_defaults(args, configured)))
         if args.semantics:
             configured = replace(configured, options={**configured.options, "semantics": args.semantics})
     else:

@@ -113,7 +113,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
     if deepspeed.devices is not None:
         print(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
-    for note in deepspeed.notes:
+    for note in (*deepspeed.notes, *scenario.taken_from_defaults(args, deepspeed)):
         print(f"  {note}")
     print()
     say(*table_lines(workload))

@@ -88,6 +88,27 @@ def test_options_that_a_configuration_contradicts_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("content", "options", "taken"),
+    [
+        ({"train_micro_batch_size_per_gpu": "auto"}, "", "--batch 1, --accumulation 1, --seq 1024"),
+        ({"train_micro_batch_size_per_gpu": 2}, "--seq 64", "--accumulation 1"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "--seq 64 --batch 1 --accumulation 1", None),
+        ({"distributed_type": "MULTI_GPU"}, "--seq 64", "--batch 1, --accumulation 1"),
+        ({"output_dir": "x"}, "", "--seq 1024"),  # the Trainer has defaults of its own
+        ({"output_dir": "x", "deepspeed": {"train_micro_batch_size_per_gpu": "auto"}}, "--seq 64", None),
+    ],
+)
+def test_defaults_that_stand_for_what_nobody_says_are_named(
+    content: dict[str, object], options: str, taken: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt2", *options.split()]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "the default is taken" in line]
+    assert [line.rpartition(": ")[2] for line in found] == ([taken] if taken else [])
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["show", "nope"], "known names: gpt-6.7b"),

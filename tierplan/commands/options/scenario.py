@@ -25,6 +25,7 @@ from tierplan.studies.study import Point
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
+    from tierplan.planner.training_files import Configured
     from tierplan.sim.workloads.workload import Training, Workload
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
@@ -147,6 +148,13 @@ def check_agreement(args: argparse.Namespace, file: str, training: Training) -> 
             raise ValueError(f"--{flag} is {given}, but {file} says {said}; leave one of them out")
     if args.no_master_weights and training.master_weights:
         raise ValueError(f"--no-master-weights is given, but {file} is of training with them; leave one of them out")
+
+
+def taken_from_defaults(args: argparse.Namespace, configured: Configured) -> tuple[str, ...]:
+    """The note that names what neither a configuration file nor an option says, if there is any such setting."""
+    names = [name for name in ("batch", "accumulation") if OF_TRAINING[name] in configured.left_open]
+    flags = [f"--{name} {getattr(DEFAULTS, name)}" for name in (*names, "seq") if getattr(args, name) is None]
+    return (f"neither in the file nor given, so the default is taken: {', '.join(flags)}",) if flags else ()
 
 
 def _sequences(args: argparse.Namespace) -> int:
