@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.cli import main
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.prediction import predict
 from tierplan.planner.training_files import Configured, read_training_file
 from tierplan.sim.workloads.models import load_workload
@@ -25,6 +26,9 @@ from tierplan.studies.study import Point
 RTX_3090 = Point(model="gpt2-xl", machine="desktop-4090", overrides={"gpu.part": "rtx-3090"}, planner_s=0.2)
 ZERO_3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
           "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}  # fmt: skip
+
+
+BEST = explain._best
 
 
 @pytest.fixture(autouse=True)
@@ -322,6 +326,22 @@ def test_semantics_are_those_that_are_asked_for(tmp_path: Path, capsys: pytest.C
     asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", str(path)]
     assert main([*asked, "--semantics", "in-backward", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["setup"]["options"]["semantics"] == "in-backward"
+
+
+def test_what_the_machine_could_do_is_asked_as_the_setup_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings of the file, and like the setup without a calibration, so that the two can be compared."""
+    asked: list[Point] = []
+
+    def nothing_fits(point: Point) -> None:
+        asked.append(point)
+        raise InfeasiblePlan(load_workload("gpt2", Training()), machine_of(point), ())
+
+    monkeypatch.setattr(explain, "_best", BEST)
+    monkeypatch.setattr(explain, "best_plan", nothing_fits)
+    point = replace(RTX_3090, model="gpt2", master_weights=False, calibration="auto")
+    explain_run(point, configured(tmp_path, ZERO_3, point), MeasuredStep(step_s=1.0))
+    (best,) = asked
+    assert (best.sequences, best.dtype, best.master_weights, best.calibration) == (1, "fp16", True, "none")
 
 
 def test_what_is_taken_for_memory_that_a_file_leaves_open_is_named(tmp_path: Path) -> None:

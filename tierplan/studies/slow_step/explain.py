@@ -237,6 +237,7 @@ def _always(machine: Machine, setup: Setup) -> tuple[str, ...]:
         lines.append("checkpoints are written at the drives' rate while training waits")
     else:
         lines = ["data loading, evaluation, logging and checkpoints take no time"]
+    lines.append("rates are those of the machine's description, for the setup and for what it could do: no calibration")
     if machine.nameplate:
         lines.append(
             f"from data sheets rather than measured: {', '.join(machine.nameplate)} (`tierplan machine measure`)"
@@ -368,7 +369,10 @@ def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
     """What `tierplan plan` says of the same sequences on the same machine."""
     t = setup.training
     sequences = (tokens or t.tokens_per_step) // t.sequence_length
-    asked = replace(point, sequences=sequences, dtype=t.dtype, optimizer=t.optimizer, max_grad_norm=t.max_grad_norm)
+    asked = replace(
+        point, sequences=sequences, dtype=t.dtype, optimizer=t.optimizer, max_grad_norm=t.max_grad_norm,
+        master_weights=t.master_weights, calibration="none",
+    )  # fmt: skip
     try:
         return best_plan(asked).result.prediction
     except InfeasiblePlan:
