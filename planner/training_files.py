@@ -348,7 +348,9 @@ KEEP_PARAMETERS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 def _fsdp_of_trainer(raw: Mapping[str, object], path: Path) -> Mapping[str, object]:
     """The Trainer's `fsdp_config`, with what the older words of `fsdp` say."""
     said = raw["fsdp"]
-    words = said.split() if isinstance(said, str) else said if isinstance(said, list) else []
+    words = said.split() if isinstance(said, str) else [] if said is True else said
+    if not isinstance(words, list):
+        raise WorkloadError(f"{path}: fsdp is {said!r}; give true, or words such as 'full_shard auto_wrap'")
     found = dict(_section(raw, "fsdp_config"))
     for word in map(str, words):
         if word.upper() in STRATEGIES:
@@ -433,7 +435,8 @@ def _read(path: Path) -> dict[str, object]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = _with_switches(raw) if isinstance(raw, dict) else raw
     except FileNotFoundError as error:
         raise WorkloadError(f"there is no file {str(path)!r}; give a configuration in JSON or YAML") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -441,7 +444,16 @@ def _read(path: Path) -> dict[str, object]:
         raise WorkloadError(f"{path} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise WorkloadError(f"{path} holds a {type(raw).__name__}; a configuration is one JSON object")
-    return _with_switches(raw)
+    return raw
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, none of whose keys is there twice, which DeepSpeed refuses too."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice; leave one of them out")
+    return found
 
 
 def _with_switches(raw: Mapping[str, object]) -> dict[str, object]:
@@ -552,6 +564,6 @@ def _of_optimizer(section: Mapping[str, object]) -> dict[str, str]:
 
 def _offload(zero: Mapping[str, object], key: str, path: str) -> str:
     device = _section(zero, key).get("device", "none")
-    if device not in OFFLOAD_PLACES:
+    if str(device) not in OFFLOAD_PLACES:
         raise WorkloadError(f"{path}: {key}.device is {device!r}; it must be cpu, nvme or none")
     return OFFLOAD_PLACES[str(device)]

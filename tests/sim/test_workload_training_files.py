@@ -87,6 +87,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "'tape'; it must be cpu, nvme"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": ["cpu"]}}}, r"is \['cpu'\]; it must be cpu"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
@@ -147,6 +148,12 @@ def test_the_trainer_alone_says_what_is_recomputed(
 def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: Path, stage: int, assumed: str) -> None:
     found = read_deepspeed(written(tmp_path, {"zero_optimization": {"stage": stage}}), BASE)
     assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
+    with pytest.raises(WorkloadError, match="'stage' is there twice; leave one of them out"):
+        read_deepspeed(tmp_path / "ds.json", BASE)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -323,6 +330,8 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ("a: [1", "is not YAML"),
         ("- 1", "one JSON object"),
         ("a: 1", "no configuration of DeepSpeed"),
+        ("a: &a\n  b: *a", "is not YAML"),
+        ("output_dir: x\nfsdp: {full_shard: true}", "fsdp is .*; give true, or words"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
         ("distributed_type: NO\nnum_processes: 4", "num_processes is 4, but distributed_type NO is of one"),
