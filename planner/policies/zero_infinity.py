@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import cast
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
 from tierplan.planner.policies.options import (
     bounded_semantics,
@@ -103,6 +103,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         cast_grads=optimizer != "device",
         operator_tiles=int(number(NAME, options, "operator_tiles", low=1)),
         devices=devices,
+        sharing=Sharing(reduces="each" if optimizer == "device" else "last"),
         options=options,
     )
 

@@ -144,6 +144,17 @@ def test_several_steps_follow_each_other(policy: str) -> None:
     assert found.devices == NUM
 
 
+@pytest.mark.parametrize("num", [1, NUM])
+def test_zero_infinity_that_offloads_nothing_is_zero_3(num: int) -> None:
+    given = {"params": "device", "optimizer": "device", "checkpoints": "device"}
+    zero_3, found = (predict(*asked) for asked in (
+        ("zero-3", WORKLOAD, devices(num)), ("zero-infinity", WORKLOAD, devices(num), given),
+    ))  # fmt: skip
+    assert zero_3.steady is not None
+    assert found.steady is not None
+    assert (found.step_s, found.steady.peak_bytes) == (zero_3.step_s, zero_3.steady.peak_bytes)
+
+
 def test_parameters_leave_the_device_after_the_optimizer_and_where_they_are_divided() -> None:
     with pytest.raises(PlanError, match="use zero-3 with optimizer=host"):
         decide("zero-2", WORKLOAD, devices(NUM), {"params": "host"})
