@@ -328,6 +328,20 @@ def test_semantics_are_those_that_are_asked_for(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["setup"]["options"]["semantics"] == "in-backward"
 
 
+@pytest.mark.parametrize(
+    ("stage", "overlap", "num", "named"),
+    [(2, False, 1, True), (2, True, 1, False), (2, True, 2, True), (3, False, 1, False), (3, False, 2, True),
+     (3, True, 2, False)],
+)  # fmt: skip
+def test_overlap_that_is_simulated_otherwise_is_named(
+    stage: int, overlap: bool, num: int, named: bool, tmp_path: Path
+) -> None:
+    zero = {"stage": stage, "overlap_comm": overlap, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    point = replace(RTX_3090, model="gpt2", overrides={"gpu.count": num})
+    config = configured(tmp_path, {"zero_optimization": zero}, point)
+    assert any("overlap_comm is" in text for text in setup_of(config, machine_of(point))[1]) == named
+
+
 def test_what_the_machine_could_do_is_asked_as_the_setup_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the settings of the file, and like the setup without a calibration, so that the two can be compared."""
     asked: list[Point] = []

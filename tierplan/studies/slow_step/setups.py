@@ -102,8 +102,13 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
         place = says.get(f"zero_optimization.offload_{where}.device")
         if place in ("cpu", "nvme") and (key := _PIN.format(where)) not in says:
             assumed.append(f"{key} is not given, which DeepSpeed takes for false: copies are of pinned memory here")
-    if setup.policy == "zero-offload" and says.get("zero_optimization.overlap_comm") is False:
+    overlap, several = says.get("zero_optimization.overlap_comm"), machine.num_devices > 1
+    if setup.policy == "zero-offload" and overlap is False:
         assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
+    if setup.policy == "zero-offload" and overlap is True and several:
+        assumed.append("overlap_comm is True: compute waits for exchanges between GPUs all the same")
+    if setup.policy == "zero-infinity" and overlap is False and several:
+        assumed.append("overlap_comm is False: GPUs exchange beside compute all the same")
     paths = set(filter(None, (says.get(f"zero_optimization.offload_{w}.nvme_path") for w in ("param", "optimizer"))))
     if uses_drive and len(paths) == 1:
         assumed.append(
