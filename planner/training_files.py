@@ -216,7 +216,10 @@ def _mixed(base: Training, mixed: str) -> tuple[Training, tuple[str, ...]]:
         copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
         said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
         return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)
-    said = f"{mixed} is autocast of fp32 parameters, simulated as {mixed} with an fp32 copy: as many bytes of states"
+    said = (
+        f"{mixed} is autocast of fp32 parameters and gradients, simulated as {mixed} with an fp32 copy: as much "
+        "memory, but GPUs exchange half the bytes"
+    )
     return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
 
 

@@ -197,7 +197,7 @@ def test_what_precision_is_taken_for_is_named(tmp_path: Path, frame: dict[str, o
     on = {"bf16": True} if "output_dir" in frame else {"mixed_precision": "bf16"}
     cast = read_training_file(written(tmp_path, frame | on), replace(BASE, master_weights=False))
     assert cast.training.master_weights
-    assert any("autocast of fp32 parameters, simulated as bf16 with an fp32 copy" in note for note in cast.notes)
+    assert any("autocast of fp32 parameters and gradients, simulated as bf16" in note for note in cast.notes)
     plain = read_training_file(written(tmp_path, frame), replace(BASE, master_weights=False))
     assert (plain.training.dtype, plain.training.master_weights) == ("bf16", False)
     assert any("taken as bf16, without an fp32 copy" in note for note in plain.notes)
