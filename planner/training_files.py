@@ -195,6 +195,8 @@ def _trainer(raw: Mapping[str, object], base: Training, path: Path) -> Configure
         optimizer=optimizer,
     )
     recompute = any(_flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
+    if "finetuning_type" in raw:  # LLaMA-Factory's, which recomputes unless told not to
+        recompute = not _flag(raw, "disable_gradient_checkpointing", path)
     if raw.get("deepspeed") and raw.get("fsdp"):
         raise WorkloadError(f"{path} has both deepspeed and fsdp, of which one can train; leave out the other")
     if deepspeed := raw.get("deepspeed"):
@@ -234,7 +236,10 @@ def _accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Config
     if num is None:
         return found
     if alone and num > 1:
-        raise WorkloadError(f"{path}: num_processes is {num}, but distributed_type NO is of one; give MULTI_GPU, or 1")
+        found = replace(
+            found, notes=(*found.notes, f"num_processes {num} is not used: distributed_type NO is one process")
+        )
+        num = 1
     if found.devices not in (None, num):
         raise WorkloadError(
             f"{path}: num_processes is {num}, but DeepSpeed's {found.why_devices} is of {found.devices} GPUs; "

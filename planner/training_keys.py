@@ -44,7 +44,8 @@ _ZERO = "zero_optimization."
 OF_DEEPSPEED: Known = {
     **_any("""train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer
         scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comet
-        checkpoint comms_logger zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""),
+        monitor_config checkpoint comms_config comms_logger zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer"""),
     **_any("block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events", "aio."),
     **_any("enabled immediate_grad_update check_grad_overflow", "bf16."),
     **_any("""enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
@@ -104,7 +105,8 @@ OF_TRAINER: Known = {
     **_IN_FSDP,
     **_any("""per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed fsdp
         gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
-        finetuning_type output_dir overwrite_output_dir num_train_epochs max_steps seed data_seed learning_rate
+        finetuning_type disable_gradient_checkpointing
+        output_dir overwrite_output_dir num_train_epochs max_steps seed data_seed learning_rate
         weight_decay run_name project report_to disable_tqdm skip_memory_metrics local_rank prediction_loss_only
         per_device_eval_batch_size include_for_metrics include_inputs_for_metrics batch_eval_metrics
         metric_for_best_model greater_is_better load_best_model_at_end resume_from_checkpoint ignore_data_skip

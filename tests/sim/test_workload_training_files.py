@@ -144,6 +144,15 @@ def test_the_trainer_alone_says_what_is_recomputed(
         assert any("decides" in note for note in found.notes) == bool(section)
 
 
+@pytest.mark.parametrize(("said", "policy"), [({}, "full-recompute"),
+                                              ({"disable_gradient_checkpointing": True}, "in-memory")])  # fmt: skip
+def test_llama_factory_recomputes_unless_told_not_to(tmp_path: Path, said: dict[str, object], policy: str) -> None:
+    content = {"output_dir": "x", "finetuning_type": "full", **said}
+    found = read_training_file(written(tmp_path, content), BASE)
+    assert found.policy == policy
+    assert not any("disable_gradient_checkpointing" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (2, "nothing"), (3, "each block")])
 def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: Path, stage: int, assumed: str) -> None:
     found = read_deepspeed(written(tmp_path, {"zero_optimization": {"stage": stage}}), BASE)
@@ -251,6 +260,9 @@ def test_accelerate(tmp_path: Path) -> None:
     assert read_training_file(path, BASE).devices == 2
     path.write_text("distributed_type: NO\n")
     assert read_training_file(path, BASE).devices == 1
+    path.write_text("distributed_type: NO\nnum_processes: 8\n")  # as TRL's single_gpu.yaml has it
+    assert (found := read_training_file(path, BASE)).devices == 1
+    assert any("num_processes 8 is not used" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +346,6 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ("output_dir: x\nfsdp: {full_shard: true}", "fsdp is .*; give true, or words"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
-        ("distributed_type: NO\nnum_processes: 4", "num_processes is 4, but distributed_type NO is of one"),
         (
             "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: of_two.json}",
             "num_processes is 4, but DeepSpeed's train_batch_size 6, of which one GPU's is 3 is of 2 GPUs",
